@@ -1,0 +1,380 @@
+"""Every option of train.py, once: its name, type, default, help and the checks on its value.
+
+A field of `TrainConfig` is the flag, the YAML key and the attribute. The sentence under it is its help
+(`option_help` reads it from here), and the `== ... ==` comments are the headings of `--help`.
+"""
+
+import ast
+import inspect
+import itertools
+import math
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from fsdp_qlora.train_types import TRAIN_TYPES
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Options of one training run."""
+
+    # == launch ==
+    world_size: int = -1
+    """Processes on this machine when started as one process; -1 is one per visible GPU, one on a CPU."""
+    nproc_per_node: int = -1
+    """The same as world_size under torchrun's name; 1 keeps a run to one process on a machine with several
+    GPUs."""
+    master_addr: str = "localhost"
+    """Address where the processes meet when train.py starts them itself; under torchrun, torchrun's."""
+    master_port: int = 0
+    """Port where the processes meet when train.py starts them itself; 0 takes a free one."""
+
+    # == model ==
+    model_name: str = "Qwen/Qwen3-8B-Base"
+    """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
+    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
+    """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
+    SDPA, or eager for models whose attention SDPA cannot compute."""
+    precision: Literal["auto", "fp32", "bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16_autocast"] = (
+        "auto"
+    )
+    """Number format of the computation; auto is bf16 where the GPU computes in it, else fp32. Weights that
+    train are kept in fp32. Set fp32 to compare runs digit by digit."""
+
+    # == training ==
+    train_type: Literal["full", "lora", "qlora", "custom_lora", "custom_qlora"] = "qlora"
+    """What trains: an adapter on a 4-bit base (qlora), on a 16-bit base (lora), or all weights (full); the
+    custom_ names are the 2024 program's and mean the same as those without it."""
+    lora_rank: int = 16
+    """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
+    lora_alpha: int = 32
+    """Scale of the adapter: its output is multiplied by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout on the adapter's input; try 0.05 to 0.1 when a small dataset is overfitted."""
+    lora_target_modules: tuple[str, ...] = ("all",)
+    """Linear layers that get an adapter: all, default (PEFT's choice for the model), or layer names such as
+    q_proj,v_proj."""
+    batch_size: int = 1
+    """Rows per process in one forward pass; raise it until memory is full."""
+    context_length: int = 512
+    """Longest row in tokens; what is longer is cut, and counted in the report on the data."""
+    gradient_accumulation_steps: int = 1
+    """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
+    num_epochs: int = 1
+    """Passes over the dataset."""
+    max_steps: int = -1
+    """Stop after this many optimizer steps of the whole run; -1 runs all epochs."""
+    lr: float | None = None
+    """Peak learning rate; by default 2e-4 for adapters and 1e-5 for full."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up: constant, or falling to 0 by the last step."""
+    warmup_ratio: float = 0.03
+    """Share of the steps over which the learning rate rises from 0."""
+    warmup_steps: int = -1
+    """Optimizer steps over which the learning rate rises from 0; 0 or more replaces warmup_ratio."""
+    optimizer: Literal["adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam"] = "adamw"
+    """Optimizer; the fused ones are faster when many weights train on a GPU."""
+    wd: float = 0.0
+    """Weight decay; 0.01 to 0.1 is usual when all weights train."""
+    apply_gradient_clipping: bool = True
+    """Scale gradients down whose global norm is above grad_norm."""
+    grad_norm: float = 1.0
+    """Largest global gradient norm; lower it when the loss jumps."""
+    seed: int = 42
+    """Seed of the adapter's initial values, the dropout and the order of the rows."""
+
+    # == memory ==
+    sharding_strategy: Literal[
+        "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"
+    ] = "full_shard"
+    """How the model is spread: full_shard needs least memory, shard_grad_op keeps gathered weights until the
+    backward pass, ddp copies the model to every process, hybrid_ shards within a machine and copies
+    between machines."""
+    use_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass; turn it off for speed when memory allows."""
+    use_cpu_offload: bool = False
+    """Keep the frozen base in host memory, and copy each block to the GPU when it is needed; for models that
+    do not fit otherwise."""
+    use_activation_cpu_offload: bool = False
+    """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
+
+    # == quantization ==
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
+    double_quant: bool = True
+    """Quantize the scales too: saves about 0.4 bits per weight."""
+    quant_storage: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
+
+    # == data ==
+    dataset: str = "alpaca_sample"
+    """Rows to train on: alpaca, alpaca_sample, alpaca_demo (no network needed), dummy (to measure speed), or
+    a .json, .jsonl, .csv or .parquet file or a folder of them."""
+    dataset_samples: int | None = None
+    """Use only this many rows; by default all of them (alpaca_sample and dummy have a size of their own)."""
+    dataset_format: Literal["auto", "alpaca"] = "auto"
+    """Meaning of the columns; auto tells it from their names."""
+    max_bad_rows: float = 0.01
+    """Share of the rows that may be unusable (no output, a missing column) before the run refuses."""
+    eval_fraction: float = 0.0
+    """Share of the rows held out to measure the loss on."""
+    eval_dataset: str | None = None
+    """Dataset to measure the loss on, named as in dataset."""
+    eval_steps: int = 0
+    """Measure the held-out loss every so many optimizer steps; 0 is only before and after training."""
+
+    # == output ==
+    save_model: bool = True
+    """Save the adapter (or the model, for full) at the end; turn it off when only speed is measured."""
+    output_dir: str = "output"
+    """Folder for the results: the adapter, the tokenizer, config.yaml and metrics.jsonl."""
+    overwrite_output_dir: bool = False
+    """Allow output_dir to hold the results of another run, which are replaced."""
+    log_to: tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...] = ("tqdm",)
+    """Where metrics go, one or more; metrics.jsonl in output_dir is always written."""
+    project_name: str = "fsdp_qlora"
+    """Project of the run on wandb."""
+    name: str | None = None
+    """Name of the run on wandb."""
+    group: str | None = None
+    """Group of the run on wandb, for runs that belong together."""
+    entity: str | None = None
+    """User or team on wandb that owns the run."""
+    verbose: bool = False
+    """Print more: the model's structure, and what each part of the start takes."""
+    dry_run: bool = False
+    """Build everything without weights, print sizes, memory per process and steps, and stop."""
+
+    # == profiling ==
+    profile_memory: bool = False
+    """Log the memory in use after each phase of the start and after the first steps."""
+    profile: bool = False
+    """Run torch.profiler during training."""
+    profiling_output: str = "profiles"
+    """Folder for the profiler's files."""
+    with_stack: bool = False
+    """Record the source line of each operation; it slows the steps that are profiled."""
+    with_shapes: bool = False
+    """Record the shapes of each operation's inputs."""
+    export_trace: bool = True
+    """Write a trace that chrome://tracing and Perfetto open."""
+    export_memory_timeline: bool = False
+    """Write the memory in use over time by category."""
+    wait_steps: int = 0
+    """Steps that the profiler skips at the start of a cycle; used when repeat is above 0."""
+    profiling_warmup_steps: int = 1
+    """Steps that the profiler runs and throws away before it records (warmup_steps in the 2024 program; that
+    name is now the learning rate's)."""
+    active_steps: int = 2
+    """Steps that the profiler records in a cycle."""
+    repeat: int = 0
+    """Cycles of the profiler; 0 repeats to the end, one cycle every profiling_frequency steps."""
+    profiling_frequency: int = 10
+    """Length of a profiler cycle in steps; used when repeat is 0."""
+
+    # == accepted for the 2024 program's commands, and without effect ==
+    low_memory: bool | None = None
+    """Needless: loading never holds more than one tensor besides the shard."""
+    no_sync: bool | None = None
+    """Needless: gradients are always synchronised once per optimizer step."""
+    reentrant_checkpointing: bool | None = None
+    """Needless: checkpointing is always the non-reentrant kind."""
+    loading_workers: int | None = None
+    """Needless: weights are read one tensor at a time."""
+
+    @property
+    def learning_rate(self) -> float:
+        """`lr`, or what suits the train type where it is not given."""
+        if self.lr is not None:
+            return self.lr
+        return 2e-4 if TRAIN_TYPES[self.train_type].has_adapter else 1e-5
+
+    @property
+    def requested_processes(self) -> int:
+        """Processes asked for on this machine, or -1 for one per visible GPU."""
+        return max(self.nproc_per_node, self.world_size)
+
+
+NEEDLESS = {
+    "low_memory": "weights are always streamed from the files one tensor at a time; no process ever holds "
+    "the whole model.",
+    "no_sync": "gradients are always synchronised once per optimizer step, with offload too.",
+    "reentrant_checkpointing": "activation checkpointing is always non-reentrant.",
+    "loading_workers": "each process reads and quantizes its weights one tensor at a time; there is nothing "
+    "to set.",
+}
+"""Options of the 2024 program that are accepted and do nothing, and what happens instead."""
+
+DEFAULTS = TrainConfig()
+
+
+def needless_lines(config: TrainConfig) -> list[str]:
+    """One line for each option that was given and has no effect any more."""
+    given = [name for name in NEEDLESS if getattr(config, name) is not None]
+    return [f"--{name} is no longer needed: {NEEDLESS[name]}" for name in given]
+
+
+def option_help() -> dict[str, dict[str, str]]:
+    """Heading -> option -> help, in the order of the fields, read from the source of `TrainConfig`."""
+    source = textwrap.dedent(inspect.getsource(TrainConfig))
+    headings = {
+        number: line.strip(" #=") for number, line in enumerate(source.splitlines(), 1) if "# ==" in line
+    }
+    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    options: dict[str, dict[str, str]] = {heading: {} for heading in headings.values()}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            heading = headings[max(number for number in headings if number < field.lineno)]
+            name, sentence = ast.unparse(field.target), ast.literal_eval(text.value)
+            options[heading][name] = " ".join(sentence.split())
+    return options
+
+
+def resolved_yaml(config: TrainConfig) -> str:
+    """All options, with the learning rate that is used, as YAML that `--config` accepts for the same run."""
+    options = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()
+    }
+    options["lr"] = config.learning_rate
+    return yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+
+
+def check(config: TrainConfig) -> list[str]:
+    """What is wrong with the values of the options and with their combination; needs no model or device."""
+    errors = [
+        f"--{name} must be {allowed}, but is {getattr(config, name)!r}."
+        for name, (accepts, allowed) in _LIMITS.items()
+        if not accepts(getattr(config, name))
+    ]
+    for rules in (_launch_conflicts, _model_conflicts, _data_conflicts, _profiling_conflicts):
+        errors.extend(rules(config))
+    return errors
+
+
+def quant_storage_error(quant_storage: str, compute_dtype: str) -> str | None:
+    """Why packed weights cannot be sharded as `quant_storage` when the model computes in `compute_dtype`."""
+    if quant_storage in ("auto", compute_dtype):
+        return None
+    return (
+        f"--quant_storage is {quant_storage}, but the model computes in {compute_dtype}: FSDP would convert "
+        f"the packed bytes to {compute_dtype} as if they were numbers. Leave it at auto."
+    )
+
+
+_Limit = tuple[Callable[[Any], bool], str]
+
+
+def _at_least(low: int) -> _Limit:
+    return lambda value: value >= low, f"{low} or more"
+
+
+def _positive_or_all(value: int) -> bool:
+    return value == -1 or value >= 1
+
+
+_SHARE: _Limit = (lambda value: 0 <= value <= 1, "between 0 and 1")
+_SHARE_BELOW_ONE: _Limit = (lambda value: 0 <= value < 1, "0 or more and below 1")
+_NOT_EMPTY: _Limit = (lambda value: bool(value), "given")
+_POSITIVE: _Limit = (lambda value: value is None or 0 < value < math.inf, "a finite number above 0")
+
+_LIMITS: dict[str, _Limit] = {
+    "world_size": (_positive_or_all, "-1 or a number of processes"),
+    "nproc_per_node": (_positive_or_all, "-1 or a number of processes"),
+    "master_addr": _NOT_EMPTY,
+    "master_port": (lambda value: 0 <= value <= 65535, "between 0 and 65535"),
+    "model_name": _NOT_EMPTY,
+    "lora_rank": _at_least(1),
+    "lora_alpha": _at_least(1),
+    "lora_dropout": _SHARE_BELOW_ONE,
+    "lora_target_modules": _NOT_EMPTY,
+    "batch_size": _at_least(1),
+    "context_length": _at_least(2),
+    "gradient_accumulation_steps": _at_least(1),
+    "num_epochs": _at_least(1),
+    "max_steps": (_positive_or_all, "-1 (all epochs) or a number of optimizer steps"),
+    "lr": _POSITIVE,
+    "warmup_ratio": _SHARE,
+    "warmup_steps": _at_least(-1),
+    "wd": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
+    "grad_norm": _POSITIVE,
+    "seed": (lambda value: 0 <= value < 2**32, "between 0 and 4294967295"),
+    "dataset": _NOT_EMPTY,
+    "dataset_samples": (lambda value: value is None or value >= 1, "1 or more"),
+    "max_bad_rows": _SHARE,
+    "eval_fraction": _SHARE_BELOW_ONE,
+    "eval_steps": _at_least(0),
+    "output_dir": _NOT_EMPTY,
+    "log_to": _NOT_EMPTY,
+    "profiling_output": _NOT_EMPTY,
+    "wait_steps": _at_least(0),
+    "profiling_warmup_steps": _at_least(0),
+    "active_steps": _at_least(1),
+    "repeat": _at_least(0),
+    "profiling_frequency": _at_least(1),
+}
+
+
+def _changed(config: TrainConfig, *names: str) -> list[str]:
+    return [name for name in names if getattr(config, name) != getattr(DEFAULTS, name)]
+
+
+def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.world_size != c.nproc_per_node and -1 not in (c.world_size, c.nproc_per_node):
+        yield (
+            f"--world_size is {c.world_size} and --nproc_per_node is {c.nproc_per_node}, but both are the "
+            "number of processes on this machine. Give one of them."
+        )
+
+
+def _model_conflicts(c: TrainConfig) -> Iterator[str]:
+    kind = TRAIN_TYPES[c.train_type]
+    lora = _changed(c, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+    if lora and not kind.has_adapter:
+        yield (
+            f"--train_type {c.train_type} has no adapter: leave out {_flags(lora)}, or use --train_type lora."
+        )
+    quantization = _changed(c, "quant_type", "double_quant", "quant_storage")
+    if quantization and kind.quantizer is None:
+        yield (
+            f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "
+            "or use --train_type qlora."
+        )
+    # The name of a precision starts with its compute dtype. What auto comes to is known with the device.
+    compute_dtype = c.precision.split("_")[0]
+    if kind.quantizer is not None and compute_dtype != "auto":
+        yield from filter(None, [quant_storage_error(c.quant_storage, compute_dtype)])
+    special = {"all", "default"}.intersection(c.lora_target_modules)
+    if special and len(c.lora_target_modules) > 1:
+        yield (
+            f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is "
+            f"{','.join(c.lora_target_modules)}."
+        )
+    if c.use_activation_cpu_offload and not c.use_gradient_checkpointing:
+        yield (
+            "--use_activation_cpu_offload moves the activations that checkpointing keeps: it needs "
+            "--use_gradient_checkpointing true."
+        )
+
+
+def _data_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.eval_dataset is not None and c.eval_fraction > 0:
+        yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
+    if c.eval_steps > 0 and c.eval_dataset is None and c.eval_fraction == 0:
+        yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
+
+
+def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
+    steps = c.profiling_warmup_steps + c.active_steps
+    if c.profile and c.repeat == 0 and c.profiling_frequency < steps:
+        yield (
+            f"--profiling_frequency is {c.profiling_frequency}, but a cycle of --profiling_warmup_steps and "
+            f"--active_steps takes {steps} steps."
+        )
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)

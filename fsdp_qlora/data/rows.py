@@ -1,0 +1,106 @@
+"""What is handed from one part of the data package to the next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+Row = dict[str, object]
+
+NUMBERS_SHOWN = 10  # rows named in a message
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of a dataset. Its row n has the number offset + n in the whole dataset."""
+
+    name: str
+    unit: str  # what n counts: "line" or "row", both from 1
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that were read, with the number of each."""
+
+    rows: list[Row]
+    numbers: list[int]
+    columns: list[str]  # of all rows together, in order of appearance
+    parts: list[Part]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedRows:
+    """Rows one after the other; row i is [offsets[i] : offsets[i + 1]] of the flat arrays."""
+
+    input_ids: np.ndarray  # int32 [tokens]
+    learned: np.ndarray  # bool [tokens], true where the token is a target
+    offsets: np.ndarray  # int64 [rows + 1]
+    row_numbers: np.ndarray  # int64 [rows], the number of the row in the dataset
+
+    def __len__(self) -> int:
+        return len(self.row_numbers)
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, int64 [rows]."""
+        return np.diff(self.offsets)
+
+    @cached_property
+    def num_targets(self) -> np.ndarray:
+        """Learned tokens of each row that have a predecessor to be predicted from, int64 [rows]."""
+        starts = self.offsets[:-1]
+        return np.add.reduceat(self.learned, starts, dtype=np.int64) - self.learned[starts]
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What became of a dataset's rows."""
+
+    origin: str
+    dataset_format: str
+    num_rows: int  # read
+    num_used: int
+    num_tokens: int
+    num_targets: int
+    num_truncated: int  # rows cut at context_length
+    num_tokens_cut: int
+    rejected: dict[str, list[int]]  # reason -> numbers of the rows
+    parts: list[Part]
+
+    @property
+    def num_rejected(self) -> int:
+        return sum(map(len, self.rejected.values()))
+
+    def locate(self, numbers: Sequence[int]) -> str:
+        """Say where rows are: "lines 3, 17", or "b.jsonl line 3; c.csv row 1" for a folder."""
+
+        def part_of(number: int) -> Part:
+            return [part for part in self.parts if part.offset < number][-1]
+
+        places = []
+        for part, group in itertools.groupby(numbers, key=part_of):
+            local = [str(number - part.offset) for number in group]
+            file = f"{part.name} " if len(self.parts) > 1 else ""
+            places.append(f"{file}{part.unit}{'s' if len(local) > 1 else ''} {', '.join(local)}")
+        return "; ".join(places)
+
+    def describe(self) -> str:
+        """One line: rows, tokens and truncation."""
+        return (
+            f"{self.origin}: {self.num_used:,} of {self.num_rows:,} rows, {self.num_tokens:,} tokens "
+            f"({self.num_targets:,} learned), {self.num_truncated:,} rows truncated "
+            f"({self.num_tokens_cut:,} tokens cut)"
+        )
+
+    def describe_rejected(self) -> list[str]:
+        """One line per reason, with the first rows it holds for."""
+        return [
+            f"{len(numbers):,} x {reason}: {self.locate(numbers[:NUMBERS_SHOWN])}"
+            + (", ..." if len(numbers) > NUMBERS_SHOWN else "")
+            for reason, numbers in self.rejected.items()
+        ]

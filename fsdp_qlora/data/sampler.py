@@ -1,0 +1,78 @@
+"""The order of rows: pure functions of (seed, epoch), the same in every rank and every run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fsdp_qlora.errors import UserError
+
+if TYPE_CHECKING:
+    from fsdp_qlora.data.tokenization import TokenizedRows
+
+EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
+
+
+def epoch_order(rows: int | np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+    """Shuffle the rows of one epoch.
+
+    Args:
+        rows: how many there are, or their indices (a subset, such as the training rows).
+    Returns:
+        Each row once, int64 [rows].
+    """
+    indices = np.arange(rows) if isinstance(rows, int) else rows
+    return indices[_permutation(len(indices), [seed, epoch])].astype(np.int64)
+
+
+def steps_per_epoch(num_rows: int, *, global_batch_size: int) -> int:
+    """Optimizer steps of one epoch; the last one takes what is left."""
+    return -(-num_rows // global_batch_size)
+
+
+def split_step(
+    rows: np.ndarray, lengths: np.ndarray, *, world_size: int, rank: int, batch_size: int
+) -> list[np.ndarray]:
+    """The micro-batches of one rank for the rows of one optimizer step.
+
+    Rows are sorted by length, longest first, cut into equal micro-batches and dealt one per rank in turn:
+    what ranks compute at the same time is about equally long, and memory peaks at the start of the step.
+
+    Args:
+        rows: indices of the step's rows, int64.
+        lengths: tokens of every row of the dataset, so that lengths[rows] are the step's.
+        batch_size: most rows of a micro-batch.
+    Returns:
+        As many micro-batches in every rank, their sizes at most one row apart. Some are empty when a last
+        step has fewer rows than micro-batches.
+    """
+    by_length = rows[np.argsort(-lengths[rows], kind="stable")]
+    num_micro_batches = -(-len(rows) // (world_size * batch_size))
+    pieces = np.array_split(by_length, num_micro_batches * world_size) if num_micro_batches else []
+    return pieces[rank::world_size]
+
+
+def split_eval(tokenized: TokenizedRows, *, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hold out rows for evaluation: (training rows, evaluation rows), both sorted int64 indices.
+
+    A fraction above 0 holds out at least one row.
+
+    Raises:
+        UserError: no row would be left for training.
+    """
+    num_rows = len(tokenized)
+    num_eval = max(1, round(num_rows * fraction)) if fraction > 0 else 0
+    if num_eval >= num_rows:
+        raise UserError(
+            f"eval_fraction: {fraction} of {num_rows} rows leaves none to train on. "
+            "Lower it or use more rows."
+        )
+    order = _permutation(num_rows, [seed, 0, EVAL_STREAM])
+    return np.sort(order[num_eval:]), np.sort(order[:num_eval])
+
+
+def _permutation(size: int, entropy: list[int]) -> np.ndarray:
+    """Sort raw random bits: NumPy promises these to stay the same over versions, a shuffle's order not."""
+    bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(size)
+    return np.argsort(bits, kind="stable")

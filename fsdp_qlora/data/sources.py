@@ -1,0 +1,144 @@
+"""Sources: where the rows of a dataset come from, by name, path or folder."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib.resources
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.data.files import FILE_KINDS, find_files, hash_file, read_files
+from fsdp_qlora.data.rows import Part, Rows
+from fsdp_qlora.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
+DEFAULT_SAMPLES = {"alpaca_sample": 128, DUMMY: 512}
+HUB_TIMEOUT_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that was found. Nothing is parsed until `read` is called."""
+
+    origin: str  # its path or name, for people
+    identity: str  # changes when the content does
+    read: Callable[[int | None], Rows]  # the first N rows, or all; UserError where they are malformed
+
+
+def find_source(dataset: str) -> Source:
+    """Find a dataset by name or path.
+
+    Args:
+        dataset: a key of DATASETS, or a .json, .jsonl, .csv or .parquet file, or a folder of such files.
+    Raises:
+        UserError: there is no such name, file or folder, or the hub is out of reach.
+    """
+    if dataset in DATASETS:
+        return DATASETS[dataset]()
+    if _looks_local(dataset):
+        return local_source(Path(dataset).expanduser())
+    close = difflib.get_close_matches(dataset, dataset_names(), n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise UserError(f"dataset: unknown name {dataset!r}.{hint} {_choices()}")
+
+
+def dataset_names() -> list[str]:
+    """The names that `--dataset` takes besides paths."""
+    return [*DATASETS, DUMMY]
+
+
+def demo_source() -> Source:
+    """The rows that ship inside the package: no network needed."""
+    return local_source(Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl")))
+
+
+def local_source(path: Path) -> Source:
+    """A file, or all files of the known kinds in a folder, sorted by name.
+
+    Raises:
+        UserError: nothing is there, or nothing of a kind that can be read.
+    """
+    if not path.exists():
+        raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
+    files = find_files(path)
+    identity = hashlib.sha256()
+    for file in files:
+        # The name counts too: it decides the reader, and messages and the cached report show it.
+        identity.update(f"{file.name}\0{hash_file(file)}\0".encode())
+    return Source(origin=str(path), identity=identity.hexdigest(), read=partial(read_files, path, files))
+
+
+def hub_source(name: str) -> Source:
+    """The train split of a dataset on the Hugging Face hub, or of its copy on this machine.
+
+    Raises:
+        UserError: neither the hub nor a copy can be read; it names what works without a network.
+    """
+    import datasets  # slow to import and not needed for local files
+
+    try:
+        _ask_hub(name, cache_folder=Path(datasets.config.HF_DATASETS_CACHE))
+        table = datasets.load_dataset(name, split="train")
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"dataset: {name} could not be had from the Hugging Face hub ({reason}). Without a network use "
+            "--dataset alpaca_demo, which ships with the package, or the path of a local .json, .jsonl, "
+            ".csv or .parquet file."
+        ) from error
+    # The fingerprint is a hash over the repository's commit and the split; no public name gives it.
+    return Source(origin=name, identity=table._fingerprint, read=partial(_read_hub_table, table, name))
+
+
+def _ask_hub(name: str, *, cache_folder: Path) -> None:
+    """Raise at once when the hub does not answer and no copy of the dataset is on this machine.
+
+    load_dataset alone retries for 23 s without DNS and for 80 s behind a silent firewall.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
+    except Exception as error:
+        if not (cache_folder / name.replace("/", "___")).is_dir():
+            raise
+        log.warning(
+            "The hub is out of reach (%s): looking for a copy of %s on this machine. "
+            "HF_HUB_OFFLINE=1 does so without delay.",
+            type(error).__name__,
+            name,
+        )
+
+
+def _read_hub_table(table: Any, name: str, limit: int | None) -> Rows:
+    size = len(table) if limit is None else min(limit, len(table))
+    rows = table.select(range(size)).to_list()
+    if not rows:
+        raise UserError(f"{name}: the dataset is empty.")
+    return Rows(rows, list(range(1, size + 1)), list(table.column_names), [Part(name, "row")])
+
+
+DATASETS: dict[str, Callable[[], Source]] = {
+    "alpaca": partial(hub_source, "yahma/alpaca-cleaned"),
+    "alpaca_sample": partial(hub_source, "yahma/alpaca-cleaned"),
+    "alpaca_demo": demo_source,
+}
+
+
+def _looks_local(dataset: str) -> bool:
+    path = Path(dataset).expanduser()
+    return path.suffix.lower() in FILE_KINDS or path.name != dataset or path.exists()
+
+
+def _choices() -> str:
+    return (
+        f"Datasets by name: {', '.join(dataset_names())}. "
+        f"Or give the path of a {', '.join(FILE_KINDS)} file, or of a folder of them."
+    )

@@ -1,0 +1,260 @@
+"""Tokenization: rows of text become flat arrays of token ids and of which of them are learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm import tqdm
+
+from fsdp_qlora.data.cache import cache_path, locked, read_cache, tokenizer_identity, write_cache
+from fsdp_qlora.data.formats import FORMATS, BadRow, Format, choose_format
+from fsdp_qlora.data.rows import DataReport, Part, Row, Rows, TokenizedRows
+from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Source, find_source
+from fsdp_qlora.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("fsdp_qlora")
+
+TEXTS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
+
+
+def prepare_rows(
+    dataset: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    dataset_format: str = "auto",
+    dataset_samples: int | None = None,
+    max_bad_rows: float = 0.01,
+    seed: int = 0,
+    cache_dir: str | Path,
+    show_progress: bool = False,
+) -> tuple[TokenizedRows, DataReport]:
+    """Tokenize a dataset, or map what an earlier call with the same input left in `cache_dir`.
+
+    Every rank calls it: the first to come on a machine does the work, the others wait and map its file.
+
+    Args:
+        dataset: a name or path, see sources.find_source.
+        context_length: rows are cut to this many tokens, from the end.
+        dataset_format: a key of formats.FORMATS, or "auto" to tell it from the columns.
+        dataset_samples: only the first N rows.
+        max_bad_rows: the fraction of rows that may be unusable; they are left out and listed.
+        seed: decides the random tokens of the dummy dataset, nothing else.
+        show_progress: may be true in every rank, since only the one that works draws a bar.
+    Raises:
+        UserError: the dataset is missing, malformed, empty or has too many unusable rows, the tokenizer
+            has no end-of-sequence token, or `cache_dir` cannot be written.
+    """
+    num_samples = DEFAULT_SAMPLES.get(dataset) if dataset_samples is None else dataset_samples
+    if dataset == DUMMY:
+        assert num_samples is not None
+        made = dummy_rows(num_samples, len(tokenizer), context_length=context_length, seed=seed)
+    else:
+        source = find_source(dataset)
+        made = _tokenize_source(
+            source, tokenizer, context_length, dataset_format, num_samples, Path(cache_dir), show_progress
+        )
+    check_report(made[1], max_bad_rows=max_bad_rows)
+    if dataset_samples is not None and made[1].num_rows < dataset_samples:
+        log.warning("dataset_samples is %d, but there are only %d rows.", dataset_samples, made[1].num_rows)
+    return made
+
+
+def _tokenize_source(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    dataset_format: str,
+    num_samples: int | None,
+    cache_dir: Path,
+    show_progress: bool,
+) -> tuple[TokenizedRows, DataReport]:
+    """Map the cached rows of a source, or make them; one process at a time."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "The tokenizer has no eos_token, so the model could not learn to stop. Set eos_token in the "
+            "model's tokenizer_config.json."
+        )
+    key = [source.identity, tokenizer_identity(tokenizer), dataset_format, context_length, num_samples]
+    path = cache_path(cache_dir, key)
+    with locked(path):
+        cached = read_cache(path)
+        if cached is not None:
+            log.info("Tokenized rows are taken from %s", path)
+            # The same content may lie at another path now.
+            return cached[0], dataclasses.replace(cached[1], origin=source.origin)
+        rows = source.read(num_samples)
+        name = choose_format(rows.columns, dataset_format=dataset_format, origin=source.origin)
+        made = tokenize_rows(rows, name, source.origin, tokenizer, context_length, show_progress)
+        write_cache(path, *made)
+        return read_cache(path) or made  # mapped, so that all ranks share it
+
+
+def check_report(report: DataReport, *, max_bad_rows: float) -> None:
+    """Log what became of the rows, and refuse a dataset of which too much is unusable.
+
+    Raises:
+        UserError: no row is left, or more than the fraction `max_bad_rows` was rejected.
+    """
+    lines = report.describe_rejected()
+    if report.num_used == 0 or report.num_rejected > max_bad_rows * report.num_rows:
+        raise UserError(
+            f"{report.origin}: {report.num_rejected:,} of {report.num_rows:,} rows cannot be used, allowed "
+            f"are {max_bad_rows:.1%}. Repair them or raise max_bad_rows.\n  " + "\n  ".join(lines)
+        )
+    log.info("%s", report.describe())
+    for line in lines:
+        log.warning("Rows left out, %s", line)
+
+
+def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
+    """Make sure that the model has an embedding for every token.
+
+    Raises:
+        UserError: a token id is outside [0, vocab_size); it names the first such row.
+    """
+    ids = tokenized.input_ids
+    if len(ids) == 0 or (ids.min() >= 0 and ids.max() < vocab_size):
+        return
+    position = int(((ids < 0) | (ids >= vocab_size)).argmax())
+    row = int(np.searchsorted(tokenized.offsets, position, side="right")) - 1
+    raise UserError(
+        f"Row {tokenized.row_numbers[row]} has the token id {ids[position]}, but the model "
+        f"has {vocab_size} embeddings. The tokenizer is not this model's."
+    )
+
+
+def describe_sample(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of one row for people, each masked or learned stretch under a heading."""
+    part = slice(tokenized.offsets[row], tokenized.offsets[row + 1])
+    ids, learned = tokenized.input_ids[part].tolist(), tokenized.learned[part].tolist()
+    lines = [f"Sample: row {tokenized.row_numbers[row]}, {len(ids)} tokens"]
+    for is_learned, group in itertools.groupby(zip(ids, learned, strict=True), key=lambda pair: pair[1]):
+        stretch = [token for token, _ in group]
+        lines.append(f"--- {'learned' if is_learned else 'masked'} ({len(stretch)} tokens) ---")
+        lines.append(str(tokenizer.decode(stretch)))
+    return "\n".join(lines)
+
+
+# ---- from rows to arrays --------------------------------------------------------------------------------
+
+
+def tokenize_rows(
+    rows: Rows,
+    dataset_format: str,
+    origin: str,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    show_progress: bool = False,
+) -> tuple[TokenizedRows, DataReport]:
+    """Render and tokenize rows. Prompt and response are tokenized apart, so the boundary is exact.
+
+    Only the response and the end-of-sequence token behind it are learned. A row that cannot be rendered, or
+    whose prompt alone fills the context, is left out and listed in the report.
+    """
+    rejected: defaultdict[str, list[int]] = defaultdict(list)
+    ids: list[np.ndarray] = []
+    prompt_lengths: list[int] = []
+    numbers: list[int] = []
+    lengths_cut: list[int] = []
+    with tqdm(total=len(rows.rows), desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
+        for start in range(0, len(rows.rows), TEXTS_PER_BATCH):
+            batch = slice(start, start + TEXTS_PER_BATCH)
+            texts = _render(rows.rows[batch], rows.numbers[batch], FORMATS[dataset_format], rejected)
+            for number, prompt_ids, response_ids in _encode(texts, tokenizer):
+                row_ids = (prompt_ids + response_ids)[:context_length]
+                if len(row_ids) <= max(len(prompt_ids), 1):
+                    rejected["no room for a response within context_length"].append(number)
+                    continue
+                ids.append(np.array(row_ids, dtype=np.int32))
+                prompt_lengths.append(len(prompt_ids))
+                numbers.append(number)
+                lengths_cut.append(len(prompt_ids) + len(response_ids) - len(row_ids))
+            bar.update(len(rows.rows[batch]))
+    tokenized = _flatten(ids, prompt_lengths, numbers)
+    report = DataReport(
+        origin=origin,
+        dataset_format=dataset_format,
+        num_rows=len(rows.rows),
+        num_used=len(tokenized),
+        num_tokens=len(tokenized.input_ids),
+        num_targets=int(tokenized.num_targets.sum()),
+        num_truncated=sum(cut > 0 for cut in lengths_cut),
+        num_tokens_cut=sum(lengths_cut),
+        rejected=dict(rejected),
+        parts=rows.parts,
+    )
+    return tokenized, report
+
+
+def dummy_rows(
+    num_rows: int, vocab_size: int, *, context_length: int, seed: int
+) -> tuple[TokenizedRows, DataReport]:
+    """Rows of random tokens that fill the context, all learned: for measuring speed, not for learning."""
+    ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, context_length), dtype=np.int32)
+    tokenized = _flatten(list(ids), [0] * num_rows, list(range(1, num_rows + 1)))
+    report = DataReport(
+        origin=DUMMY,
+        dataset_format=DUMMY,
+        num_rows=num_rows,
+        num_used=num_rows,
+        num_tokens=ids.size,
+        num_targets=int(tokenized.num_targets.sum()),
+        num_truncated=0,
+        num_tokens_cut=0,
+        rejected={},
+        parts=[Part(DUMMY, "row")],
+    )
+    return tokenized, report
+
+
+def _render(
+    rows: Sequence[Row],
+    numbers: Sequence[int],
+    row_format: Format,
+    rejected: defaultdict[str, list[int]],
+) -> list[tuple[int, str, str]]:
+    """(number, prompt, response) of the rows that can be used; the others go to `rejected`."""
+    texts = []
+    for number, row in zip(numbers, rows, strict=True):
+        try:
+            texts.append((number, *row_format.render(row)))
+        except BadRow as reason:
+            rejected[str(reason)].append(number)
+    return texts
+
+
+def _encode(
+    texts: list[tuple[int, str, str]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[int, list[int], list[int]]]:
+    """(number, prompt ids, response ids with the end-of-sequence token) of each row."""
+    if not texts:
+        return
+    numbers, prompts, responses = (list(column) for column in zip(*texts, strict=True))
+    eos = tokenizer.eos_token_id
+    prompts_ids = tokenizer(prompts, add_special_tokens=True, verbose=False)["input_ids"]
+    responses_ids = tokenizer(responses, add_special_tokens=False, verbose=False)["input_ids"]
+    for number, prompt_ids, response_ids in zip(numbers, prompts_ids, responses_ids, strict=True):
+        if prompt_ids and prompt_ids[-1] == eos:  # some tokenizers end every text with it
+            prompt_ids = prompt_ids[:-1]
+        yield number, prompt_ids, [*response_ids, eos]
+
+
+def _flatten(ids: list[np.ndarray], prompt_lengths: list[int], numbers: list[int]) -> TokenizedRows:
+    lengths = np.array([len(row) for row in ids], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    learned = np.ones(offsets[-1], dtype=np.bool_)
+    for start, prompt_length in zip(offsets[:-1], prompt_lengths, strict=True):
+        learned[start : start + prompt_length] = False
+    flat = np.concatenate([np.zeros(0, dtype=np.int32), *ids])
+    return TokenizedRows(flat, learned, offsets, np.array(numbers, dtype=np.int64))

@@ -1,0 +1,159 @@
+"""Process group, device mesh, seeds, reductions over ranks and rank 0's log."""
+
+import datetime
+import hashlib
+import logging
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_qlora.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+# strategy -> (shards over which ranks, whether a block's weights are freed between forward and backward).
+# "all": one shard group of every rank. "node": shards within a node, replicas across nodes. "none": replicas.
+SHARDING_STRATEGIES: dict[str, tuple[str, bool]] = {
+    "full_shard": ("all", True),
+    "shard_grad_op": ("all", False),
+    "hybrid_full_shard": ("node", True),
+    "hybrid_shard_grad_op": ("node", False),
+    "ddp": ("none", False),
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands among the run's processes."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_rank_0(self) -> bool:
+        return self.rank == 0
+
+
+def read_ranks() -> Ranks:
+    """Read torchrun's variables; a process started without torchrun is rank 0 of 1."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible. "
+                "Start one process per visible GPU."
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    return Ranks(
+        rank=int(os.environ.get("RANK", 0)),
+        local_rank=local_rank,
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        device=device,
+    )
+
+
+def set_up_logging(ranks: Ranks, *, verbose: bool) -> None:
+    """Give rank 0's logger its handler. Warnings of the other ranks are not repeated."""
+    log.setLevel(logging.DEBUG if verbose else logging.INFO)
+    log.propagate = False
+    log.handlers.clear()
+    if ranks.is_rank_0:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+    else:
+        log.addHandler(logging.NullHandler())
+
+
+def start_process_group(ranks: Ranks, *, timeout_minutes: float = 30.0) -> None:
+    """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU."""
+    # A lone process needs no rendezvous server, hence no free port.
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+        device_id=ranks.device if ranks.device.type == "cuda" else None,
+        **alone,
+    )
+
+
+def num_shards(ranks: Ranks, world_size: int, *, sharding_strategy: str) -> int:
+    """How many ranks share one copy of the model.
+
+    Raises:
+        UserError: a hybrid strategy on nodes with different numbers of ranks.
+    """
+    scope, _ = SHARDING_STRATEGIES[sharding_strategy]
+    per_node = ranks.local_world_size if ranks.world_size == world_size else world_size
+    shards = {"all": world_size, "node": per_node, "none": 1}[scope]
+    if world_size % shards:
+        raise UserError(
+            f"sharding_strategy {sharding_strategy} needs the same number of ranks on every node; "
+            f"{world_size} ranks are not a multiple of this node's {shards}. Use full_shard."
+        )
+    return shards
+
+
+def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
+    """Lay the ranks out as [replicate, shard]; a pure shard mesh has the one axis."""
+    shard = num_shards(ranks, ranks.world_size, sharding_strategy=sharding_strategy)
+    if shard == ranks.world_size:
+        return init_device_mesh(ranks.device.type, (shard,), mesh_dim_names=("shard",))
+    sizes = (ranks.world_size // shard, shard)
+    return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """Number of ranks that share one copy of the model."""
+    return mesh["shard"].size()
+
+
+def shard_rank(mesh: DeviceMesh) -> int:
+    return mesh["shard"].get_local_rank()
+
+
+def shard_bounds(num_rows: int, *, rank: int, size: int) -> tuple[int, int]:
+    """The rows [start, stop) of dim 0 that FSDP2 gives to `rank` of `size`: `torch.chunk`'s split."""
+    chunk = -(-num_rows // size)
+    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+
+
+def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:
+    """All-gather a 1-D tensor split by `shard_bounds` into its [num_rows] whole, on every rank."""
+    size = shard_size(mesh)
+    chunk = -(-num_rows // size)
+    padded = local.new_zeros(chunk)
+    padded[: local.numel()] = local
+    whole = local.new_empty(chunk * size)
+    dist.all_gather_into_tensor(whole, padded, group=mesh["shard"].get_group())
+    return whole[:num_rows]
+
+
+def gather_numbers(values: list[float], device: torch.device) -> torch.Tensor:
+    """Every rank's list of numbers as float64 [world_size, len(values)], on the CPU of every rank."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    everyone = mine.new_empty(dist.get_world_size() * mine.numel())
+    dist.all_gather_into_tensor(everyone, mine)
+    return everyone.view(-1, mine.numel()).cpu()
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that is a pure function of its parts, equal on every machine."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def stop_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

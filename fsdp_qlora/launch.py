@@ -1,0 +1,248 @@
+"""One process per visible GPU when train.py was started as one process.
+
+A process that torchrun started with others, or that was told to stay alone, goes on as it is. Any other
+becomes a launcher: it starts the workers through torchrun's own agent and waits for them.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_qlora.config import TrainConfig
+from fsdp_qlora.errors import UserError
+
+if TYPE_CHECKING:  # torch is imported where it is needed: --help and bad options should not wait for it
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
+
+_LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
+
+# What an agent sets for its workers, besides the variables that start with TORCHELASTIC_. An outer agent's
+# would tell ours, and its workers, a wrong rank or port.
+_AGENT_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+
+
+def is_from_an_agent(name: str) -> bool:
+    """Whether an environment variable is one that torchrun sets for its workers."""
+    return name in _AGENT_VARIABLES or name.startswith("TORCHELASTIC_")
+
+
+def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
+    """Start the workers and wait for them, if this process is not a worker itself.
+
+    Args:
+        argv: the arguments after the program's name; the workers get the same.
+    Returns:
+        None where this process is a worker and should go on, else the status to exit with: that of the first
+        worker that failed, 128 + the signal's number where a signal ended the run, or 0.
+    Raises:
+        UserError: more processes are asked for than there are visible GPUs, the number differs from
+            torchrun's, or the meeting point of the processes cannot be opened.
+    """
+    if not _is_alone(argv):
+        _check_started_by_another(config)
+        _end_with_launcher()
+        return None
+    processes, reason = _processes_wanted(config)
+    if processes == 1:
+        return None
+    _check_address(config.master_addr, config.master_port)
+    # print and not the logger, which is set up in the workers.
+    print(f"Starting {processes} processes, {reason}.", flush=True)
+    return _run_workers(processes, argv, master_addr=config.master_addr, master_port=config.master_port)
+
+
+# --- how this process was started ---
+
+
+def _is_alone(argv: list[str]) -> bool:
+    """Whether this is the only process of the run, and nobody said that it should be."""
+    others = any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    return not others and not (by_torchrun and _torchrun_was_told_processes(argv))
+
+
+def _torchrun_was_told_processes(argv: list[str]) -> bool:
+    """Whether torchrun was given the number of processes, which its workers see only as WORLD_SIZE=1."""
+    if "PET_NPROC_PER_NODE" in os.environ:  # torchrun reads its options from PET_ variables too
+        return True
+    try:
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return True  # No /proc here: respect the one process that torchrun started.
+    # Parent: python torchrun OPTIONS train.py ARGV. In ARGV the same flag means ours.
+    torchrun, arguments = command[: len(command) - len(argv)], command[len(command) - len(argv) :]
+    # torchrun's parser takes abbreviations; no other option of it starts with --np.
+    return arguments != argv or any(word.replace("_", "-").startswith("--np") for word in torchrun)
+
+
+def _check_started_by_another(config: TrainConfig) -> None:
+    """Refuse a number of processes that differs from what torchrun has started."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return
+    local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ.get("WORLD_SIZE", "1"))
+    if config.nproc_per_node not in (-1, local) or config.world_size not in (-1, local, total):
+        raise UserError(
+            f"torchrun has started {local} process{'es' if local > 1 else ''} on this machine, but train.py's options ask for "
+            f"{config.requested_processes}. Leave out --world_size and --nproc_per_node after train.py."
+        )
+
+
+def _processes_wanted(config: TrainConfig) -> tuple[int, str]:
+    """The number of processes on this machine, and in words why."""
+    requested = config.requested_processes
+    if requested == 1:
+        return 1, "as asked for"
+    if requested > 1:
+        _check_gpus(requested)
+        return requested, "as asked for"
+    return max(1, _visible_gpus()), "one per visible GPU"
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _check_gpus(processes: int) -> None:
+    gpus = _visible_gpus()
+    if 0 < gpus < processes:
+        raise UserError(
+            f"{processes} processes are asked for, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each process needs one of its own."
+        )
+
+
+def _check_address(address: str, port: int) -> None:
+    try:
+        socket.create_server((address, port)).close()
+    except OSError as error:
+        raise UserError(
+            f"--master_addr {address} --master_port {port}: the processes cannot meet there: "
+            f"{error.strerror}. Give an address of this machine and a free port, or leave both out. To train "
+            "on several machines, start train.py with torchrun on each."
+        ) from error
+
+
+# --- the launcher ---
+
+
+def _run_workers(processes: int, argv: list[str], *, master_addr: str, master_port: int) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    _prepare_environment()
+    with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder:
+        launch = _launch_config(processes, master_addr=master_addr, master_port=master_port, folder=folder)
+        try:
+            elastic_launch(launch, sys.executable)("-u", str(Path(sys.argv[0]).absolute()), *argv)
+        except ChildFailedError as error:
+            return _report_failure(*_cause(error.failures))
+        except SignalException as error:
+            print(f"Stopped by {error.sigval.name}; all processes have ended.", file=sys.stderr, flush=True)
+            return 128 + error.sigval
+    return 0
+
+
+def _launch_config(processes: int, *, master_addr: str, master_port: int, folder: str) -> "LaunchConfig":
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"fsdp_qlora_{os.getpid()}",
+        # The static kind makes the port MASTER_PORT; c10d can take a free one without a race for it.
+        rdzv_backend="static" if master_port else "c10d",
+        rdzv_endpoint=f"{master_addr}:{master_port}",
+        rdzv_configs={"rank": 0} if master_port else {"is_host": True},
+        local_addr=master_addr,  # torch's default, the machine's full name, cannot be resolved everywhere
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=folder),  # ours to delete; the agent leaves its own behind
+    )
+
+
+def _prepare_environment() -> None:
+    """Make this process's environment, which the workers inherit, that of a launcher."""
+    for name in filter(is_from_an_agent, list(os.environ)):
+        del os.environ[name]
+    os.environ[_LAUNCHER_PID] = str(os.getpid())
+    # As torchrun does, which says so at length: several processes with a thread per core each would fight.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Less than the 30 s after which an outer agent kills us: ours must have ended its workers by then.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20")
+    # The agent logs each failed or stopped worker; one line from us says it.
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
+
+
+def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
+    """Rank and exit code of the worker whose failure most likely came first.
+
+    Workers that fail because another did may be seen in the same second. Bad input (2) is never a
+    consequence, and a signal often is.
+    """
+
+    def order(rank: int) -> tuple[int, bool, bool]:
+        failure = failures[rank]
+        return failure.timestamp, failure.exitcode != 2, failure.exitcode < 0
+
+    rank = min(failures, key=order)
+    return rank, failures[rank].exitcode
+
+
+def _report_failure(rank: int, exit_code: int) -> int:
+    """Say which rank failed and return the launcher's own exit status."""
+    if exit_code > 0:
+        message, status = f"failed with exit code {exit_code}; its error is above.", exit_code
+    else:
+        message, status = f"was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
+        if -exit_code == signal.SIGKILL:
+            message += " The machine may have run out of memory: see dmesg."
+    print(f"Rank {rank} {message}", file=sys.stderr, flush=True)
+    return status
+
+
+# --- the workers ---
+
+
+def _end_with_launcher() -> None:
+    """End this worker soon after its launcher has died without ending it, as under SIGKILL."""
+    launcher = os.environ.get(_LAUNCHER_PID)
+    if launcher is not None:
+        threading.Thread(target=_watch, args=(int(launcher),), daemon=True).start()
+
+
+def _watch(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(1)
+    with contextlib.suppress(OSError):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)
+    os._exit(128 + signal.SIGTERM)

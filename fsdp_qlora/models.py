@@ -1,0 +1,128 @@
+"""The architecture: configuration, the model on the meta device, its blocks and linear layers by structure."""
+
+import importlib.util
+import inspect
+import logging
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+# Module names that a wrapper puts into a parameter's path and that no checkpoint knows.
+_WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's or module's path as the checkpoint has it, without the wrappers around it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def load_config(folder: Path, name: str) -> PretrainedConfig:
+    """Read a decoder-only model's configuration.
+
+    Raises:
+        UserError: config.json is absent or unreadable, or the model is not decoder-only.
+    """
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model_name {name}: {folder} has no config.json, so it is not a model folder.")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"model_name {name}: its config.json cannot be used: {error}") from error
+    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(
+            f"model_name {name} is of type {config.model_type!r}, which is not a decoder-only language model. "
+            "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
+        )
+    if getattr(config, "quantization_config", None):
+        raise UserError(
+            f"model_name {name} is already quantized; give the checkpoint with 16- or 32-bit weights."
+        )
+    return config
+
+
+def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of a model folder.
+
+    Raises:
+        UserError: the folder has none.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # transformers raises OSError, ValueError, TypeError or KeyError here
+        raise UserError(
+            f"model_name {name}: no tokenizer can be read from {folder} ({type(error).__name__}). "
+            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the model folder."
+        ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UserError(f"model_name {name}: {folder} has no tokenizer files (tokenizer.json).")
+    return tokenizer
+
+
+def _attention_candidates(requested: str, config: PretrainedConfig, device: torch.device) -> list[str]:
+    if requested != "auto":
+        return [requested]
+    has_flash = importlib.util.find_spec("flash_attn") is not None and device.type == "cuda"
+    flash = ["flash_attention_2"] if has_flash and torch.cuda.get_device_capability(device) >= (8, 0) else []
+    # SDPA has no soft cap on attention logits (gemma2): transformers would leave it out silently.
+    sdpa = [] if getattr(config.get_text_config(), "attn_logit_softcapping", None) else ["sdpa"]
+    return [*flash, *sdpa, "eager"]
+
+
+def build_meta_model(
+    config: PretrainedConfig, *, attn_implementation: str, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Build the model with every parameter on the meta device and every buffer real.
+
+    Args:
+        attn_implementation: a transformers name, or "auto": the best one that the model and device support.
+        dtype: of the parameters.
+    Raises:
+        UserError: the requested attention implementation cannot be used.
+    """
+    candidates = _attention_candidates(attn_implementation, config, device)
+    for candidate in candidates:
+        try:
+            # Buffers stay real: rotary tables are computed at construction and are in no checkpoint.
+            with init_empty_weights(include_buffers=False):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=candidate)
+        except (ValueError, ImportError) as error:
+            if candidate != candidates[-1]:
+                continue
+            raise UserError(f"attn_implementation {candidate} cannot be used here: {error}") from error
+        model.tie_weights()
+        model.config.use_cache = False
+        return model
+    raise AssertionError("no attention candidate")
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder blocks: of all module lists the one that holds the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise UserError(f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by block.")
+    return max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
+
+
+def block_linears(model: nn.Module) -> list[str]:
+    """Paths of all linear layers inside the decoder blocks, in the order of the model."""
+    blocks = find_blocks(model)
+    inside = {id(module) for module in blocks.modules() if isinstance(module, nn.Linear)}
+    return [name for name, module in model.named_modules() if id(module) in inside]
+
+
+def has_tied_embeddings(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    return head is not None and head.weight is model.get_input_embeddings().weight
+
+
+def can_skip_logits(model: PreTrainedModel) -> bool:
+    """Whether the model can compute logits at chosen positions only."""
+    return "logits_to_keep" in inspect.signature(type(model).forward).parameters

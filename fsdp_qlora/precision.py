@@ -1,0 +1,46 @@
+"""Which dtypes a run stores, gathers and computes in."""
+
+from typing import NamedTuple
+
+import torch
+
+from fsdp_qlora.config import quant_storage_error
+from fsdp_qlora.errors import UserError
+
+
+class Precision(NamedTuple):
+    """compute_dtype: of the matrix products, of 4-bit weights once decoded, and quant_storage.
+    frozen_dtype: of frozen weights that are not quantized.
+    param_dtype: what FSDP2 casts trainable weights to when it gathers them; None keeps fp32.
+    autocast: whether the forward runs under autocast to compute_dtype.
+
+    Trainable weights are always stored, and their gradients reduced, in fp32.
+    """
+
+    compute_dtype: torch.dtype
+    frozen_dtype: torch.dtype
+    param_dtype: torch.dtype | None
+    autocast: bool
+
+    def check_storage(self, quant_storage: str) -> None:
+        """Raises UserError unless `quant_storage` is auto or this precision's compute dtype."""
+        name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.compute_dtype]
+        if error := quant_storage_error(quant_storage, name):
+            raise UserError(error)
+
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+PRECISIONS: dict[str, Precision] = {
+    "fp32": Precision(_FP32, _FP32, _FP32, autocast=False),
+    "bf16": Precision(_BF16, _BF16, _BF16, autocast=False),
+    "bf16_autocast": Precision(_BF16, _FP32, None, autocast=True),
+    # In 2024: bf16 weights with buffers kept in fp32. Buffers are never cast here, so this is bf16.
+    "bf16_buffers_autocast": Precision(_BF16, _BF16, _BF16, autocast=False),
+}
+
+
+def choose_precision(name: str, device: torch.device) -> str:
+    """Resolve `auto`: bf16 where the GPU computes in it, fp32 elsewhere."""
+    if name != "auto":
+        return name
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"

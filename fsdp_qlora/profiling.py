@@ -1,0 +1,98 @@
+"""torch's profiler around the training steps, under the 2024 program's flags."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+log = logging.getLogger("fsdp_qlora")
+
+
+class MemoryLog:
+    """Logs rank 0's memory after each phase of the start and each of the first steps, if enabled."""
+
+    def __init__(self, device: torch.device, *, enabled: bool, records: int = 6) -> None:
+        self._device, self._left = device, records if enabled else 0
+
+    def record(self, phase: str) -> None:
+        if self._left <= 0:
+            return
+        self._left -= 1
+        resident = psutil.Process().memory_info().rss / 2**30
+        gpu = ""
+        if self._device.type == "cuda":
+            allocated, peak = torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+            gpu = f"{allocated:.2f} GiB allocated on the GPU (peak {peak:.2f}), "
+        log.info("Memory %s: %s%.2f GiB resident on the host", phase, gpu, resident)
+
+
+class Profiler:
+    """Calls `step` after each training step; does nothing unless it was enabled."""
+
+    def __init__(self, profiler: profile | None = None) -> None:
+        self._profiler = profiler
+        if profiler is not None:
+            profiler.start()
+
+    def step(self) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+
+
+def open_profiler(
+    *,
+    enabled: bool,
+    output: Path,
+    rank: int,
+    with_stack: bool,
+    with_shapes: bool,
+    export_trace: bool,
+    export_memory_timeline: bool,
+    wait_steps: int,
+    warmup_steps: int,
+    active_steps: int,
+    repeat: int,
+    frequency: int,
+) -> Profiler:
+    """A profiler that writes a Chrome trace and a memory timeline per cycle and rank into `output`.
+
+    Args:
+        wait_steps: skipped at the start of a cycle, where `repeat` is above 0.
+        frequency: steps of a cycle, where `repeat` is 0 and cycles go on to the end.
+    """
+    if not enabled:
+        return Profiler()
+    wait = wait_steps if repeat else frequency - warmup_steps - active_steps
+    output.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    return Profiler(
+        profile(
+            activities=activities,
+            schedule=schedule(wait=wait, warmup=warmup_steps, active=active_steps, repeat=repeat),
+            on_trace_ready=_writer(output, rank, export_trace, export_memory_timeline),
+            with_stack=with_stack or export_memory_timeline,
+            record_shapes=with_shapes or export_memory_timeline,
+            profile_memory=export_memory_timeline,
+        )
+    )
+
+
+def _writer(output: Path, rank: int, trace: bool, memory: bool) -> Callable[[profile], None]:
+    def write(profiler: profile) -> None:
+        stem = output / f"rank{rank}_step{profiler.step_num}"
+        if trace:
+            profiler.export_chrome_trace(f"{stem}.trace.json")
+        if memory:
+            profiler.export_memory_timeline(f"{stem}.memory.html")
+        log.info("Profile written: %s.*", stem)
+
+    return write

@@ -1,0 +1,142 @@
+"""Proof that the model is sharded: the byte account, and a layer compared bit for bit."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.distributed import shard_bounds, shard_size
+from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.quantize import QuantizedLinear
+from fsdp_qlora.weights import Checkpoint
+
+log = logging.getLogger("fsdp_qlora")
+
+GIB = 2**30
+_IMBALANCE = 0.05  # how far a rank's bytes may exceed total / ranks
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Bytes of one category. largest_shard: what the fullest rank (the first) keeps of it."""
+
+    total: int
+    largest_shard: int
+
+
+def _category(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+    if parameter.requires_grad:
+        return "trainable"
+    if isinstance(module, QuantizedLinear):
+        return "statistics" if name in module.statistics else "codes" if name == "weight" else "frozen"
+    return "frozen"
+
+
+def _each_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(category, parameter), tied ones once."""
+    seen: set[int] = set()
+    found = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.append((_category(module, name, parameter), parameter))
+    return found
+
+
+def count_bytes(model: nn.Module, num_shards: int) -> dict[str, Tensors]:
+    """Bytes by category of a model, sharded or on the meta device, over `num_shards` ranks.
+
+    Categories: codes (quantized weights), statistics, frozen (other frozen weights), trainable.
+    """
+    counts: dict[str, Tensors] = {}
+    for category, parameter in _each_parameter(model):
+        row_bytes = parameter.numel() // max(parameter.shape[0], 1) * parameter.element_size()
+        _, rows = shard_bounds(parameter.shape[0], rank=0, size=num_shards)
+        so_far = counts.get(category, Tensors(0, 0))
+        counts[category] = Tensors(
+            so_far.total + parameter.shape[0] * row_bytes, so_far.largest_shard + rows * row_bytes
+        )
+    return counts
+
+
+def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Add up every rank's bytes; stop unless together they are the model, once, in equal parts.
+
+    Raises:
+        RuntimeError: bytes are held twice or by none, or one rank holds more than its part.
+    """
+    parameters = [parameter for _, parameter in _each_parameter(model)]
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    local = sum(_local_bytes(parameter) for parameter in parameters)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    size = shard_size(mesh)
+    mine = torch.tensor([local], dtype=torch.int64, device=mesh.device_type)
+    everyone = mine.new_empty(size)
+    dist.all_gather_into_tensor(everyone, mine, group=mesh["shard"].get_group())
+    held = everyone.tolist()
+    log.info(
+        "Shards: %s of weights in %d part%s; rank 0 holds %s (%.1f%%).",
+        format_bytes(total), size, "s" * (size > 1), format_bytes(held[0]), 100 * held[0] / total,
+    )  # fmt: skip
+    log.info(
+        "  together the ranks hold %s; %s of buffers are on every rank.",
+        format_bytes(sum(held)), format_bytes(buffers),
+    )  # fmt: skip
+    counts = count_bytes(model, size)
+    # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly; that alone is allowed for.
+    uneven = sum(tensors.largest_shard - tensors.total // size for tensors in counts.values())
+    allowed = total / size * (1 + _IMBALANCE)
+    if sum(held) != total or max(held) > max(allowed, total // size + min(uneven, 2**20)):
+        raise RuntimeError(
+            f"The model is not sharded evenly: {total} bytes over {size} ranks, held per rank: {held} "
+            f"(allowed {int(allowed)}). No run continues on replicated weights; please report the model."
+        )
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
+
+
+def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str, str]) -> None:
+    """Gather one quantized layer and compare its weight with an unsharded computation, bit for bit.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    block = find_blocks(model)[0]
+    names = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+    if not names:
+        return
+    name = names[0]
+    layer = model.get_submodule(name)
+    assert isinstance(layer, QuantizedLinear) and isinstance(block, FSDPModule)
+    source = sources[canonical_name(name) + ".weight"]
+    whole = checkpoint.read_rows(source, 0, layer.out_features)
+    block.unshard()
+    with torch.no_grad():
+        gathered = layer.dequantize()
+        expected = layer.quantize_whole(whole.to(gathered.device))
+    same = torch.equal(gathered, expected)
+    block.reshard()
+    if not same:
+        raise RuntimeError(
+            f"Self-test failed: {canonical_name(name)}, gathered from its shards and decoded, differs from "
+            "the same weight quantized in one place. Please report the model and this machine."
+        )
+    log.info("Self-test: %s gathered from its shards is bit-identical to one quantized whole.", canonical_name(name))
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError

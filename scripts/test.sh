@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Makes the environment if need be, then runs lint, types and tests. All of them run; the exit status is
+# non-zero if one failed. Arguments go to pytest:
+#
+#     bash scripts/test.sh -k sampler
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+. scripts/setup_env.sh || exit
+
+# The tests start several ranks themselves; more threads than cores would only slow them down.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+failed=()
+check() {
+    local name="$1" start=$SECONDS
+    shift
+    printf '\n== %s: %s\n' "$name" "$*"
+    "$@" || failed+=("$name")
+    echo "== $name took $((SECONDS - start)) s"
+}
+
+check lint ruff check .
+check types mypy
+check tests python -m pytest "$@"
+
+if ((${#failed[@]})); then
+    printf '\nFAILED: %s\n' "${failed[*]}"
+    exit 1
+fi
+printf '\nAll passed: lint, types, tests.\n'

@@ -1,0 +1,31 @@
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Before torch is imported: one thread per rank, and a cache of the tests' own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    os.environ["FSDP_QLORA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make (once) a tiny model folder of a family: models("qwen2")."""
+    from tests.tiny import make_model
+
+    made: dict[str, Path] = {}
+
+    def get(model_type: str = "llama", **overrides: object) -> Path:
+        key = f"{model_type}{sorted(overrides.items())}"
+        if key not in made:
+            made[key] = make_model(tmp_path_factory.mktemp(model_type), model_type, **overrides)
+        return made[key]
+
+    return get

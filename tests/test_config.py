@@ -1,0 +1,215 @@
+"""Options: where values come from, what is refused and how it is said."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from fsdp_qlora.cli import parse_train_config
+from fsdp_qlora.config import NEEDLESS, TrainConfig, needless_lines, option_help, resolved_yaml
+from fsdp_qlora.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
+
+
+def error_of(*argv: str) -> str:
+    with pytest.raises(UserError) as raised:
+        parse_train_config(list(argv))
+    return str(raised.value)
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / "run.yaml").write_text(text)
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+def test_flags_win_over_yaml_and_yaml_over_the_defaults(yaml_file):
+    path = yaml_file("lr: 2e-4\nsave_model: no\nlora_target_modules: [q_proj, v_proj]\nseed: 7\nname: null\n")
+    config = parse_train_config(["--seed", "8", "--config", path, "--batch-size=3", "--warmup_steps", "-1"])
+    assert config.lr == 2e-4
+    assert config.save_model is False
+    assert config.lora_target_modules == ("q_proj", "v_proj")
+    assert (config.seed, config.batch_size, config.warmup_steps) == (8, 3, -1)
+    assert config == dataclasses.replace(
+        TrainConfig(),
+        lr=2e-4,
+        save_model=False,
+        lora_target_modules=("q_proj", "v_proj"),
+        seed=8,
+        batch_size=3,
+    )
+
+
+@pytest.mark.parametrize("words", [["q_proj,v_proj"], ["q_proj", "v_proj"], ["q_proj,", "v_proj"]])
+def test_lists_are_separated_by_commas_or_spaces(words):
+    config = parse_train_config(["--lora_target_modules", *words, "--log_to", "wandb,jsonl"])
+    assert config.lora_target_modules == ("q_proj", "v_proj")
+    assert config.log_to == ("wandb", "jsonl")
+
+
+def test_the_command_of_the_2024_readme_is_accepted():
+    command = (
+        "--model_name meta-llama/Llama-2-70b-hf --batch_size 2 --context_length 512 --precision bf16 "
+        "--train_type qlora --use_gradient_checkpointing true --use_cpu_offload true --dataset alpaca "
+        "--reentrant_checkpointing true --log_to wandb --master_port 12355 --world_size -1"
+    )
+    config = parse_train_config(command.split())
+    assert config.use_cpu_offload and config.batch_size == 2
+    assert [line.split()[0] for line in needless_lines(config)] == ["--reentrant_checkpointing"]
+
+
+def test_the_resolved_options_are_accepted_back(yaml_file):
+    argv = "--lr 1e-5 --name run:1 --group #x --lora_target_modules q_proj k_proj --max_bad_rows 0"
+    config = parse_train_config([*argv.split(), "--dataset", "/data/ä.json", "--no_sync", "false"])
+    text = resolved_yaml(config)
+    assert all(f"\n{name}: " in f"\n{text}" or f"\n{name}:\n" in f"\n{text}" for name in NAMES)
+    assert parse_train_config(["--config", yaml_file(text)]) == config
+
+
+@pytest.mark.parametrize(("train_type", "rate"), [("qlora", 2e-4), ("lora", 2e-4), ("full", 1e-5)])
+def test_the_learning_rate_follows_the_train_type_and_is_recorded(train_type, rate, yaml_file):
+    config = parse_train_config(["--train_type", train_type])
+    assert config.learning_rate == rate
+    assert parse_train_config(["--config", yaml_file(resolved_yaml(config))]).lr == rate
+
+
+def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
+    path = yaml_file("lrr: 1\nseed: 1\nbatchsize: 4\nlearning_rate: 1\n")
+    message = error_of("--config", path, "--contxt_length", "8", "--train-tpye=full")
+    assert f'{path}, line 1: unknown key "lrr"; did you mean "lr"?' in message
+    assert f'{path}, line 3: unknown key "batchsize"; did you mean "batch_size"?' in message
+    assert 'line 4: unknown key "learning_rate"; did you mean "lr"?' in message
+    assert "Unknown option --contxt_length; did you mean --context_length?" in message
+    assert "Unknown option --train_tpye; did you mean --train_type?" in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--train_type qlroa", "did you mean qlora? Choices: full, lora, qlora"),
+        ("--log_to tqdm,wnadb", "did you mean wandb?"),
+        ("--lr abc", "--lr: expected a number, got 'abc'"),
+        ("--batch_size 1.5", "--batch_size: expected a whole number, got '1.5'"),
+        ("--save_model maybe", "--save_model: expected true or false, got 'maybe'"),
+        ("--save_model", "--save_model: expected"),
+        ("--batch_size 0", "--batch_size must be 1 or more, but is 0"),
+        ("--context_length 0", "--context_length must be 2 or more, but is 0"),
+        ("--max_steps 0", "--max_steps must be -1"),
+        ("--lr nan", "--lr must be a finite number above 0"),
+        ("--lora_dropout 1", "--lora_dropout must be 0 or more and below 1"),
+        ("--lora_target_modules ,", "--lora_target_modules must be given"),
+        ("--lora_target_modules all q_proj", "all cannot be combined"),
+        ("--train_type full --lora_rank 8", "leave out --lora_rank"),
+        ("--train_type lora --quant_type fp4", "leave out --quant_type"),
+        ("--precision bf16_autocast --quant_storage fp32", "the model computes in bf16"),
+        ("--world_size 2 --nproc_per_node 3", "Give one of them"),
+        ("--eval_fraction 0.1 --eval_dataset x.json", "Give one"),
+        ("--eval_steps 5", "--eval_steps needs rows"),
+        ("--use_activation_cpu_offload true --use_gradient_checkpointing false", "it needs"),
+        ("--profile true --profiling_frequency 2", "takes 3 steps"),
+        ("--batch_size 2 3", "Unexpected argument '3'"),
+        ("train", "Unexpected argument 'train'"),
+        ("--config missing.yaml", "--config missing.yaml: cannot read it"),
+    ],
+)
+def test_bad_input_on_the_command_line_says_what_to_do(argv, says):
+    assert says in error_of(*argv.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train_type: qlroa", "line 1: train_type: 'qlroa' is not a choice; did you mean qlora?"),
+        ("\nlr: abc", "line 2: lr: expected a number, got 'abc'"),
+        ("seed: [1, 2]", "line 1: seed: expected one value, got 2: 1 2"),
+        ("seed: 1\nseed: 2", "line 2: seed is already given in line 1"),
+        ("lr:\n  peak: 1", "line 1: lr expects a value or a list of values; options are not nested"),
+        ("- seed", "expected lines of the form `option: value`"),
+        ("seed: 1\nname: [a, b\n", "line 3: not valid YAML"),
+    ],
+)
+def test_bad_input_in_the_yaml_file_names_file_line_and_key(text, says, yaml_file):
+    path = yaml_file(text)
+    message = error_of("--config", path)
+    assert path in message
+    assert says in message
+
+
+def test_a_wrong_yaml_value_is_reported_even_where_a_flag_wins(yaml_file):
+    assert "line 1: lr: expected a number" in error_of("--config", yaml_file("lr: abc"), "--lr", "1e-4")
+
+
+def test_all_errors_are_reported_at_once():
+    argv = "--batch_size 0 --num_epochs 0 --train_type full --lora_rank 8 --eval_steps 3"
+    message = error_of(*argv.split())
+    assert all(name in message for name in ("batch_size", "num_epochs", "lora_rank", "eval_steps"))
+    assert message.startswith("4 options are wrong")
+
+
+def test_help_lists_every_option_without_importing_torch():
+    code = (
+        "import sys, atexit\n"
+        "from fsdp_qlora.cli import parse_train_config\n"
+        "import fsdp_qlora.launch\n"
+        "atexit.register(lambda: print('imported:', {'torch', 'transformers'} & set(sys.modules)))\n"
+        "parse_train_config(['--help'])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "imported: set()" in result.stdout
+    assert [name for name in NAMES if f"  --{name} " not in result.stdout] == []
+    assert result.stdout.count("(default:") == len(NAMES)
+
+
+def test_every_option_has_help():
+    helps = {name: text for group in option_help().values() for name, text in group.items()}
+    assert list(helps) == NAMES
+    assert all(text.endswith(".") for text in helps.values())
+
+
+def test_every_choice_has_its_row_in_the_table_it_selects_from():
+    from fsdp_qlora.data.formats import FORMATS
+    from fsdp_qlora.distributed import SHARDING_STRATEGIES
+    from fsdp_qlora.metrics import SINKS
+    from fsdp_qlora.optim import OPTIMIZERS, SCHEDULES
+    from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.train_types import TRAIN_TYPES
+
+    hints = get_type_hints(TrainConfig)
+
+    def choices(name: str) -> set[str]:
+        return set(get_args(hints[name])) - {"auto"}
+
+    assert choices("train_type") == set(TRAIN_TYPES)
+    assert choices("precision") == set(PRECISIONS)
+    assert choices("sharding_strategy") == set(SHARDING_STRATEGIES)
+    assert choices("optimizer") == set(OPTIMIZERS)
+    assert choices("lr_scheduler") == set(SCHEDULES)
+    assert choices("dataset_format") == set(FORMATS)
+    assert set(get_args(get_args(hints["log_to"])[0])) == set(SINKS)
+
+
+def test_every_option_is_read():
+    """An option that nothing reads is a promise that is not kept."""
+    read = set()
+    # config.py reads them as `self` in the properties that combine options; its checks call the config `c`.
+    for path, name in (
+        ("train.py", "config"),
+        ("fsdp_qlora/launch.py", "config"),
+        ("fsdp_qlora/config.py", "self"),
+    ):
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
+                read.add(node.attr)
+    assert sorted(set(NAMES) - set(NEEDLESS) - read) == []

@@ -1,0 +1,546 @@
+"""The data package: strict reading, exact masks, a safe cache, and an order that loses no row."""
+
+import csv
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.data import cache, sources, tokenization
+from fsdp_qlora.data.batches import collate
+from fsdp_qlora.data.formats import FORMATS
+from fsdp_qlora.data.sampler import epoch_order, split_eval, split_step, steps_per_epoch
+from fsdp_qlora.data.tokenization import (
+    DataReport,
+    TokenizedRows,
+    check_vocabulary,
+    describe_sample,
+    prepare_rows,
+    tokenizer_identity,
+)
+from fsdp_qlora.errors import UserError
+
+ROWS = [
+    {"instruction": "Add the numbers.", "input": "2 and 3", "output": "The sum is 5."},
+    {"instruction": "Name a colour.", "input": "", "output": "Blue."},
+    {"instruction": "Say hello in French, twice.", "input": "", "output": "Bonjour, bonjour! Ça va?"},
+]
+
+
+def make_tokenizer(*, ends_with_eos: bool = False, eos_token: str | None = "</s>") -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on a few lines; begins texts with <s>, as many decoders' tokenizers do."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    lines = [FORMATS["alpaca"].render(row)[0] for row in ROWS]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(lines, trainer)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>" if ends_with_eos else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token=eos_token, pad_token="<pad>"
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def prepare(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[..., Any]:
+    """prepare_rows with a tiny tokenizer and a cache of the test's own."""
+
+    def call(dataset: object, **options: Any) -> tuple[TokenizedRows, DataReport]:
+        settings = {"tokenizer": tokenizer, "context_length": 512, "cache_dir": tmp_path / "cache"}
+        return prepare_rows(str(dataset), **{**settings, **options})
+
+    return call
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_json(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+WRITERS = {".jsonl": write_jsonl, ".json": write_json, ".csv": write_csv, ".parquet": write_parquet}
+
+
+# ---- reading --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", WRITERS)
+def test_every_kind_of_file_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
+    rows = [*ROWS, {"instruction": 'Quote "this",\nplease.', "input": "", "output": "x" * 200_000}]
+    found = sources.find_source(str(WRITERS[suffix](tmp_path / f"rows{suffix}", rows))).read(None)
+    assert found.rows == rows
+    assert found.columns == ["instruction", "input", "output"]
+    assert sources.find_source(str(tmp_path / f"rows{suffix}")).read(2).rows == rows[:2]
+
+
+def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    bad = {"instruction": "Say nothing.", "output": ""}
+    write_jsonl(folder / "b.jsonl", [ROWS[0], bad])
+    write_json(folder / "a.json", [ROWS[1], ROWS[2], bad])
+    write_csv(folder / "c.csv", [{"instruction": "Now?", "output": ""}])
+    (folder / "notes.txt").write_text("not data")
+    (folder / ".hidden.json").write_text("not data")
+    source = sources.find_source(str(folder)).read(None)
+    assert [row["instruction"] for row in source.rows] == [
+        *(ROWS[1]["instruction"], ROWS[2]["instruction"], "Say nothing."),
+        *(ROWS[0]["instruction"], "Say nothing.", "Now?"),
+    ]
+    tokenized, report = prepare(folder, max_bad_rows=0.5)
+    assert tokenized.row_numbers.tolist() == [1, 2, 4]
+    assert report.describe_rejected() == ["3 x empty output: a.json row 3; b.jsonl line 2; c.csv row 1"]
+
+
+GOOD = json.dumps(ROWS[0])
+MALFORMED = {
+    "line.jsonl": (f"{GOOD}\n\n{{'instruction': 1}}\n".encode(), ":3: Expecting property name"),
+    "cut.jsonl": (f"{GOOD}\n{GOOD[:20]}".encode(), ":2: Unterminated string"),
+    "list.jsonl": (b"[1, 2]\n", ":1: expected an object with columns, found an array"),
+    "latin.jsonl": (f"{GOOD}\n".encode() + '{"output": "é"}\n'.encode("latin-1"), ":2: not UTF-8 text"),
+    "comma.json": (f"[{GOOD},\n {GOOD},\n]".encode(), ":3: "),
+    "lines.json": (
+        f"{GOOD}\n{GOOD}\n".encode(),
+        ":2: Extra data (column 1). A file with one object per line",
+    ),
+    "object.json": (GOOD.encode(), ": expected an array of objects, found an object"),
+    "element.json": (f"[{GOOD}, 7]".encode(), ": element 2: expected an object with columns, found a number"),
+    "short.csv": (b"instruction,output\na,b\nc\n", ":3: 1 values, but the header has 2"),
+    "quote.csv": (b'instruction,output\na,"b\n', ": unexpected end of data"),
+    "twice.csv": (b"output,output\na,b\n", ":1: a column name occurs twice"),
+    "random.parquet": (b"PAR1 is not enough", ": not a parquet file"),
+    "blank.jsonl": (b"\n\n", ": the dataset is empty"),
+    "blank.json": (b"", ": the dataset is empty"),
+    "array.json": (b"[]", ": the dataset is empty"),
+    "header.csv": (b"instruction,output\n", ": the dataset is empty"),
+    "columns.jsonl": (
+        b'{"question": "a", "answer": "b"}\n',
+        ": missing columns. It has: question, answer. Needed",
+    ),
+    "kind.txt": (b"text", "is of no known kind"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_path: Path) -> None:
+    content, message = MALFORMED[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        prepare(tmp_path / name)
+    assert str(tmp_path / name) in str(error.value)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "owner/dataset"])
+def test_missing_file_is_not_taken_for_a_hub_name(name: str) -> None:
+    with pytest.raises(UserError, match=r"no such file or folder: .*alpaca_demo.*\.parquet"):
+        sources.find_source(name)
+
+
+def test_folder_without_data_and_unknown_names_and_formats_are_refused(prepare: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has no file of a known kind"):
+        prepare(tmp_path)
+    with pytest.raises(UserError, match="unknown name 'alpaca_dmeo'. Did you mean 'alpaca_demo'?"):
+        prepare("alpaca_dmeo")
+    with pytest.raises(UserError, match="unknown format 'alpacca'. Formats: auto, alpaca"):
+        prepare("alpaca_demo", dataset_format="alpacca")
+
+
+def test_unreachable_hub_fails_at_once_and_names_what_works_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("would retry for long"))
+    with pytest.raises(UserError, match=r"yahma/alpaca-cleaned .*Name or service .*alpaca_demo.*local"):
+        sources.find_source("alpaca")
+
+
+def test_alpaca_sample_is_the_first_128_rows_of_the_hub_dataset(
+    prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_list([{**ROWS[1], "output": f"Row {i}."} for i in range(200)])
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
+    monkeypatch.setattr("datasets.load_dataset", lambda name, split: table)
+    assert len(prepare("alpaca")[0]) == 200
+    assert prepare("alpaca_sample")[0].row_numbers.tolist() == list(range(1, 129))
+    assert len(prepare("alpaca_sample", dataset_samples=5)[0]) == 5
+
+
+def test_demo_rows_are_all_usable(prepare: Any) -> None:
+    tokenized, report = prepare("alpaca_demo", context_length=4096)
+    assert len(tokenized) == report.num_rows >= 200
+    assert not report.rejected
+
+
+# ---- tokens and masks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("no_input", [{}, {"input": None}, {"input": ""}, {"input": " \n"}])
+def test_prompt_is_the_published_alpaca_template(no_input: dict[str, Any]) -> None:
+    render = FORMATS["alpaca"].render
+    assert render({"instruction": "Add {x}.", "input": "1, 2", "output": "3"}) == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nAdd {x}.\n\n### Input:\n1, 2\n\n### Response:",
+        "3",
+    )
+    assert render({"instruction": "Go.", "output": "Ok", **no_input}) == (
+        "Below is an instruction that describes a task. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nGo.\n\n### Response:",
+        "Ok",
+    )
+
+
+@pytest.mark.parametrize("ends_with_eos", [False, True])
+def test_response_and_end_of_sequence_are_learned_and_nothing_else(
+    ends_with_eos: bool, prepare: Any, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(ends_with_eos=ends_with_eos)
+    tokenized, report = prepare(write_jsonl(tmp_path / "rows.jsonl", ROWS), tokenizer=tokenizer)
+    for i, row in enumerate(ROWS):
+        prompt, response = FORMATS["alpaca"].render(row)
+        part = slice(*tokenized.offsets[i : i + 2])
+        ids, learned = tokenized.input_ids[part], tokenized.learned[part]
+        assert tokenizer.decode(ids[~learned]) == "<s>" + prompt
+        assert tokenizer.decode(ids[learned]) == response + "</s>"
+        assert ids.tolist().count(tokenizer.eos_token_id) == 1
+        assert learned.tolist() == sorted(learned.tolist())  # masked first, then learned
+        assert (tokenized.lengths[i], tokenized.num_targets[i]) == (len(ids), learned.sum())
+    assert (report.num_tokens, report.num_targets) == (len(tokenized.input_ids), tokenized.learned.sum())
+
+
+def test_truncation_is_counted_and_rows_without_room_are_rejected(
+    prepare: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    long_response = {**ROWS[1], "output": "Blue, " * 200}
+    path = write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], long_response, ROWS[2]])
+    full, full_report = prepare(path, context_length=4096)
+    assert full_report.num_truncated == 0
+    lengths, prompts = full.lengths.tolist(), (full.lengths - full.num_targets).tolist()
+    context_length = prompts[0]  # the first prompt alone fills it
+    assert lengths[2] < context_length < lengths[1]
+    tokenized, report = prepare(path, context_length=context_length, max_bad_rows=0.5)
+    assert tokenized.row_numbers.tolist() == [2, 3]
+    assert tokenized.lengths.tolist() == [context_length, lengths[2]]
+    assert tokenized.num_targets.tolist() == [context_length - prompts[1], lengths[2] - prompts[2]]
+    assert tokenizer.eos_token_id not in tokenized.input_ids[:context_length]  # not taught to stop at the cut
+    assert report.rejected == {"no room for a response within context_length": [1]}
+    assert (report.num_truncated, report.num_tokens_cut) == (1, lengths[1] - context_length)
+    assert prepare(path, context_length=context_length + 1)[0].num_targets[0] == 1
+    with pytest.raises(UserError, match=r"1 of 1 rows cannot be used.*\n.*no room for a response.*: line 1"):
+        prepare(path, context_length=5, dataset_samples=1, max_bad_rows=1.0)
+
+
+def test_unusable_rows_are_listed_and_too_many_are_refused(
+    prepare: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = [{"output": ""}, {"output": " \n"}, {"output": 7}, {"instruction": None}, {"input": ["x"]}]
+    rows = [{**ROWS[1], **change} for change in [*bad, {"output": "\ud800"}]]
+    rows.append({"instruction": "No output at all."})
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows, *ROWS * 31])
+    rejected = {
+        "empty output": [1, 2, 7],
+        "output is not text but int": [3],
+        "empty instruction": [4],
+        "input is not text but list": [5],
+        "output has half a surrogate pair": [6],
+    }
+    with caplog.at_level(logging.WARNING, "fsdp_qlora"):
+        tokenized, report = prepare(path, max_bad_rows=0.07)
+    assert report.rejected == rejected
+    assert len(tokenized) == report.num_used == 93
+    assert "3 x empty output: lines 1, 2, 7" in caplog.text
+    # Now from the cache, whose file does not make the limit void.
+    with pytest.raises(
+        UserError, match=r"7 of 100 rows cannot be used, allowed are 6.9%(.|\n)*lines 1, 2, 7"
+    ):
+        prepare(path, max_bad_rows=0.069)
+
+
+def test_tokenizer_without_end_of_sequence_is_refused(prepare: Any) -> None:
+    with pytest.raises(UserError, match="no eos_token"):
+        prepare("alpaca_demo", tokenizer=make_tokenizer(eos_token=None))
+
+
+def test_dummy_rows_fill_the_context_and_are_all_learned(
+    prepare: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenized, report = prepare("dummy", context_length=16, seed=3)
+    assert set(tokenized.lengths) == {16}
+    assert set(tokenized.num_targets) == {15}  # the first token of a row has nothing to be predicted from
+    assert (len(tokenized), report.num_targets) == (512, 512 * 15)
+    check_vocabulary(tokenized, len(tokenizer))
+    assert (prepare("dummy", context_length=16, seed=3)[0].input_ids == tokenized.input_ids).all()
+    assert len(prepare("dummy", context_length=16, dataset_samples=9)[0]) == 9
+
+
+def test_token_outside_the_vocabulary_is_reported_with_its_row(prepare: Any, tmp_path: Path) -> None:
+    tokenized, _ = prepare(write_jsonl(tmp_path / "rows.jsonl", [{}, *ROWS]), max_bad_rows=0.5)
+    largest = int(tokenized.input_ids.max())
+    number = 2 + next(
+        i for i in range(3) if largest in tokenized.input_ids[slice(*tokenized.offsets[i : i + 2])]
+    )
+    check_vocabulary(tokenized, largest + 1)
+    with pytest.raises(UserError, match=f"Row {number} has the token id {largest}, .* {largest} embeddings"):
+        check_vocabulary(tokenized, largest)
+
+
+def test_sample_shows_its_masked_and_learned_text(
+    prepare: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tokenized, _ = prepare(write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    text = describe_sample(tokenized, 2, tokenizer)
+    masked, learned = text.split(f"--- learned ({tokenized.num_targets[2]} tokens) ---\n")
+    assert learned == "Bonjour, bonjour! Ça va?</s>"
+    assert masked.startswith(f"Sample: row 3, {tokenized.lengths[2]} tokens\n--- masked (")
+    assert masked.endswith("### Response:\n")
+
+
+# ---- the cache ------------------------------------------------------------------------------------------
+
+
+def test_second_call_maps_the_cached_rows_without_tokenizing(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS * 50, {}])
+    first, first_report = prepare(path)
+    monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_: pytest.fail("tokenized again"))
+    with caplog.at_level(logging.INFO, "fsdp_qlora"):
+        second, second_report = prepare(path)
+    assert "Tokenized rows are taken from" in caplog.text
+    assert second_report == first_report
+    for name in ("input_ids", "learned", "offsets", "row_numbers"):
+        assert np.array_equal(getattr(first, name), getattr(second, name))
+        assert getattr(first, name).dtype == getattr(second, name).dtype
+        assert not getattr(second, name).flags.writeable
+    [file] = (tmp_path / "cache").glob("*.safetensors")
+    if sys.platform == "linux":
+        assert file.name in Path("/proc/self/maps").read_text()
+
+
+def test_cache_key_covers_all_that_decides_the_tokens(prepare: Any, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    other = write_jsonl(tmp_path / "other.jsonl", ROWS)
+
+    def count_files() -> int:
+        return len(list((tmp_path / "cache").glob("*.safetensors")))
+
+    prepare(path)
+    inputs: list[dict[str, Any]] = [
+        {"context_length": 500},
+        {"dataset_samples": 2},
+        {"dataset_format": "alpaca"},
+        {"tokenizer": make_tokenizer(ends_with_eos=True)},
+        {"dataset": other},
+    ]
+    for number, options in enumerate(inputs, start=2):
+        prepare(**{"dataset": path, **options})
+        assert count_files() == number
+    prepare(path, tokenizer=make_tokenizer(), seed=5)  # an equal tokenizer; the seed decides nothing here
+    assert count_files() == 6
+    write_jsonl(path, ROWS[::-1])
+    assert prepare(path)[1].num_rows == 3
+    assert count_files() == 7
+
+
+def test_tokenizer_identity_does_not_depend_on_what_was_tokenized_before() -> None:
+    used = make_tokenizer()
+    used(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_identity(used) == tokenizer_identity(make_tokenizer())
+    assert tokenizer_identity(used) != tokenizer_identity(make_tokenizer(ends_with_eos=True))
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "foreign"])
+def test_damaged_cache_file_is_made_anew(
+    damage: str, prepare: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    expected = prepare(path)[0].input_ids.tolist()
+    [file] = (tmp_path / "cache").glob("*.safetensors")
+    data = file.read_bytes()
+    file.unlink()  # the first call's rows are still mapped
+    if damage == "foreign":
+        cache.write_arrays(file, {"input_ids": np.zeros(3, dtype=np.int32)}, {})
+    else:
+        file.write_bytes({"cut": data[:-7], "empty": b"", "noise": b"\xff" * len(data)}[damage])
+    with caplog.at_level(logging.WARNING, "fsdp_qlora"):
+        assert prepare(path)[0].input_ids.tolist() == expected
+    assert "damaged" in caplog.text
+    assert file.read_bytes() == data
+
+
+def test_of_several_ranks_one_tokenizes(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    tokenize = tokenization.tokenize_rows
+
+    def tokenize_and_note(*arguments: Any) -> Any:
+        (tmp_path / f"tokenized_by_{os.getpid()}").touch()
+        return tokenize(*arguments)
+
+    def work() -> None:
+        assert len(prepare(path)[0]) == len(ROWS)
+
+    monkeypatch.setattr(tokenization, "tokenize_rows", tokenize_and_note)
+    ranks = [multiprocessing.get_context("fork").Process(target=work) for _ in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=30)
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    assert len(list(tmp_path.glob("tokenized_by_*"))) == 1
+
+
+def test_process_killed_while_it_writes_the_cache_leaves_nothing_in_the_way(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        victim = multiprocessing.get_context("fork").Process(target=prepare, args=(path,))
+        victim.start()
+        victim.join(timeout=30)
+    assert victim.exitcode == -signal.SIGKILL
+    assert len(prepare(path)[0]) == len(ROWS)
+
+
+def test_cache_folder_that_cannot_be_made_is_a_clear_error(prepare: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written to .*file"):
+        prepare("alpaca_demo", cache_dir=tmp_path / "file" / "cache")
+
+
+# ---- order and batches ----------------------------------------------------------------------------------
+
+
+def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
+    order = epoch_order(100, seed=1, epoch=2)
+    assert sorted(order.tolist()) == list(range(100))
+    assert (epoch_order(100, seed=1, epoch=2) == order).all()
+    assert (epoch_order(100, seed=1, epoch=3) != order).any()
+    assert (epoch_order(100, seed=2, epoch=2) != order).any()
+    # Fixed for good: a run that resumes after an upgrade goes on in the same order.
+    assert epoch_order(8, seed=42, epoch=0).tolist() == [0, 1, 4, 2, 6, 5, 7, 3]
+    subset = np.array([3, 30, 5])
+    assert sorted(epoch_order(subset, seed=0, epoch=0).tolist()) == [3, 5, 30]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
+    world_size: int, batch_size: int, accumulation: int
+) -> None:
+    global_batch_size = world_size * batch_size * accumulation
+    for num_rows in range(1, 41):
+        lengths = np.random.default_rng(num_rows).integers(2, 50, size=num_rows + 7)
+        rows = np.arange(7, num_rows + 7)  # a subset: rows 0 to 6 are held out
+        order = epoch_order(rows, seed=0, epoch=num_rows)
+        seen: list[int] = []
+        num_steps = steps_per_epoch(num_rows, global_batch_size=global_batch_size)
+        for step in range(num_steps):
+            step_rows = order[step * global_batch_size : (step + 1) * global_batch_size]
+            ranks = [
+                split_step(step_rows, lengths, world_size=world_size, rank=rank, batch_size=batch_size)
+                for rank in range(world_size)
+            ]
+            assert len({len(micro_batches) for micro_batches in ranks}) == 1
+            if step < num_steps - 1:
+                assert len(ranks[0]) == accumulation
+            sizes = [len(micro_batch) for micro_batches in ranks for micro_batch in micro_batches]
+            assert max(sizes) <= batch_size
+            assert max(sizes) - min(sizes) <= 1
+            seen += [int(row) for micro_batches in ranks for piece in micro_batches for row in piece]
+        assert sorted(seen) == rows.tolist()
+
+
+def test_ranks_compute_rows_of_like_length_at_the_same_time_longest_first() -> None:
+    lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
+    ranks = [split_step(np.arange(8), lengths, world_size=2, rank=r, batch_size=2) for r in range(2)]
+    assert [[lengths[rows].tolist() for rows in rank] for rank in ranks] == [
+        [[80, 70], [40, 30]],
+        [[60, 50], [20, 10]],
+    ]
+
+
+@pytest.mark.parametrize(("fraction", "num_eval"), [(0.0, 0), (0.001, 1), (0.1, 10), (0.5, 50)])
+def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(
+    fraction: float, num_eval: int, prepare: Any
+) -> None:
+    tokenized, _ = prepare("dummy", context_length=4, dataset_samples=100)
+    train, held_out = split_eval(tokenized, fraction=fraction, seed=1)
+    assert len(held_out) == num_eval
+    assert sorted([*train, *held_out]) == list(range(100))
+    again = split_eval(tokenized, fraction=fraction, seed=1)
+    assert np.array_equal(again[0], train)
+    assert np.array_equal(again[1], held_out)
+    if num_eval:
+        assert not np.array_equal(split_eval(tokenized, fraction=fraction, seed=2)[1], held_out)
+
+
+def test_holding_out_the_only_row_is_refused(prepare: Any) -> None:
+    tokenized, _ = prepare("dummy", context_length=4, dataset_samples=1)
+    with pytest.raises(UserError, match="eval_fraction: 0.1 of 1 rows"):
+        split_eval(tokenized, fraction=0.1, seed=0)
+
+
+def test_batch_is_padded_on_the_right_and_labels_only_what_is_learned() -> None:
+    tokenized = TokenizedRows(
+        input_ids=np.array([5, 6, 7, 8, 9, 5, 4], dtype=np.int32),
+        learned=np.array([False, False, True, True, True, True, True]),
+        offsets=np.array([0, 5, 7]),
+        row_numbers=np.array([1, 2]),
+    )
+    batch = collate(tokenized, np.array([1, 0]), pad_token_id=0)
+    assert batch["input_ids"].tolist() == [[5, 4, 0, 0, 0], [5, 6, 7, 8, 9]]
+    assert batch["labels"].tolist() == [[-100, 4, -100, -100, -100], [-100, -100, 7, 8, 9]]
+    assert int((batch["labels"] != -100).sum()) == tokenized.num_targets.sum() == 4
+    nothing = collate(tokenized, np.zeros(0, dtype=np.int64), pad_token_id=3)
+    assert nothing["input_ids"].tolist() == [[3, 3]]
+    assert nothing["labels"].tolist() == [[-100, -100]]

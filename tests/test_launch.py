@@ -1,0 +1,186 @@
+"""How many processes a start makes, and how their end comes back. The workers here do not import torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora import launch
+from fsdp_qlora.config import TrainConfig
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.launch import is_from_an_agent
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Stands for train.py: --name says what a worker does.
+ENTRY = """
+import os, signal, sys, time
+from fsdp_qlora.cli import parse_train_config
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.launch import relaunch_if_needed
+
+config = parse_train_config(sys.argv[1:])
+try:
+    status = relaunch_if_needed(config, sys.argv[1:])
+except UserError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
+if status is not None:
+    sys.exit(status)
+rank = os.environ.get("RANK", "0")
+line = f"worker {rank} of {os.environ.get('WORLD_SIZE', '1')} pid {os.getpid()} name {config.name}"
+os.write(1, (line + chr(10)).encode())
+if config.name == "fail" and rank == "1":
+    print("this is the reason", file=sys.stderr)
+    sys.exit(2)
+if config.name in ("fail", "sleep"):
+    time.sleep(120)
+"""
+
+# Stands for torchrun: the same command line as its, and one worker.
+FAKE_TORCHRUN = """
+import os, subprocess, sys
+script = next(i for i, word in enumerate(sys.argv) if word.endswith("entry.py"))
+alone = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+sys.exit(subprocess.call([sys.executable, *sys.argv[script:]], env={**alone, **os.environ}))
+"""
+
+
+@pytest.fixture
+def entry(tmp_path):
+    (tmp_path / "entry.py").write_text(ENTRY)
+    return str(tmp_path / "entry.py")
+
+
+@pytest.fixture
+def environment():
+    """This one, without the GPUs and without the variables of a torchrun that may have started pytest."""
+    ours = {name: value for name, value in os.environ.items() if not is_from_an_agent(name)}
+    return {**ours, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
+    return condition()
+
+
+def pids_of_workers(output: str) -> list[int]:
+    words = [line.split() for line in output.splitlines() if line.startswith("worker")]
+    return [int(line[line.index("pid") + 1]) for line in words]
+
+
+def test_one_process_becomes_two_and_bad_input_of_one_ends_both_with_its_status(entry, environment):
+    result = run([sys.executable, entry, "--nproc_per_node", "2", "--name", "fail"], environment)
+    assert result.returncode == 2
+    assert result.stdout.splitlines()[0] == "Starting 2 processes, as asked for."
+    assert "worker 1 of 2" in result.stdout and "name fail" in result.stdout
+    assert result.stderr.splitlines() == [
+        "this is the reason",
+        "Rank 1 failed with exit code 2; its error is above.",
+    ]
+    assert not any(map(is_running, pids_of_workers(result.stdout)))
+
+
+def test_torchrun_without_a_number_starts_the_wanted_and_a_signal_to_it_ends_all(
+    entry, environment, tmp_path
+):
+    output = tmp_path / "output"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    with output.open("w") as stream:
+        launcher = subprocess.Popen(
+            [*torchrun, entry, "--world_size", "2", "--name", "sleep"],
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        assert wait_until(lambda: len(pids_of_workers(output.read_text())) == 2, seconds=60), (
+            output.read_text()
+        )
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        status = launcher.wait(timeout=60)
+    assert status != 0
+    assert {"worker 0 of 2", "worker 1 of 2"} <= {line[:13] for line in output.read_text().splitlines()}
+    assert not any(map(is_running, pids_of_workers(output.read_text())))
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "variables"),
+    [
+        ("--nproc_per_node 1", {}),
+        ("--nproc-per-node=1 --standalone", {}),
+        ("--nproc 1", {}),
+        ("", {"PET_NPROC_PER_NODE": "1"}),
+        ("", {"WORLD_SIZE": "2", "RANK": "1", "GROUP_WORLD_SIZE": "2"}),
+    ],
+)
+def test_a_number_given_to_torchrun_is_kept(torchrun, variables, entry, environment, tmp_path):
+    (tmp_path / "torchrun.py").write_text(FAKE_TORCHRUN)
+    command = [sys.executable, str(tmp_path / "torchrun.py"), *torchrun.split(), entry]
+    result = run([*command, "--name", "x"], {**environment, **variables})
+    assert result.returncode == 0, result.stderr
+    assert len(pids_of_workers(result.stdout)) == 1
+    # And another number after train.py is refused, instead of starting more.
+    result = run([*command, "--nproc_per_node", "3"], {**environment, **variables})
+    assert result.returncode == 2
+    assert "torchrun has started 1 process" in result.stderr
+
+
+@pytest.mark.parametrize("options", [["--nproc_per_node", "1"], ["--world_size", "1"]])
+def test_one_process_asked_for_stays_one(options, entry, environment):
+    result = run([sys.executable, entry, *options], environment)
+    assert result.returncode == 0
+    assert "worker 0 of 1" in result.stdout and "Starting" not in result.stdout
+
+
+@pytest.mark.parametrize(("gpus", "processes"), [(0, 1), (1, 1), (4, 4)])
+def test_one_process_per_visible_gpu(gpus, processes, monkeypatch):
+    monkeypatch.setattr(launch, "_visible_gpus", lambda: gpus)
+    assert launch._processes_wanted(TrainConfig())[0] == processes
+
+
+def test_more_processes_than_gpus_and_a_foreign_address_are_refused(monkeypatch):
+    for name in filter(is_from_an_agent, list(os.environ)):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(launch, "_visible_gpus", lambda: 2)
+    with pytest.raises(UserError, match="4 processes are asked for, but 2 GPUs are visible"):
+        launch.relaunch_if_needed(TrainConfig(world_size=4), [])
+    with pytest.raises(UserError, match=r"192\.0\.2\.1.*cannot meet there"):
+        launch.relaunch_if_needed(TrainConfig(world_size=2, master_addr="192.0.2.1"), [])
+
+
+def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path):
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import os, subprocess, sys\n"
+        "os.environ.update(FSDP_QLORA_LAUNCHER_PID=str(os.getpid()), WORLD_SIZE='2', RANK='1')\n"
+        "subprocess.call([sys.executable, sys.argv[1], '--name', 'sleep'])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(launcher), entry], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    (pid,) = pids_of_workers(process.stdout.readline())
+    assert is_running(pid)
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: not is_running(pid), seconds=10)
+    process.stdout.close()

@@ -1,0 +1,156 @@
+"""Tiny models, tokenizers and data made in code, and runs of train.py on several ranks."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+
+WORDS = "sort list name river number colour blue red green seven water mountain answer question please write".split()
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Byte-level BPE with <s> in front of every text, an </s>, and no pad token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 3, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+
+
+def make_model(folder: Path, model_type: str = "llama", **overrides: object) -> Path:
+    """A random model of the given family in fp32 with its tokenizer, as a user would have it on disk."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, "initializer_range": 0.1, **overrides})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # zero at first, which would hide a forgotten bias
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def make_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
+    """Alpaca rows of uneven lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def words(most: int) -> str:
+        length = int(torch.randint(1, most, (1,), generator=generator))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator))
+
+    return [
+        {"instruction": words(6), "input": words(5) if i % 3 == 0 else "", "output": words(12)} for i in range(count)
+    ]
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def read_metrics(output_dir: Path, key: str = "loss") -> list[float]:
+    records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record[key] for record in records if key in record]
+
+
+def flags(**options: object) -> list[str]:
+    """Options as a command line: flags(batch_size=2) -> ["--batch_size", "2"]."""
+    return [
+        word
+        for name, value in options.items()
+        for word in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
+    ]
+
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])
+
+
+def _worker(argv: list[str], rank: int, world_size: int, port: int, log: str) -> None:
+    """One rank in a process of its own, as torchrun would start it, its output going to a file."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    with open(log, "w", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        import train
+
+        status = train.main(argv)
+        file.flush()
+    os._exit(status)
+
+
+def run_ranks(world_size: int, argv: list[str], folder: Path) -> tuple[list[int], str]:
+    """Run train.py's main on `world_size` ranks of forked processes (no import is paid again).
+
+    Returns:
+        The ranks' exit statuses and all their output. When one fails, the others are ended, as torchrun does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    port = _free_port()
+    logs = [str(folder / f"rank{rank}.log") for rank in range(world_size)]
+    processes = [
+        context.Process(target=_worker, args=(argv, rank, world_size, port, logs[rank]), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        for process in processes:
+            process.join(0.05)
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.join(5)
+                process.terminate()
+    statuses = [process.exitcode if process.exitcode is not None else -1 for process in processes]
+    return statuses, "\n".join(Path(log).read_text() for log in logs if Path(log).exists())
+
+
+def train_ok(world_size: int, output_dir: Path, **options: object) -> str:
+    """A run that must succeed; returns its output."""
+    argv = flags(output_dir=output_dir, log_to="stdout", **options)
+    statuses, output = run_ranks(world_size, argv, output_dir.parent / f"{output_dir.name}_logs")
+    assert statuses == [0] * world_size, output[-6000:]
+    return output
+
+
