@@ -132,9 +132,7 @@ def run(config: TrainConfig) -> None:
     verify.check_one_layer(model, checkpoint, sources)
 
     # Train.
-    optimizer = ShardedOptimizer(
-        model, config.optimizer, lr=config.learning_rate, weight_decay=config.wd
-    )
+    optimizer = ShardedOptimizer(model, config.optimizer, lr=config.learning_rate, weight_decay=config.wd)
     trainer = Trainer(
         model,
         optimizer,
@@ -146,7 +144,8 @@ def run(config: TrainConfig) -> None:
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
         # Gradients of an adapter are small enough to add up unsharded; a whole model's are not.
         sync_every_micro_batch=not train_type.has_adapter,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        # No token sees the padding, so any id in the vocabulary will do; a pad token may be outside of it.
+        pad_token_id=tokenizer.eos_token_id,
     )
     profiler = open_profiler(
         enabled=config.profile,

@@ -95,7 +95,7 @@ def adapter_modules(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.modules() if isinstance(child, LoraAdapter)]
 
 
-def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in PEFT's file, parameter) of every adapter weight."""
     for path, module in model.named_modules():
         if isinstance(module, LoraAdapter):

@@ -198,9 +198,7 @@ def _words(value: yaml.Node) -> list[str] | None:
     if not isinstance(value, yaml.SequenceNode):
         return None
     items = value.value
-    return (
-        [item.value for item in items] if all(isinstance(item, yaml.ScalarNode) for item in items) else None
-    )
+    return [item.value for item in items] if all(isinstance(item, yaml.ScalarNode) for item in items) else None
 
 
 def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:

@@ -39,9 +39,7 @@ class TrainConfig:
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
     SDPA, or eager for models whose attention SDPA cannot compute."""
-    precision: Literal["auto", "fp32", "bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16_autocast"] = (
-        "auto"
-    )
+    precision: Literal["auto", "fp32", "bf16", "bf16_autocast", "bf16_buffers_autocast"] = "auto"
     """Number format of the computation; auto is bf16 where the GPU computes in it, else fp32. Weights that
     train are kept in fp32. Set fp32 to compare runs digit by digit."""
 
@@ -88,9 +86,9 @@ class TrainConfig:
     """Seed of the adapter's initial values, the dropout and the order of the rows."""
 
     # == memory ==
-    sharding_strategy: Literal[
-        "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"
-    ] = "full_shard"
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"] = (
+        "full_shard"
+    )
     """How the model is spread: full_shard needs least memory, shard_grad_op keeps gathered weights until the
     backward pass, ddp copies the model to every process, hybrid_ shards within a machine and copies
     between machines."""
@@ -107,7 +105,7 @@ class TrainConfig:
     """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
     double_quant: bool = True
     """Quantize the scales too: saves about 0.4 bits per weight."""
-    quant_storage: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    quant_storage: Literal["auto", "fp32", "bf16"] = "auto"
     """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
 
     # == data ==
@@ -204,8 +202,7 @@ NEEDLESS = {
     "the whole model.",
     "no_sync": "gradients are always synchronised once per optimizer step, with offload too.",
     "reentrant_checkpointing": "activation checkpointing is always non-reentrant.",
-    "loading_workers": "each process reads and quantizes its weights one tensor at a time; there is nothing "
-    "to set.",
+    "loading_workers": "each process reads and quantizes its weights one tensor at a time; there is nothing to set.",
 }
 """Options of the 2024 program that are accepted and do nothing, and what happens instead."""
 
@@ -221,9 +218,7 @@ def needless_lines(config: TrainConfig) -> list[str]:
 def option_help() -> dict[str, dict[str, str]]:
     """Heading -> option -> help, in the order of the fields, read from the source of `TrainConfig`."""
     source = textwrap.dedent(inspect.getsource(TrainConfig))
-    headings = {
-        number: line.strip(" #=") for number, line in enumerate(source.splitlines(), 1) if "# ==" in line
-    }
+    headings = {number: line.strip(" #=") for number, line in enumerate(source.splitlines(), 1) if "# ==" in line}
     body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
     options: dict[str, dict[str, str]] = {heading: {} for heading in headings.values()}
     for field, text in itertools.pairwise(body):
@@ -236,9 +231,7 @@ def option_help() -> dict[str, dict[str, str]]:
 
 def resolved_yaml(config: TrainConfig) -> str:
     """All options, with the learning rate that is used, as YAML that `--config` accepts for the same run."""
-    options = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()
-    }
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
     options["lr"] = config.learning_rate
     return yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
 
@@ -334,9 +327,7 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
     lora = _changed(c, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
     if lora and not kind.has_adapter:
-        yield (
-            f"--train_type {c.train_type} has no adapter: leave out {_flags(lora)}, or use --train_type lora."
-        )
+        yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(lora)}, or use --train_type lora.")
     quantization = _changed(c, "quant_type", "double_quant", "quant_storage")
     if quantization and kind.quantizer is None:
         yield (

@@ -60,7 +60,10 @@ def describe_memory(meta: MetaModel, *, num_shards: int, optimizer: str) -> list
     }
     shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     total = format_bytes(sum(parts.values()))
-    return [f"Memory per rank, {num_shards}-way sharded: {total}, plus activations and one gathered block", f"  {shown}"]
+    return [
+        f"Memory per rank, {num_shards}-way sharded: {total}, plus activations and one gathered block",
+        f"  {shown}",
+    ]
 
 
 def describe_device(device: torch.device, world_size: int) -> str:

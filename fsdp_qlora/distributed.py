@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,12 +80,12 @@ def set_up_logging(ranks: Ranks, *, verbose: bool) -> None:
 def start_process_group(ranks: Ranks, *, timeout_minutes: float = 30.0) -> None:
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU."""
     # A lone process needs no rendezvous server, hence no free port.
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks.world_size == 1 else {}
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(minutes=timeout_minutes),
         device_id=ranks.device if ranks.device.type == "cuda" else None,
-        **alone,
+        **(alone if ranks.world_size == 1 else {}),
     )
 
 

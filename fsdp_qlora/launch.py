@@ -104,8 +104,9 @@ def _check_started_by_another(config: TrainConfig) -> None:
         return
     local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ.get("WORLD_SIZE", "1"))
     if config.nproc_per_node not in (-1, local) or config.world_size not in (-1, local, total):
+        started = f"{local} process{'es' if local > 1 else ''}"
         raise UserError(
-            f"torchrun has started {local} process{'es' if local > 1 else ''} on this machine, but train.py's options ask for "
+            f"torchrun has started {started} on this machine, but train.py's options ask for "
             f"{config.requested_processes}. Leave out --world_size and --nproc_per_node after train.py."
         )
 

@@ -175,9 +175,7 @@ def check_sinks(names: Sequence[str]) -> list[str]:
             hint = f" Did you mean {close[0]}?" if close else ""
             errors.append(f"log_to: there is no sink named {name!r}.{hint} Allowed: {', '.join(SINKS)}.")
     if "wandb" in names and (problem := _wandb_problem()):
-        errors.append(
-            f"log_to: {problem}. Run `pip install 'wandb>={WANDB_FLOOR}'`, or take it out of log_to."
-        )
+        errors.append(f"log_to: {problem}. Run `pip install 'wandb>={WANDB_FLOOR}'`, or take it out of log_to.")
     return errors
 
 
@@ -241,9 +239,7 @@ def _numbers(value: object, name: str = "") -> dict[str, float]:
     else:
         return {name: value} if isinstance(value, (int, float)) else {}
     return {
-        path: number
-        for key, item in items
-        for path, number in _numbers(item, f"{name}/{key}" if name else key).items()
+        path: number for key, item in items for path, number in _numbers(item, f"{name}/{key}" if name else key).items()
     }
 
 

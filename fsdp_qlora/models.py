@@ -8,8 +8,14 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers import PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from fsdp_qlora.errors import UserError
 
@@ -42,9 +48,7 @@ def load_config(folder: Path, name: str) -> PretrainedConfig:
             "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
         )
     if getattr(config, "quantization_config", None):
-        raise UserError(
-            f"model_name {name} is already quantized; give the checkpoint with 16- or 32-bit weights."
-        )
+        raise UserError(f"model_name {name} is already quantized; give the checkpoint with 16- or 32-bit weights.")
     return config
 
 

@@ -54,9 +54,7 @@ class ShardedOptimizer:
         self.sharded = [parameter for parameter, _ in pairs]
         self.local = [local for _, local in pairs]
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
-        self.optimizer = (
-            OPTIMIZERS[name](self.local, lr=lr, weight_decay=weight_decay) if self.local else None
-        )
+        self.optimizer = OPTIMIZERS[name](self.local, lr=lr, weight_decay=weight_decay) if self.local else None
 
     @torch.no_grad()
     def take_gradients(self) -> None:

@@ -110,9 +110,7 @@ def shard_model(
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
 
     def shard(modules: nn.Module | list[nn.Module], *, reshard: bool) -> None:
-        fully_shard(
-            modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
-        )
+        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     for block in find_blocks(model):
         if adapters := adapter_modules(block):

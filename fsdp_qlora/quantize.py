@@ -12,6 +12,7 @@ import bitsandbytes.functional as bnb
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.distributed import gather_rows, shard_bounds, shard_rank, shard_size
 
@@ -67,9 +68,7 @@ class Bnb4bitLinear(QuantizedLinear):
 
     absmax_offset: torch.Tensor
 
-    def __init__(
-        self, linear: nn.Linear, *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
-    ) -> None:
+    def __init__(self, linear: nn.Linear, *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.compute_dtype, self.double_quant = compute_dtype, double_quant
@@ -143,8 +142,8 @@ class Bnb4bitLinear(QuantizedLinear):
 
 def _write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Store the bytes of `values` in this rank's part of a parameter; the rest of it is zeroed."""
-    local: torch.Tensor = parameter.to_local()  # type: ignore[operator]
-    target = local.view(-1).view(torch.uint8)
+    assert isinstance(parameter, DTensor)
+    target = parameter.to_local().view(-1).view(torch.uint8)
     source = values.reshape(-1).view(torch.uint8)
     target[: source.numel()] = source.to(target.device)
     target[source.numel() :] = 0
@@ -196,9 +195,7 @@ def _dequantize(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> tor
             nested["absmax_8bit"], absmax, nested["absmax_code"], _NESTED_BLOCKSIZE, torch.float32
         )
         absmax = absmax + nested["absmax_offset"]
-    return torch.ops.bitsandbytes.dequantize_4bit(
-        codes, absmax, fmt.blocksize, fmt.quant_type, fmt.shape, dtype
-    )
+    return torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, fmt.blocksize, fmt.quant_type, fmt.shape, dtype)
 
 
 class _Matmul4bit(torch.autograd.Function):

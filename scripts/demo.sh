@@ -16,6 +16,9 @@ step "Getting a pretrained model"
 python scripts/demo_model.py --output_dir demo/model
 
 ranks=$(python -c 'import torch; print(torch.cuda.device_count() or 2)')
+# torchrun would give each rank one thread; without a GPU the ranks share all cores.
+threads=$(($(getconf _NPROCESSORS_ONLN) / ranks))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 command=(torchrun --nproc_per_node "$ranks" train.py --config configs/demo.yaml --model_name demo/model
     --output_dir demo/output --overwrite_output_dir true "$@")
 step "Training: ${command[*]}"

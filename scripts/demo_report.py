@@ -38,9 +38,11 @@ def check_held_out_loss(metrics: Path, min_drop: float) -> bool:
         return False
     (first_step, first), (last_step, last) = losses[0], losses[-1]
     passed = first - last >= min_drop
-    print(f"Held-out loss: {first:.4f} before (step {first_step}), {last:.4f} after (step {last_step}), "
-          f"lower by {first - last:.4f} nats per token; at least {min_drop} is expected: "
-          f"{'passed' if passed else 'FAILED'}")
+    print(
+        f"Held-out loss: {first:.4f} before (step {first_step}), {last:.4f} after (step {last_step}), "
+        f"lower by {first - last:.4f} nats per token; at least {min_drop} is expected: "
+        f"{'passed' if passed else 'FAILED'}"
+    )
     return passed
 
 
@@ -49,7 +51,8 @@ def check_tensors(model: PeftModel, adapter: Path) -> bool:
     on_disk = load_file(adapter / "adapter_model.safetensors")
     loaded = get_peft_model_state_dict(model)
     different = [
-        name for name in on_disk.keys() | loaded.keys()
+        name
+        for name in on_disk.keys() | loaded.keys()
         if name not in on_disk or name not in loaded or not torch.equal(on_disk[name], loaded[name].cpu())
     ]
     if different:
@@ -71,8 +74,9 @@ def check_logits(model: PeftModel, inputs: dict[str, torch.Tensor]) -> bool:
 
 def generate(model: PeftModel, tokenizer: Any, inputs: dict[str, torch.Tensor], max_new_tokens: int) -> str:
     output = model.generate(
-        **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True).strip()
+        **inputs, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
 def main() -> None:

@@ -163,9 +163,7 @@ def test_help_lists_every_option_without_importing_torch():
         "atexit.register(lambda: print('imported:', {'torch', 'transformers'} & set(sys.modules)))\n"
         "parse_train_config(['--help'])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert "imported: set()" in result.stdout
     assert [name for name in NAMES if f"  --{name} " not in result.stdout] == []

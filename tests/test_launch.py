@@ -98,9 +98,7 @@ def test_one_process_becomes_two_and_bad_input_of_one_ends_both_with_its_status(
     assert not any(map(is_running, pids_of_workers(result.stdout)))
 
 
-def test_torchrun_without_a_number_starts_the_wanted_and_a_signal_to_it_ends_all(
-    entry, environment, tmp_path
-):
+def test_torchrun_without_a_number_starts_the_wanted_and_a_signal_to_it_ends_all(entry, environment, tmp_path):
     output = tmp_path / "output"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with output.open("w") as stream:
@@ -111,9 +109,7 @@ def test_torchrun_without_a_number_starts_the_wanted_and_a_signal_to_it_ends_all
             stderr=subprocess.STDOUT,
         )
     try:
-        assert wait_until(lambda: len(pids_of_workers(output.read_text())) == 2, seconds=60), (
-            output.read_text()
-        )
+        assert wait_until(lambda: len(pids_of_workers(output.read_text())) == 2, seconds=60), output.read_text()
     finally:
         launcher.send_signal(signal.SIGTERM)
         status = launcher.wait(timeout=60)

@@ -262,9 +262,7 @@ def test_offline_wandb_run_holds_config_records_and_summary_and_no_key(tmp_path,
     assert {key: config[key] for key in expected} == expected
 
     history = [one.history for one in records if one.WhichOneof("record_type") == "history"]
-    rows = [
-        {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in row.item} for row in history
-    ]
+    rows = [{(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in row.item} for row in history]
     assert [row["loss"] for row in rows] == [2.0, 1.0, 2.0 / 3]
     assert rows[2]["eval_loss"] == 1.25 and rows[2]["memory_gib/reserved/1"] == 2.5
     summary = [i for one in records for i in one.summary.update if (i.key or i.nested_key[0]) == "final_loss"]

@@ -5,15 +5,19 @@ import json
 import multiprocessing
 import os
 import socket
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WORDS = "sort list name river number colour blue red green seven water mountain answer question please write".split()
+WORDS = ["sort", "list", "name", "river", "number", "colour", "blue", "red", "green", "seven", "water", "mountain", "answer", "question", "please", "write"]
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -27,6 +31,9 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
+
+
+PROBE = torch.arange(2, 50).view(2, 24)  # token ids on which logits are compared
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -91,14 +98,13 @@ def flags(**options: object) -> list[str]:
     ]
 
 
-
 def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("localhost", 0))
         return int(sock.getsockname()[1])
 
 
-def _worker(argv: list[str], rank: int, world_size: int, port: int, log: str) -> None:
+def _worker(target: Callable[..., int], args: tuple, rank: int, world_size: int, port: int, log: str) -> None:
     """One rank in a process of its own, as torchrun would start it, its output going to a file."""
     os.environ |= {
         "RANK": str(rank),
@@ -110,19 +116,20 @@ def _worker(argv: list[str], rank: int, world_size: int, port: int, log: str) ->
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
+    status = 1
     with open(log, "w", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        import train
-
-        status = train.main(argv)
-        file.flush()
+        try:
+            status = target(*args)
+        except BaseException:
+            traceback.print_exc()
     os._exit(status)
 
 
-def run_ranks(world_size: int, argv: list[str], folder: Path) -> tuple[list[int], str]:
-    """Run train.py's main on `world_size` ranks of forked processes (no import is paid again).
+def on_ranks(world_size: int, target: Callable[..., int], args: tuple, folder: Path) -> tuple[list[int], str]:
+    """Call target(*args) -> exit status on `world_size` ranks in forked processes: no import is paid again.
 
     Returns:
-        The ranks' exit statuses and all their output. When one fails, the others are ended, as torchrun does.
+        The ranks' exit statuses and all their output. When one fails the others are ended, as torchrun does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
@@ -130,7 +137,7 @@ def run_ranks(world_size: int, argv: list[str], folder: Path) -> tuple[list[int]
     port = _free_port()
     logs = [str(folder / f"rank{rank}.log") for rank in range(world_size)]
     processes = [
-        context.Process(target=_worker, args=(argv, rank, world_size, port, logs[rank]), daemon=True)
+        context.Process(target=_worker, args=(target, args, rank, world_size, port, logs[rank]), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -146,11 +153,33 @@ def run_ranks(world_size: int, argv: list[str], folder: Path) -> tuple[list[int]
     return statuses, "\n".join(Path(log).read_text() for log in logs if Path(log).exists())
 
 
-def train_ok(world_size: int, output_dir: Path, **options: object) -> str:
+def _train(argv: list[str], logits_file: Path | None) -> int:
+    import train
+    from fsdp_qlora import export
+
+    if logits_file is not None:
+        save = export.save_adapter
+
+        def save_with_logits(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+            model.eval()
+            with torch.no_grad():
+                logits = model(input_ids=PROBE, use_cache=False).logits
+            if kwargs["is_rank_0"]:
+                save_file({"logits": logits.clone()}, logits_file)
+            return save(model, *args, **kwargs)
+
+        export.save_adapter = save_with_logits
+    return train.main(argv)
+
+
+def run_ranks(world_size: int, argv: list[str], folder: Path, logits_file: Path | None = None) -> tuple[list[int], str]:
+    """Run train.py's main on `world_size` ranks; the trained model's logits of PROBE go to `logits_file`."""
+    return on_ranks(world_size, _train, (argv, logits_file), folder)
+
+
+def train_ok(world_size: int, output_dir: Path, *, logits_file: Path | None = None, **options: object) -> str:
     """A run that must succeed; returns its output."""
     argv = flags(output_dir=output_dir, log_to="stdout", **options)
-    statuses, output = run_ranks(world_size, argv, output_dir.parent / f"{output_dir.name}_logs")
+    statuses, output = run_ranks(world_size, argv, output_dir.parent / f"{output_dir.name}_logs", logits_file)
     assert statuses == [0] * world_size, output[-6000:]
     return output
-
-

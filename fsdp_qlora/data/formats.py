@@ -56,9 +56,7 @@ def choose_format(columns: Collection[str], *, dataset_format: str, origin: str)
         UserError: the format is unknown, or the dataset lacks columns that it needs.
     """
     if dataset_format != "auto" and dataset_format not in FORMATS:
-        raise UserError(
-            f"dataset_format: unknown format {dataset_format!r}. Formats: {', '.join(['auto', *FORMATS])}."
-        )
+        raise UserError(f"dataset_format: unknown format {dataset_format!r}. Formats: {', '.join(['auto', *FORMATS])}.")
     candidates = list(FORMATS) if dataset_format == "auto" else [dataset_format]
     for name in candidates:
         if set(FORMATS[name].columns) <= set(columns):

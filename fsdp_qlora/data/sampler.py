@@ -65,8 +65,7 @@ def split_eval(tokenized: TokenizedRows, *, fraction: float, seed: int) -> tuple
     num_eval = max(1, round(num_rows * fraction)) if fraction > 0 else 0
     if num_eval >= num_rows:
         raise UserError(
-            f"eval_fraction: {fraction} of {num_rows} rows leaves none to train on. "
-            "Lower it or use more rows."
+            f"eval_fraction: {fraction} of {num_rows} rows leaves none to train on. Lower it or use more rows."
         )
     order = _permutation(num_rows, [seed, 0, EVAL_STREAM])
     return np.sort(order[num_eval:]), np.sort(order[:num_eval])

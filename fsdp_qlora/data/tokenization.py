@@ -197,9 +197,7 @@ def tokenize_rows(
     return tokenized, report
 
 
-def dummy_rows(
-    num_rows: int, vocab_size: int, *, context_length: int, seed: int
-) -> tuple[TokenizedRows, DataReport]:
+def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int) -> tuple[TokenizedRows, DataReport]:
     """Rows of random tokens that fill the context, all learned: for measuring speed, not for learning."""
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, context_length), dtype=np.int32)
     tokenized = _flatten(list(ids), [0] * num_rows, list(range(1, num_rows + 1)))

@@ -1,0 +1,91 @@
+"""An independent single-process trainer: transformers + PEFT + bitsandbytes, plain PyTorch, no FSDP."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n### Response:"
+)
+PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}"
+    "\n\n### Response:"
+)
+
+
+def load_base(folder: Path, *, four_bit: bool) -> torch.nn.Module:
+    """The base model in fp32 compute, with bitsandbytes' own Linear4bit (NF4, double quantization) if asked."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    options = {"quantization_config": quantization, "device_map": "cpu"} if four_bit else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+
+
+def load_adapter(base: torch.nn.Module, folder: Path) -> PeftModel:
+    """The adapter as a user loads it. Every tensor of its file must have found its place."""
+    model = PeftModel.from_pretrained(base, folder)
+    return model.eval()
+
+
+def encode(folder: Path, rows: list[dict[str, str]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(input_ids, labels) of each Alpaca row, [1, T]."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = []
+    for row in rows:
+        template = PROMPT_WITH_INPUT if row["input"] else PROMPT
+        prompt = tokenizer(template.format(**row))["input_ids"]
+        answer = tokenizer(row["output"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        ids = torch.tensor([prompt + answer])
+        labels = ids.clone()
+        labels[:, : len(prompt)] = -100
+        encoded.append((ids, labels))
+    return encoded
+
+
+def batch_loss(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Mean loss over the target tokens of all rows."""
+    total = torch.zeros(())
+    for ids, labels in batch:
+        logits = model(input_ids=ids, use_cache=False).logits
+        total = total + F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
+    return total / sum(int((labels[:, 1:] != -100).sum()) for _, labels in batch)
+
+
+def train_lora(
+    base: torch.nn.Module,
+    first_values: dict[str, torch.Tensor],
+    batch: list[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    steps: int,
+    lr: float,
+    rank: int,
+    alpha: int,
+) -> list[float]:
+    """Losses of full-batch AdamW steps, clipped at norm 1, on all linear layers of the blocks."""
+    names = sorted({name.rsplit(".", 3)[-3] for name in first_values})
+    model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM"))
+    own = {name.replace(".default", ""): parameter for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for name, value in first_values.items():
+            own[name].copy_(value)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trainable) == len(first_values)
+    optimizer = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        loss = batch_loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

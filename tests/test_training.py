@@ -1,0 +1,179 @@
+"""Whole runs of train.py on several ranks, against independent references and against each other."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_qlora.adapters import first_adapter_value
+from tests.reference import batch_loss, encode, load_adapter, load_base, train_lora
+from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "lora", "full"])
+def test_loss_does_not_depend_on_the_split_over_ranks_and_micro_batches(
+    train_type: str, models: Models, tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(18))  # four steps of 4 rows, and one of 2
+    runs = {}
+    for ranks, micro_batches in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]:
+        output = tmp_path / f"{ranks}x{micro_batches}"
+        train_ok(
+            ranks,
+            output,
+            model_name=models(),
+            dataset=data,
+            train_type=train_type,
+            batch_size=4 // (ranks * micro_batches),
+            gradient_accumulation_steps=micro_batches,
+            precision="fp32",
+            lr=1e-3,
+        )
+        runs[ranks, micro_batches] = torch.tensor(
+            [read_metrics(output), read_metrics(output, "grad_norm")], dtype=torch.float64
+        )
+    first = runs.pop((1, 1))
+    assert first.shape == (2, 5) and first.isfinite().all()
+    for split, losses_and_norms in runs.items():
+        assert torch.allclose(losses_and_norms, first, rtol=1e-5, atol=0), (split, losses_and_norms - first)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_qlora_equals_transformers_peft_and_bitsandbytes(model_type: str, models: Models, tmp_path: Path) -> None:
+    folder, rows = models(model_type), make_rows(4, seed=3)
+    train_ok(
+        2,
+        tmp_path / "out",
+        model_name=folder,
+        dataset=write_rows(tmp_path / "rows.jsonl", rows),
+        logits_file=tmp_path / "logits.safetensors",
+        num_epochs=10,
+        lora_rank=4,
+        lora_alpha=8,
+        seed=5,
+        **FULL_BATCH,
+    )
+    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
+        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    first_values = {name: first_adapter_value(name, shape, seed=5) for name, shape in shapes.items()}
+    expected = train_lora(
+        load_base(folder, four_bit=True), first_values, encode(folder, rows), steps=10, lr=1e-3, rank=4, alpha=8
+    )
+    assert expected[-1] < expected[0] - 0.05
+    # The same numbers up to the order of fp32 sums, which ten steps of Adam amplify.
+    assert read_metrics(tmp_path / "out") == pytest.approx(expected, rel=1e-4)
+
+    # What was saved gives, loaded by PEFT on a base quantized the same way, the trained model's logits.
+    trained = load_file(tmp_path / "logits.safetensors")["logits"]
+    reloaded = load_adapter(load_base(folder, four_bit=True), tmp_path / "out")
+    with torch.no_grad():
+        difference = (reloaded(input_ids=PROBE).logits - trained).abs().max().item()
+        base = load_base(folder, four_bit=True)(input_ids=PROBE).logits
+    assert difference < 1e-4
+    assert (base - trained).abs().max().item() > 1e-2  # else the comparison would say nothing
+
+
+FAMILIES = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3_text": {},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {"tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_on_two_ranks_and_its_adapter_is_loaded_by_peft(
+    family: str, models: Models, tmp_path: Path
+) -> None:
+    folder = models(family.split()[0], **FAMILIES[family])
+    rows, held_out = make_rows(12, seed=1), make_rows(3, seed=2)
+    train_ok(
+        2,
+        tmp_path / "out",
+        model_name=folder,
+        dataset=write_rows(tmp_path / "rows.jsonl", rows),
+        eval_dataset=write_rows(tmp_path / "held_out.jsonl", held_out),
+        num_epochs=1,
+        **FULL_BATCH,
+    )
+    before, after = read_metrics(tmp_path / "out", "eval_loss")
+    batch = encode(folder, held_out)
+    base = load_base(folder, four_bit=True)
+    with torch.no_grad():
+        assert batch_loss(base, batch).item() == pytest.approx(before, rel=1e-4)
+        reloaded = load_adapter(base, tmp_path / "out")
+        assert batch_loss(reloaded, batch).item() == pytest.approx(after, rel=1e-4)
+    assert len(read_metrics(tmp_path / "out")) == 3 and abs(after - before) > 1e-3
+
+
+def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tmp_path: Path) -> None:
+    folder, rows = models("llama", tie_word_embeddings=True), make_rows(4, seed=3)
+    held_out = make_rows(3, seed=2)
+    train_ok(
+        2,
+        tmp_path / "out",
+        model_name=folder,
+        dataset=write_rows(tmp_path / "rows.jsonl", rows),
+        eval_dataset=write_rows(tmp_path / "held_out.jsonl", held_out),
+        train_type="full",
+        num_epochs=3,
+        **FULL_BATCH,
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        loss = batch_loss(model, encode(folder, held_out)).item()
+    assert loss == pytest.approx(read_metrics(tmp_path / "out", "eval_loss")[-1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharding_strategy": "shard_grad_op"},
+        {"sharding_strategy": "ddp"},
+        {"sharding_strategy": "hybrid_full_shard"},
+        {"use_cpu_offload": True},
+        {"use_gradient_checkpointing": False},
+        {"use_activation_cpu_offload": True},
+        {"optimizer": "fused_adamw"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_memory_options_do_not_change_the_losses(options: dict[str, object], models: Models, tmp_path: Path) -> None:
+    common = {
+        "model_name": models(),
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
+        "num_epochs": 2,
+        **FULL_BATCH,
+    }
+    train_ok(2, tmp_path / "plain", **common)
+    train_ok(2, tmp_path / "other", **common, **options)
+    assert read_metrics(tmp_path / "other") == pytest.approx(read_metrics(tmp_path / "plain"), rel=1e-5)
+
+
+def test_dropout_is_the_same_in_every_run_and_changes_the_losses(models: Models, tmp_path: Path) -> None:
+    common = {
+        "model_name": models(),
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
+        "num_epochs": 2,
+        **FULL_BATCH,
+    }
+    for name, dropout in (("a", 0.3), ("b", 0.3), ("none", 0.0)):
+        train_ok(2, tmp_path / name, lora_dropout=dropout, **common)
+    adapter = "adapter_model.safetensors"
+    assert (tmp_path / "a" / adapter).read_bytes() == (tmp_path / "b" / adapter).read_bytes()
+    assert read_metrics(tmp_path / "a")[1:] != pytest.approx(read_metrics(tmp_path / "none")[1:], rel=1e-4)
