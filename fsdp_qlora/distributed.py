@@ -16,6 +16,9 @@ from fsdp_qlora.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
+# torch 2.13 renamed it; 2.11 has the old name only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # strategy -> (shards over which ranks, whether a block's weights are freed between forward and backward).
 # "all": one shard group of every rank. "node": shards within a node, replicas across nodes. "none": replicas.
 SHARDING_STRATEGIES: dict[str, tuple[str, bool]] = {
@@ -84,7 +87,6 @@ def start_process_group(ranks: Ranks, *, timeout_minutes: float = 30.0) -> None:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(minutes=timeout_minutes),
-        device_id=ranks.device if ranks.device.type == "cuda" else None,
         **(alone if ranks.world_size == 1 else {}),
     )
 
@@ -137,15 +139,17 @@ def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.T
     padded = local.new_zeros(chunk)
     padded[: local.numel()] = local
     whole = local.new_empty(chunk * size)
-    dist.all_gather_into_tensor(whole, padded, group=mesh["shard"].get_group())
+    _all_gather(whole, padded, group=mesh["shard"].get_group())
     return whole[:num_rows]
 
 
-def gather_numbers(values: list[float], device: torch.device) -> torch.Tensor:
-    """Every rank's list of numbers as float64 [world_size, len(values)], on the CPU of every rank."""
+def gather_numbers(
+    values: list[float], device: torch.device, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Every rank's list of numbers as float64 [ranks of the group, len(values)], on the CPU of every rank."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
-    everyone = mine.new_empty(dist.get_world_size() * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine)
+    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    _all_gather(everyone, mine, group=group)
     return everyone.view(-1, mine.numel()).cpu()
 
 

@@ -167,7 +167,7 @@ def _write_index(folder: Path, files: dict[str, _Named], dtype: torch.dtype) -> 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _gather(parameter: nn.Parameter, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _gather(parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The whole tensor on the CPU of every rank."""
     whole = parameter.detach()
     if isinstance(whole, DTensor):

@@ -127,14 +127,15 @@ def shard_model(
 def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
     """Give the sharded meta parameters uninitialized memory: offloaded ones on the CPU, others on `device`.
 
-    Buffers hold real values since construction; they are moved, not emptied.
+    Buffers hold real values since construction; they are moved, not emptied. Afterwards the shards are where
+    they stay: padded where a split is uneven, pinned where they are offloaded.
     """
     on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
-    for module in model.modules():
+    # Children first: an FSDP2 module settles its group's shards in its own to_empty, when all of them have memory.
+    for module in reversed(list(model.modules())):
         buffers = {name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)}
-        if buffers or next(module.parameters(recurse=False), None) is not None:
-            offloaded = cpu_offload and id(module) not in on_device
-            module.to_empty(device="cpu" if offloaded else device, recurse=False)
+        offloaded = cpu_offload and id(module) not in on_device
+        module.to_empty(device="cpu" if offloaded else device, recurse=False)
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
     model.tie_weights()

@@ -4,13 +4,12 @@ import logging
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.distributed import shard_bounds, shard_size
+from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.quantize import QuantizedLinear
 from fsdp_qlora.weights import Checkpoint
@@ -76,10 +75,8 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
     local = sum(_local_bytes(parameter) for parameter in parameters)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     size = shard_size(mesh)
-    mine = torch.tensor([local], dtype=torch.int64, device=mesh.device_type)
-    everyone = mine.new_empty(size)
-    dist.all_gather_into_tensor(everyone, mine, group=mesh["shard"].get_group())
-    held = everyone.tolist()
+    device = torch.device(mesh.device_type)
+    held = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
     log.info(
         "Shards: %s of weights in %d part%s; rank 0 holds %s (%.1f%%).",
         format_bytes(total), size, "s" * (size > 1), format_bytes(held[0]), 100 * held[0] / total,

@@ -209,13 +209,13 @@ def _buffer_loader(buffer: torch.Tensor) -> _Load:
     return load
 
 
-def _local(parameter: nn.Parameter) -> torch.Tensor:
+def _local(parameter: torch.Tensor) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
     return parameter.to_local()
 
 
 @torch.no_grad()
-def _load_rows(parameter: nn.Parameter, whole: torch.Tensor, mesh: DeviceMesh) -> None:
+def _load_rows(parameter: torch.Tensor, whole: torch.Tensor, mesh: DeviceMesh) -> None:
     first, last = shard_bounds(whole.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
     _local(parameter).copy_(whole[first:last])
 

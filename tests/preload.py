@@ -1,3 +1,6 @@
-"""Imported once by the server that forks the ranks."""
+"""Imports what a rank needs, once, in the server process that forks the ranks."""
 
-import train  # noqa: F401
+import importlib
+
+for name in ("describe", "export", "parallelize", "trainer", "verify", "weights"):
+    importlib.import_module(f"fsdp_qlora.{name}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp_qlora import metrics
+from fsdp_qlora import metrics, wandb_sink
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics import check_sinks, open_metric_log
 
@@ -202,16 +202,16 @@ def test_unknown_sink_suggests_the_closest():
 
 def test_missing_wandb_is_an_error_before_training(tmp_path, monkeypatch):
     def find_nothing(name):
-        raise metrics.importlib.metadata.PackageNotFoundError(name)
+        raise wandb_sink.importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(metrics.importlib.metadata, "version", find_nothing)
+    monkeypatch.setattr(wandb_sink.importlib.metadata, "version", find_nothing)
     with pytest.raises(UserError, match=r"wandb is not installed.*pip install 'wandb>=0.31'"):
         open_log(tmp_path, "wandb")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_wandb_that_could_stall_training_is_refused(monkeypatch):
-    monkeypatch.setattr(metrics.importlib.metadata, "version", lambda name: "0.9.7rc1")
+    monkeypatch.setattr(wandb_sink.importlib.metadata, "version", lambda name: "0.9.7rc1")
     (error,) = check_sinks(["wandb"])
     assert "wandb 0.9.7rc1 is installed and is too old" in error and "pip install 'wandb>=0.31'" in error
     assert check_sinks(["tqdm"]) == []
@@ -316,21 +316,21 @@ def test_the_proxy_is_what_has_to_be_in_reach_where_there_is_one(monkeypatch):
         base_url = "https://api.wandb.ai"
         http_proxy = https_proxy = None
 
-    assert metrics._first_hop(Settings) == ("api.wandb.ai", 443)
+    assert wandb_sink._first_hop(Settings) == ("api.wandb.ai", 443)
     monkeypatch.setenv("HTTPS_PROXY", "http://user:word@proxy.local:3128")
-    assert metrics._first_hop(Settings) == ("proxy.local", 3128)
+    assert wandb_sink._first_hop(Settings) == ("proxy.local", 3128)
     monkeypatch.setenv("NO_PROXY", "api.wandb.ai")
-    assert metrics._first_hop(Settings) == ("api.wandb.ai", 443)
+    assert wandb_sink._first_hop(Settings) == ("api.wandb.ai", 443)
 
 
 def test_a_server_that_never_answers_stalls_neither_the_start_nor_the_end(tmp_path):
     program = f"""
         import logging, sys
         from pathlib import Path
-        from fsdp_qlora import metrics
+        from fsdp_qlora import metrics, wandb_sink
         logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-        metrics.WANDB_INIT_SECONDS = 1.0
-        metrics.WANDB_TEARDOWN_SECONDS = 1.0
+        wandb_sink.WANDB_INIT_SECONDS = 1.0
+        wandb_sink.WANDB_TEARDOWN_SECONDS = 1.0
         with metrics.open_metric_log(
             ["wandb"], output_dir=Path({str(tmp_path / "out")!r}), total_steps=1, config={{}},
             project_name="p", name=None, group=None, entity=None, is_rank_0=True,
@@ -382,7 +382,7 @@ class StandIn(BaseHTTPRequestHandler):
 
 
 def test_a_server_that_dies_during_the_run_neither_stalls_nor_stops_it(tmp_path, monkeypatch, lines):
-    monkeypatch.setattr(metrics, "WANDB_FINISH_SECONDS", 2.0)
+    monkeypatch.setattr(wandb_sink, "WANDB_FINISH_SECONDS", 2.0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), StandIn)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -431,9 +431,9 @@ def test_a_wandb_that_hangs_does_not_hold_up_a_step(tmp_path, monkeypatch, lines
     is_over = threading.Event()
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(wandb.Run, "log", lambda *_, **__: is_over.wait(60))
-    monkeypatch.setattr(metrics, "WANDB_QUEUE_RECORDS", 4)
-    monkeypatch.setattr(metrics, "WANDB_FINISH_SECONDS", 0.5)
-    monkeypatch.setattr(metrics, "WANDB_TEARDOWN_SECONDS", 2.0)
+    monkeypatch.setattr(wandb_sink, "WANDB_QUEUE_RECORDS", 4)
+    monkeypatch.setattr(wandb_sink, "WANDB_FINISH_SECONDS", 0.5)
+    monkeypatch.setattr(wandb_sink, "WANDB_TEARDOWN_SECONDS", 2.0)
     begin = time.monotonic()
     log = open_log(tmp_path, "wandb", total_steps=20)
     for step in range(1, 21):
@@ -447,4 +447,4 @@ def test_a_wandb_that_hangs_does_not_hold_up_a_step(tmp_path, monkeypatch, lines
 
 def test_reasons_do_not_show_the_password_of_a_url():
     error = OSError("proxyconnect https://user:word@proxy.local:3128 refused.\nmore")
-    assert metrics._reason(error) == "proxyconnect https://***@proxy.local:3128 refused"
+    assert wandb_sink._reason(error) == "proxyconnect https://***@proxy.local:3128 refused"

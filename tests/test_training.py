@@ -177,3 +177,21 @@ def test_dropout_is_the_same_in_every_run_and_changes_the_losses(models: Models,
     adapter = "adapter_model.safetensors"
     assert (tmp_path / "a" / adapter).read_bytes() == (tmp_path / "b" / adapter).read_bytes()
     assert read_metrics(tmp_path / "a")[1:] != pytest.approx(read_metrics(tmp_path / "none")[1:], rel=1e-4)
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "full"])
+def test_shapes_that_do_not_divide_by_the_ranks_train_the_same(
+    train_type: str, models: Models, tmp_path: Path
+) -> None:
+    common = {
+        "model_name": models("llama", intermediate_size=100, hidden_size=60, head_dim=10, num_attention_heads=6),
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12)),
+        "train_type": train_type,
+        "lora_rank": 16 if train_type == "full" else 4,
+        "precision": "fp32",
+        "lr": 1e-2,
+    }
+    train_ok(1, tmp_path / "one", batch_size=3, **common)
+    train_ok(3, tmp_path / "three", batch_size=1, **common)
+    assert read_metrics(tmp_path / "three") == pytest.approx(read_metrics(tmp_path / "one"), rel=1e-5)
+    assert len(set(read_metrics(tmp_path / "one"))) == 4
