@@ -15,7 +15,7 @@ from pathlib import Path
 from fsdp_qlora.cli import parse_train_config
 from fsdp_qlora.config import TrainConfig, needless_lines, resolved_yaml
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.launch import relaunch_if_needed
+from fsdp_qlora.launch import planned_processes, relaunch_if_needed
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -35,7 +35,7 @@ def run(config: TrainConfig) -> None:
 
     ranks = distributed.read_ranks()
     distributed.set_up_logging(ranks, verbose=config.verbose)
-    world_size = max(config.requested_processes, 1) if config.dry_run else ranks.world_size
+    world_size = planned_processes(config) if config.dry_run else ranks.world_size
     output_dir = Path(config.output_dir)
     train_type = TRAIN_TYPES[config.train_type]
     precision_name = choose_precision(config.precision, ranks.device)

@@ -74,6 +74,14 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
     return _run_workers(processes, argv, master_addr=config.master_addr, master_port=config.master_port)
 
 
+def planned_processes(config: TrainConfig) -> int:
+    """How many processes a run with these options has, whether or not this machine has the GPUs for them."""
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if started > 1:
+        return started
+    return config.requested_processes if config.requested_processes > 0 else max(1, _visible_gpus())
+
+
 # --- how this process was started ---
 
 

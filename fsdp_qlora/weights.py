@@ -3,18 +3,13 @@
 import json
 import logging
 import math
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,12 +22,14 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.hub import ask_hub, first_line, hub_reason
 from fsdp_qlora.models import canonical_name
 from fsdp_qlora.quantize import QuantizedLinear
 
 log = logging.getLogger("fsdp_qlora")
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
 
 
 def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
@@ -44,26 +41,25 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
     folder = Path(model_name).expanduser()
     if folder.is_dir():
         return folder
+    if folder.exists():
+        raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
     if model_name.startswith((".", "/", "~")) or model_name.count("/") > 1:
-        raise UserError(f"model_name {model_name}: there is no such folder.")
+        raise UserError(
+            f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub."
+        )
+    refusal = ask_hub(model_name, "model")
+    if refusal is not None:
+        log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
     try:
-        return Path(snapshot_download(model_name, allow_patterns=patterns))
-    except GatedRepoError as error:
+        return Path(
+            snapshot_download(model_name, allow_patterns=patterns, local_files_only=refusal is not None)
+        )
+    except Exception as error:  # of the HTTP library, the hub's client or the file system
+        reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
         raise UserError(
-            f"model_name {model_name} is gated: accept its licence on its hub page, then log in with "
-            "`hf auth login` or set HF_TOKEN."
-        ) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"model_name {model_name}: there is no such local folder, and no such model on the hub that "
-            "this login may see. Check the spelling, or set HF_TOKEN if it is private."
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise UserError(
-            f"model_name {model_name}: there is no such local folder, and the hub is out of reach "
-            f"({type(error).__name__}). Give the path of a model folder, or make one with "
-            "`python scripts/demo_model.py --output_dir demo/model`."
+            f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
+            "path of a model folder, or make one with `python scripts/demo_model.py --output_dir demo/model`."
         ) from error
 
 
@@ -90,14 +86,22 @@ class Checkpoint:
                 raise UserError(f"{index} is not a safetensors index: {error!r}.") from error
             absent = sorted({name for name in weight_map.values() if not (self.folder / name).is_file()})
             if absent:
-                raise UserError(f"{index} names files that are not there: {', '.join(absent)}.")
+                raise UserError(f"{index} names files that are not there: {', '.join(absent)}. Download them.")
             return {tensor: self.folder / name for tensor, name in weight_map.items()}
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
-            pickled = [path.name for path in self.folder.glob("*.bin")]
-            found = f"It has {', '.join(pickled[:3])}: pickled weights are not read." if pickled else ""
-            raise UserError(f"{self.folder} has no .safetensors file. {found}".strip())
+            raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
         return {tensor: path for path in files for tensor in self._read_header(path)}
+
+    def _other_weights(self) -> str:
+        pickled = sorted(path.name for path in self.folder.glob("*.bin"))
+        if not pickled:
+            return "Download the model's weights into it."
+        return (
+            f"It has {', '.join(pickled[:3])}, but pickled weights are not read, since they can run code. If you "
+            "trust them, convert them with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of "
+            "transformers."
+        )
 
     @staticmethod
     def _read_header(path: Path) -> list[str]:
@@ -105,7 +109,7 @@ class Checkpoint:
             with safe_open(path, framework="pt") as file:
                 return list(file.keys())
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is not a readable safetensors file: {error}") from error
+            raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
 
     def _slice(self, name: str):  # type: ignore[no-untyped-def]  # safetensors' slice type is not exported
         path = self.files[name]
@@ -114,7 +118,7 @@ class Checkpoint:
                 self._open[path] = safe_open(path, framework="pt", device="cpu")
             return self._open[path].get_slice(name)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: tensor {name} cannot be read: {error}") from error
+            raise UserError(f"{path}: tensor {name} cannot be read ({error}). {_DOWNLOAD_AGAIN}") from error
 
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._slice(name).get_shape())
@@ -151,11 +155,14 @@ def load_weights(
     targets = _targets(model)
     in_file_order = sorted(targets, key=lambda name: str(checkpoint.files[sources[name]]))
     total = sum(shape.numel() for shape, _ in targets.values())
-    with tqdm(total=total, unit="w", unit_scale=True, desc="Loading", disable=not show_progress) as bar:
+    started = time.perf_counter()
+    hidden = not show_progress or not sys.stderr.isatty()
+    with tqdm(total=total, unit=" weights", unit_scale=True, desc="Loading", disable=hidden) as bar:
         for name in in_file_order:
             shape, load = targets[name]
             load(checkpoint, sources[name], mesh, device)
             bar.update(shape.numel())
+    log.info("Loaded %s in %.1f s.", checkpoint.folder, time.perf_counter() - started)
     for name, parameter in adapter_parameters(model):
         _load_rows(parameter, first_adapter_value(name, parameter.shape, seed=seed), mesh)
 
@@ -249,7 +256,10 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
     ]
     if problems:
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
-        raise UserError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n  {shown}")
+        raise UserError(
+            f"The weights in {checkpoint.folder} are not those of the {type(model).__name__} that its config.json "
+            f"describes:\n  {shown}\nDownload the model again, or give another folder."
+        )
     return sources
 
 
