@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from fsdp_qlora.cli import parse_train_config
-from fsdp_qlora.config import TrainConfig, needless_lines, resolved_yaml
+from fsdp_qlora.config import TrainConfig, needless_lines, resolved_options, resolved_yaml
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.launch import planned_processes, relaunch_if_needed
 
@@ -49,6 +49,7 @@ def run(config: TrainConfig) -> None:
 
     # The model without weights, and what has to be read into it.
     folder = weights.find_model_folder(config.model_name, with_weights=not config.dry_run)
+    export.check_keeps_model(output_dir, folder)
     model_config = models.load_config(folder, config.model_name)
     tokenizer = models.load_tokenizer(folder, config.model_name)
     meta = parallelize.build_model(
@@ -121,6 +122,7 @@ def run(config: TrainConfig) -> None:
         precision=precision,
         cpu_offload=config.use_cpu_offload,
     )
+    log.debug("%s", model)
     parallelize.materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
     memory.record("after sharding")
     assert checkpoint is not None
@@ -166,7 +168,7 @@ def run(config: TrainConfig) -> None:
         config.log_to,
         output_dir=output_dir,
         total_steps=schedule.total_steps,
-        config=vars(config),
+        config=resolved_options(config),
         project_name=config.project_name,
         name=config.name,
         group=config.group,

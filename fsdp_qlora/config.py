@@ -59,7 +59,8 @@ class TrainConfig:
     batch_size: int = 1
     """Rows per process in one forward pass; raise it until memory is full."""
     context_length: int = 512
-    """Longest row in tokens; what is longer is cut, and counted in the report on the data."""
+    """Longest row in tokens; what is longer is cut, and a row whose prompt alone is as long is left out: the
+    report on the data counts both."""
     gradient_accumulation_steps: int = 1
     """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
     num_epochs: int = 1
@@ -69,7 +70,8 @@ class TrainConfig:
     lr: float | None = None
     """Peak learning rate; by default 2e-4 for adapters and 1e-5 for full."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up: constant, or falling to 0 by the last step."""
+    """Course of the learning rate after the warm-up: constant, or falling so that it would be 0 after the last
+    step."""
     warmup_ratio: float = 0.03
     """Share of the steps over which the learning rate rises from 0."""
     warmup_steps: int = -1
@@ -83,7 +85,7 @@ class TrainConfig:
     grad_norm: float = 1.0
     """Largest global gradient norm; lower it when the loss jumps."""
     seed: int = 42
-    """Seed of the adapter's initial values, the dropout and the order of the rows."""
+    """Seed of the adapter's initial values, the dropout, the order of the rows and the choice of those held out."""
 
     # == memory ==
     sharding_strategy: Literal["full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"] = (
@@ -95,8 +97,8 @@ class TrainConfig:
     use_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass; turn it off for speed when memory allows."""
     use_cpu_offload: bool = False
-    """Keep the frozen base in host memory, and copy each block to the GPU when it is needed; for models that
-    do not fit otherwise."""
+    """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
+    to the GPU when it is needed; for models that do not fit otherwise."""
     use_activation_cpu_offload: bool = False
     """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
 
@@ -110,14 +112,14 @@ class TrainConfig:
 
     # == data ==
     dataset: str = "alpaca_sample"
-    """Rows to train on: alpaca, alpaca_sample, alpaca_demo (no network needed), dummy (to measure speed), or
-    a .json, .jsonl, .csv or .parquet file or a folder of them."""
+    """Rows to train on: alpaca, alpaca_sample, alpaca_demo (no network needed), dummy (to measure speed),
+    owner/name on the Hugging Face hub, or a .json, .jsonl, .csv or .parquet file or a folder of them."""
     dataset_samples: int | None = None
-    """Use only this many rows; by default all of them (alpaca_sample and dummy have a size of their own)."""
+    """Use only the first so many rows; by default all of them (alpaca_sample and dummy have a size of their own)."""
     dataset_format: Literal["auto", "alpaca"] = "auto"
     """Meaning of the columns; auto tells it from their names."""
     max_bad_rows: float = 0.01
-    """Share of the rows that may be unusable (no output, a missing column) before the run refuses."""
+    """Share of the rows that may be unusable (no output, or no room for one) before the run refuses."""
     eval_fraction: float = 0.0
     """Share of the rows held out to measure the loss on."""
     eval_dataset: str | None = None
@@ -143,7 +145,7 @@ class TrainConfig:
     entity: str | None = None
     """User or team on wandb that owns the run."""
     verbose: bool = False
-    """Print more: the model's structure, and what each part of the start takes."""
+    """Print the model's structure too."""
     dry_run: bool = False
     """Build everything without weights, print sizes, memory per process and steps, and stop."""
 
@@ -151,7 +153,8 @@ class TrainConfig:
     profile_memory: bool = False
     """Log the memory in use after each phase of the start and after the first steps."""
     profile: bool = False
-    """Run torch.profiler during training."""
+    """Run torch.profiler during training, in cycles of steps; by default it records the last two of every ten,
+    so a run of fewer steps needs a shorter profiling_frequency."""
     profiling_output: str = "profiles"
     """Folder for the profiler's files."""
     with_stack: bool = False
@@ -178,7 +181,7 @@ class TrainConfig:
     low_memory: bool | None = None
     """Needless: loading never holds more than one tensor besides the shard."""
     no_sync: bool | None = None
-    """Needless: gradients are always synchronised once per optimizer step."""
+    """Needless: an adapter's gradients are always synchronised once per optimizer step."""
     reentrant_checkpointing: bool | None = None
     """Needless: checkpointing is always the non-reentrant kind."""
     loading_workers: int | None = None
@@ -200,7 +203,8 @@ class TrainConfig:
 NEEDLESS = {
     "low_memory": "weights are always streamed from the files one tensor at a time; no process ever holds "
     "the whole model.",
-    "no_sync": "gradients are always synchronised once per optimizer step, with offload too.",
+    "no_sync": "an adapter's gradients are always synchronised once per optimizer step, with offload too; those of "
+    "a whole model after every micro-batch, which keeps them sharded.",
     "reentrant_checkpointing": "activation checkpointing is always non-reentrant.",
     "loading_workers": "each process reads and quantizes its weights one tensor at a time; there is nothing to set.",
 }
@@ -229,11 +233,15 @@ def option_help() -> dict[str, dict[str, str]]:
     return options
 
 
-def resolved_yaml(config: TrainConfig) -> str:
-    """All options, with the learning rate that is used, as YAML that `--config` accepts for the same run."""
+def resolved_options(config: TrainConfig) -> dict[str, Any]:
+    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans."""
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
-    options["lr"] = config.learning_rate
-    return yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+    return options | {"lr": config.learning_rate, "dry_run": False}
+
+
+def resolved_yaml(config: TrainConfig) -> str:
+    """`resolved_options` as YAML that `--config` accepts for the same run."""
+    return yaml.safe_dump(resolved_options(config), sort_keys=False, allow_unicode=True)
 
 
 def check(config: TrainConfig) -> list[str]:
@@ -344,6 +352,8 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is "
             f"{','.join(c.lora_target_modules)}."
         )
+    if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
+        yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
     if c.use_activation_cpu_offload and not c.use_gradient_checkpointing:
         yield (
             "--use_activation_cpu_offload moves the activations that checkpointing keeps: it needs "

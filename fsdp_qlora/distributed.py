@@ -143,9 +143,7 @@ def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.T
     return whole[:num_rows]
 
 
-def gather_numbers(
-    values: list[float], device: torch.device, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def gather_numbers(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Every rank's list of numbers as float64 [ranks of the group, len(values)], on the CPU of every rank."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())

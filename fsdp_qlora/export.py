@@ -32,15 +32,28 @@ def check_output_dir(output_dir: Path, *, overwrite: bool) -> None:
     """Refuse a folder that holds something, before any work.
 
     Raises:
-        UserError: the folder is not empty and may not be overwritten, or is a file.
+        UserError: the folder is not empty and may not be overwritten, or cannot be made.
     """
-    if output_dir.exists() and not output_dir.is_dir():
-        raise UserError(f"output_dir {output_dir} is a file. Give a folder.")
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UserError(f"output_dir {output_dir}: {existing} is a file. Give another folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir {output_dir}: {existing} is not writable. Give another folder.")
     if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
         raise UserError(
             f"output_dir {output_dir} is not empty: it may hold the results of another run. Give another folder, "
             "or --overwrite_output_dir true to replace them."
         )
+
+
+def check_keeps_model(output_dir: Path, model_folder: Path) -> None:
+    """Refuse to put the results where the model is: it would be overwritten by its own fine-tuned copy.
+
+    Raises:
+        UserError: the two folders are the same.
+    """
+    if output_dir.resolve() == model_folder.resolve():
+        raise UserError(f"output_dir {output_dir} is the folder of the model itself. Give another folder.")
 
 
 def prepare_output_dir(output_dir: Path) -> None:

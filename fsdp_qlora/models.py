@@ -2,13 +2,16 @@
 
 import importlib.util
 import inspect
+import json
 import logging
 from pathlib import Path
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -36,11 +39,10 @@ def load_config(folder: Path, name: str) -> PretrainedConfig:
     Raises:
         UserError: config.json is absent or unreadable, or the model is not decoder-only.
     """
-    if not (folder / "config.json").is_file():
-        raise UserError(f"model_name {name}: {folder} has no config.json, so it is not a model folder.")
+    _check_model_type(folder / "config.json", name)
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # transformers raises most kinds here, by what is wrong in the file
         raise UserError(f"model_name {name}: its config.json cannot be used: {error}") from error
     if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(
@@ -52,6 +54,26 @@ def load_config(folder: Path, name: str) -> PretrainedConfig:
     return config
 
 
+def _check_model_type(path: Path, name: str) -> None:
+    """Refuse what transformers would answer with a guess from the folder's name or a question at the terminal."""
+    if not path.is_file():
+        raise UserError(
+            f"model_name {name}: {path.parent} has no config.json, so it is not a model folder. Give a folder "
+            "that `save_pretrained` wrote or that was downloaded from the hub."
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"model_name {name}: {path} is not valid JSON ({error}). Download it again.") from error
+    model_type = content.get("model_type") if isinstance(content, dict) else None
+    if str(model_type) not in CONFIG_MAPPING:
+        raise UserError(
+            f"model_name {name}: {path} says model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know. For a newer model `pip install --upgrade transformers`; "
+            "models that bring code of their own are not supported."
+        )
+
+
 def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a model folder.
 
@@ -59,7 +81,8 @@ def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
         UserError: the folder has none.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # Left open, transformers asks at the terminal whether to run a tokenizer's own code.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, TypeError or KeyError here
         raise UserError(
             f"model_name {name}: no tokenizer can be read from {folder} ({type(error).__name__}). "
@@ -70,28 +93,37 @@ def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _attention_candidates(requested: str, config: PretrainedConfig, device: torch.device) -> list[str]:
+def _attention_candidates(
+    requested: str, config: PretrainedConfig, compute_dtype: torch.dtype, device: torch.device
+) -> list[str]:
     if requested != "auto":
         return [requested]
-    has_flash = importlib.util.find_spec("flash_attn") is not None and device.type == "cuda"
-    flash = ["flash_attention_2"] if has_flash and torch.cuda.get_device_capability(device) >= (8, 0) else []
+    has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
+    fits_flash = has_flash and compute_dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+    flash = ["flash_attention_2"] if fits_flash else []
     # SDPA has no soft cap on attention logits (gemma2): transformers would leave it out silently.
     sdpa = [] if getattr(config.get_text_config(), "attn_logit_softcapping", None) else ["sdpa"]
     return [*flash, *sdpa, "eager"]
 
 
 def build_meta_model(
-    config: PretrainedConfig, *, attn_implementation: str, dtype: torch.dtype, device: torch.device
+    config: PretrainedConfig,
+    *,
+    attn_implementation: str,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
 ) -> PreTrainedModel:
     """Build the model with every parameter on the meta device and every buffer real.
 
     Args:
         attn_implementation: a transformers name, or "auto": the best one that the model and device support.
         dtype: of the parameters.
+        compute_dtype, device: decide what "auto" may take; flash-attn needs 16 bits and an Ampere GPU.
     Raises:
         UserError: the requested attention implementation cannot be used.
     """
-    candidates = _attention_candidates(attn_implementation, config, device)
+    candidates = _attention_candidates(attn_implementation, config, compute_dtype, device)
     for candidate in candidates:
         try:
             # Buffers stay real: rotary tables are computed at construction and are in no checkpoint.
@@ -100,7 +132,9 @@ def build_meta_model(
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
                 continue
-            raise UserError(f"attn_implementation {candidate} cannot be used here: {error}") from error
+            raise UserError(
+                f"The {config.model_type} model cannot be built with attn_implementation {candidate}: {error}"
+            ) from error
         model.tie_weights()
         model.config.use_cache = False
         return model

@@ -64,7 +64,13 @@ def build_model(
     Trainable parameters are float32; frozen ones have the precision's dtypes.
     """
     dtype = torch.float32 if train_type.trains == "all" else precision.frozen_dtype
-    model = build_meta_model(config, attn_implementation=attn_implementation, dtype=dtype, device=device)
+    model = build_meta_model(
+        config,
+        attn_implementation=attn_implementation,
+        dtype=dtype,
+        compute_dtype=precision.compute_dtype,
+        device=device,
+    )
     linears = block_linears(model)
     quantized = linears if train_type.quantizer else []
     targets = select_targets(linears, lora_target_modules, config.model_type) if train_type.adapter else []
@@ -109,7 +115,7 @@ def shard_model(
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
 
-    def shard(modules: nn.Module | list[nn.Module], *, reshard: bool) -> None:
+    def shard(modules: nn.Module | list[nn.Module], *, reshard: bool | None) -> None:
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     for block in find_blocks(model):
@@ -121,7 +127,8 @@ def shard_model(
         shard(model.get_input_embeddings(), reshard=reshard_after_forward)
         # Its backward pass comes straight after its forward pass.
         shard(head, reshard=False)
-    shard(model, reshard=reshard_after_forward)
+    # None: FSDP2 keeps the root gathered after its forward, since its backward comes next.
+    shard(model, reshard=None if reshard_after_forward else False)
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:

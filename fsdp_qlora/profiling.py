@@ -32,8 +32,8 @@ class MemoryLog:
 class Profiler:
     """Calls `step` after each training step; does nothing unless it was enabled."""
 
-    def __init__(self, profiler: profile | None = None) -> None:
-        self._profiler = profiler
+    def __init__(self, profiler: profile | None = None, output: Path | None = None) -> None:
+        self._profiler, self._output = profiler, output
         if profiler is not None:
             profiler.start()
 
@@ -44,6 +44,8 @@ class Profiler:
     def close(self) -> None:
         if self._profiler is not None:
             self._profiler.stop()
+            if self._output is not None and not any(self._output.iterdir()):
+                log.warning("Nothing was profiled: the run was shorter than one cycle (--profiling_frequency).")
 
 
 def open_profiler(
@@ -82,7 +84,8 @@ def open_profiler(
             with_stack=with_stack or export_memory_timeline,
             record_shapes=with_shapes or export_memory_timeline,
             profile_memory=export_memory_timeline,
-        )
+        ),
+        output,
     )
 
 
@@ -92,7 +95,8 @@ def _writer(output: Path, rank: int, trace: bool, memory: bool) -> Callable[[pro
         if trace:
             profiler.export_chrome_trace(f"{stem}.trace.json")
         if memory:
-            profiler.export_memory_timeline(f"{stem}.memory.html")
-        log.info("Profile written: %s.*", stem)
+            profiler.export_memory_timeline(f"{stem}.memory.json.gz")
+        if trace or memory:
+            log.info("Profile written: %s.*", stem)
 
     return write

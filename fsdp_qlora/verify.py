@@ -101,33 +101,44 @@ def _local_bytes(parameter: nn.Parameter) -> int:
     return local.numel() * local.element_size()
 
 
+@torch.no_grad()
 def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str, str]) -> None:
-    """Gather one quantized layer and compare its weight with an unsharded computation, bit for bit.
+    """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
 
     Raises:
         RuntimeError: they differ.
     """
     block = find_blocks(model)[0]
-    names = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
-    if not names:
-        return
-    name = names[0]
-    layer = model.get_submodule(name)
-    assert isinstance(layer, QuantizedLinear) and isinstance(block, FSDPModule)
-    source = sources[canonical_name(name) + ".weight"]
-    whole = checkpoint.read_rows(source, 0, layer.out_features)
+    assert isinstance(block, FSDPModule)
+    name, layer = _first_linear(model, sources)
+    source = sources[f"{name}.weight"]
+    whole = checkpoint.read_rows(source, 0, checkpoint.shape(source)[0])
     block.unshard()
-    with torch.no_grad():
-        gathered = layer.dequantize()
+    if isinstance(layer, QuantizedLinear):
+        gathered, how = layer.dequantize(), "quantized whole"
         expected = layer.quantize_whole(whole.to(gathered.device))
+    else:
+        gathered, how = layer.weight, "read whole"
+        expected = whole.to(gathered)
     same = torch.equal(gathered, expected)
     block.reshard()
     if not same:
         raise RuntimeError(
-            f"Self-test failed: {canonical_name(name)}, gathered from its shards and decoded, differs from "
-            "the same weight quantized in one place. Please report the model and this machine."
+            f"Self-test failed: {name}, gathered from its shards, differs from the same weight {how}. No run "
+            "continues on wrong weights; please report the model and this machine."
         )
-    log.info("Self-test: %s gathered from its shards is bit-identical to one quantized whole.", canonical_name(name))
+    log.info("Self-test: %s, gathered from its shards, is bit-identical to the same weight %s.", name, how)
+
+
+def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, QuantizedLinear | nn.Linear]:
+    """The first linear layer of a block that the checkpoint has, under its name there."""
+    for path, module in find_blocks(model).named_modules():
+        if isinstance(module, QuantizedLinear | nn.Linear):
+            suffix = canonical_name(path)
+            names = [source.removesuffix(".weight") for source in sources if source.endswith(f".{suffix}.weight")]
+            if names:
+                return names[0], module
+    raise AssertionError("no linear layer in the blocks")
 
 
 def format_bytes(count: float) -> str:

@@ -44,17 +44,13 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
     if folder.exists():
         raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
     if model_name.startswith((".", "/", "~")) or model_name.count("/") > 1:
-        raise UserError(
-            f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub."
-        )
+        raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
     refusal = ask_hub(model_name, "model")
     if refusal is not None:
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
     try:
-        return Path(
-            snapshot_download(model_name, allow_patterns=patterns, local_files_only=refusal is not None)
-        )
+        return Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=refusal is not None))
     except Exception as error:  # of the HTTP library, the hub's client or the file system
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
         raise UserError(

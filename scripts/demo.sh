@@ -25,5 +25,5 @@ step "Training: ${command[*]}"
 "${command[@]}"
 
 step "What the adapter does"
-python scripts/demo_report.py --model_name demo/model --output_dir demo/output
+TQDM_DISABLE=1 python -W ignore::FutureWarning scripts/demo_report.py --model_name demo/model --output_dir demo/output
 step "Done: the adapter is in demo/output"

@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model_name", required=True, help="the base that was fine-tuned")
     parser.add_argument("--output_dir", type=Path, required=True, help="output_dir of the run")
-    parser.add_argument("--min_drop", type=float, default=0.1, help="nats the held-out loss must fall")
+    parser.add_argument("--min_drop", type=float, default=0.3, help="nats the held-out loss must fall")
     parser.add_argument("--max_new_tokens", type=int, default=80, help="length of the generated answers")
     arguments = parser.parse_args()
 

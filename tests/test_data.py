@@ -172,7 +172,7 @@ def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_p
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "owner/dataset"])
+@pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"])
 def test_missing_file_is_not_taken_for_a_hub_name(name: str) -> None:
     with pytest.raises(UserError, match=r"no such file or folder: .*alpaca_demo.*\.parquet"):
         sources.find_source(name)
@@ -193,8 +193,10 @@ def test_unreachable_hub_fails_at_once_and_names_what_works_offline(monkeypatch:
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", refuse)
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("would retry for long"))
-    with pytest.raises(UserError, match=r"yahma/alpaca-cleaned .*Name or service .*alpaca_demo.*local"):
+    with pytest.raises(UserError, match=r"yahma/alpaca-cleaned: .*Name or service .*alpaca_demo.*local"):
         sources.find_source("alpaca")
+    with pytest.raises(UserError, match=r"owner/data-v1.5: there is no such file .*Name or service"):
+        sources.find_source("owner/data-v1.5")
 
 
 def test_alpaca_sample_is_the_first_128_rows_of_the_hub_dataset(prepare: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,14 @@ def read_jsonl(path: Path) -> NumberedRows:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
-            text = _decode(line, where)
-            if text and not text.isspace():
+            text = _decode(line, where).rstrip()
+            if text:
                 try:
                     value = json.loads(text)
                 except json.JSONDecodeError as error:
-                    raise UserError(f"{where}: {error.msg} (column {error.colno}).") from error
+                    raise UserError(
+                        f"{where}: {error.msg} (column {error.colno}). Each line must be one JSON object."
+                    ) from error
                 yield number, _require_object(value, where)
 
 
@@ -117,7 +119,7 @@ def read_files(origin: Path, files: list[Path], limit: int | None) -> Rows:
             numbers.append(part.offset + number)
             columns.update(dict.fromkeys(row))
     if not rows:
-        raise UserError(f"{origin}: the dataset is empty.")
+        raise UserError(f"{origin}: the dataset is empty. Give one with rows.")
     return Rows(rows, numbers, list(columns), parts)
 
 

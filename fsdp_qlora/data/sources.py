@@ -15,12 +15,12 @@ from typing import Any
 from fsdp_qlora.data.files import FILE_KINDS, find_files, hash_file, read_files
 from fsdp_qlora.data.rows import Part, Rows
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.hub import ask_hub, first_line, hub_reason, is_hub_name
 
 log = logging.getLogger("fsdp_qlora")
 
 DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
 DEFAULT_SAMPLES = {"alpaca_sample": 128, DUMMY: 512}
-HUB_TIMEOUT_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ def find_source(dataset: str) -> Source:
     """Find a dataset by name or path.
 
     Args:
-        dataset: a key of DATASETS, or a .json, .jsonl, .csv or .parquet file, or a folder of such files.
+        dataset: a key of DATASETS, a .json, .jsonl, .csv or .parquet file, a folder of such files, or
+            owner/name on the hub.
     Raises:
         UserError: there is no such name, file or folder, or the hub is out of reach.
     """
@@ -44,6 +45,8 @@ def find_source(dataset: str) -> Source:
         return DATASETS[dataset]()
     if _looks_local(dataset):
         return local_source(Path(dataset).expanduser())
+    if is_hub_name(dataset):
+        return hub_source(dataset)
     close = difflib.get_close_matches(dataset, dataset_names(), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise UserError(f"dataset: unknown name {dataset!r}.{hint} {_choices()}")
@@ -83,38 +86,29 @@ def hub_source(name: str) -> Source:
     """
     import datasets  # slow to import and not needed for local files
 
+    refusal = ask_hub(name, "dataset")
+    if refusal is not None:
+        reason = hub_reason(refusal)
+        if not (Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir():
+            raise UserError(
+                f"dataset {name}: there is no such file or folder, and {reason}. Without the hub, use "
+                "--dataset alpaca_demo, which ships with the package, or the path of a local "
+                f"{', '.join(FILE_KINDS)} file."
+            ) from refusal
+        log.warning(
+            "%s is looked for among the copies on this machine: %s. HF_HUB_OFFLINE=1 does so without delay.",
+            name,
+            reason,
+        )
     try:
-        _ask_hub(name, cache_folder=Path(datasets.config.HF_DATASETS_CACHE))
         table = datasets.load_dataset(name, split="train")
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    except Exception as error:  # what it raises is not documented
         raise UserError(
-            f"dataset: {name} could not be had from the Hugging Face hub ({reason}). Without a network use "
-            "--dataset alpaca_demo, which ships with the package, or the path of a local .json, .jsonl, "
-            ".csv or .parquet file."
+            f"dataset {name}: its train split cannot be read from the hub ({first_line(error)}). Download the "
+            "dataset and give the path of its file or folder."
         ) from error
     # The fingerprint is a hash over the repository's commit and the split; no public name gives it.
     return Source(origin=name, identity=table._fingerprint, read=partial(_read_hub_table, table, name))
-
-
-def _ask_hub(name: str, *, cache_folder: Path) -> None:
-    """Raise at once when the hub does not answer and no copy of the dataset is on this machine.
-
-    load_dataset alone retries for 23 s without DNS and for 80 s behind a silent firewall.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS)
-    except Exception as error:
-        if not (cache_folder / name.replace("/", "___")).is_dir():
-            raise
-        log.warning(
-            "The hub is out of reach (%s): looking for a copy of %s on this machine. "
-            "HF_HUB_OFFLINE=1 does so without delay.",
-            type(error).__name__,
-            name,
-        )
 
 
 def _read_hub_table(table: Any, name: str, limit: int | None) -> Rows:
@@ -134,11 +128,13 @@ DATASETS: dict[str, Callable[[], Source]] = {
 
 def _looks_local(dataset: str) -> bool:
     path = Path(dataset).expanduser()
-    return path.suffix.lower() in FILE_KINDS or path.name != dataset or path.exists()
+    if path.suffix.lower() in FILE_KINDS or path.exists():
+        return True
+    return path.name != dataset and not is_hub_name(dataset)
 
 
 def _choices() -> str:
     return (
         f"Datasets by name: {', '.join(dataset_names())}. "
-        f"Or give the path of a {', '.join(FILE_KINDS)} file, or of a folder of them."
+        f"Or give the path of a {', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub."
     )

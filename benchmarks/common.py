@@ -1,0 +1,193 @@
+"""What the benchmarks share: our trainer built as train.py builds it, random weights, and the machine's name."""
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes
+import numpy as np
+import peft
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from fsdp_qlora import distributed, parallelize, verify, weights
+from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.describe import count_parameters
+from fsdp_qlora.distributed import Ranks, derive_seed
+from fsdp_qlora.models import build_meta_model
+from fsdp_qlora.optim import ShardedOptimizer
+from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.trainer import Schedule, Trainer
+
+_CHUNK = 2**24  # random weights made at a time
+
+
+class RandomWeights(weights.Checkpoint):
+    """Stands in for a model's files: normal weights made on the device, a pure function of name and seed.
+
+    Like a file it gives any part of any tensor, so the package's loader runs on it unchanged and the whole
+    model never exists. Vectors (the scales of norms) are ones.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, std: float = 0.02, seed: int = 0
+    ) -> None:
+        self.folder = Path("random weights")
+        self.dtype, self.device, self.std, self.seed = dtype, device, std, seed
+        model = build_meta_model(config, attn_implementation="eager", dtype=dtype, device=device)
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self.files = {name: self.folder / name for name in self.shapes}
+
+    def shape(self, name: str) -> torch.Size:
+        return self.shapes[name]
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dim 0, on the device."""
+        row = math.prod(self.shapes[name][1:])
+        return self.read_flat(name, start * row, stop * row).view(-1, *self.shapes[name][1:])
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor, on the device."""
+        values = torch.ones(stop - start, dtype=self.dtype, device=self.device)
+        if len(self.shapes[name]) == 1:
+            return values
+        for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
+            first = chunk * _CHUNK
+            made = self._chunk(name, chunk)
+            low, high = max(start, first), min(stop, first + len(made))
+            values[low - start : high - start] = made[low - first : high - first]
+        return values
+
+    def _chunk(self, name: str, chunk: int) -> torch.Tensor:
+        generator = torch.Generator(self.device).manual_seed(derive_seed("random weights", self.seed, name, chunk))
+        size = min(_CHUNK, self.shapes[name].numel() - chunk * _CHUNK)
+        empty = torch.empty(size, dtype=self.dtype, device=self.device)
+        return empty.normal_(0.0, self.std, generator=generator)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Our trainer, ready for its first step. counts: parameters; account: bytes by category."""
+
+    trainer: Trainer
+    counts: dict[str, int]
+    account: dict[str, verify.Tensors]
+    attention: str
+
+
+def build_run(
+    config: PretrainedConfig,
+    checkpoint: weights.Checkpoint,
+    data: TokenizedRows,
+    ranks: Ranks,
+    *,
+    precision: str,
+    attn_implementation: str,
+    cpu_offload: bool,
+    batch_size: int,
+    micro_batches: int,
+    lora_rank: int,
+    seed: int,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> Run:
+    """Build, shard, load and verify a qlora model in train.py's order, with train.py's defaults.
+
+    Args:
+        on_phase: called with a name after each phase.
+    """
+    chosen, train_type = PRECISIONS[precision], TRAIN_TYPES["qlora"]
+    meta = parallelize.build_model(
+        config,
+        train_type,
+        chosen,
+        ranks.device,
+        attn_implementation=attn_implementation,
+        quant_type="nf4",
+        double_quant=True,
+        lora_rank=lora_rank,
+        lora_alpha=2 * lora_rank,
+        lora_dropout=0.0,
+        lora_target_modules=["all"],
+    )
+    model = meta.model
+    sources = weights.match_tensors(model, checkpoint)
+    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    parallelize.checkpoint_activations(model, offload=False)
+    parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=chosen, cpu_offload=cpu_offload)
+    parallelize.materialize(model, ranks.device, cpu_offload=cpu_offload)
+    on_phase("sharded")
+    weights.load_weights(model, checkpoint, sources, mesh, ranks.device, seed=seed, show_progress=False)
+    on_phase("loaded")
+    verify.check_byte_account(model, mesh)
+    verify.check_one_layer(model, checkpoint, sources)
+    on_phase("verified")
+    trainer = Trainer(
+        model,
+        ShardedOptimizer(model, "adamw", lr=0.0, weight_decay=0.0),
+        data,
+        ranks,
+        schedule=Schedule(
+            num_rows=len(data),
+            batch_size=batch_size,
+            gradient_accumulation_steps=micro_batches,
+            world_size=1,
+            num_epochs=1,
+            max_steps=-1,
+            seed=seed,
+        ),
+        precision=chosen,
+        num_replicas=1,
+        max_grad_norm=1.0,
+        sync_every_micro_batch=False,
+        pad_token_id=0,
+    )
+    account = verify.count_bytes(model, distributed.shard_size(mesh))
+    return Run(trainer, count_parameters(meta), account, model.config._attn_implementation)
+
+
+def random_rows(num_rows: int, length: int, vocab_size: int, *, masked: int, seed: int) -> TokenizedRows:
+    """Rows of random tokens, the first `masked` of each not learned, as a prompt is not."""
+    ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
+    learned = np.zeros((num_rows, length), dtype=bool)
+    learned[:, masked:] = True
+    offsets = np.arange(num_rows + 1, dtype=np.int64) * length
+    return TokenizedRows(ids.reshape(-1), learned.reshape(-1), offsets, np.arange(1, num_rows + 1))
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions, for the results' readers."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    machine: dict[str, Any] = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "bitsandbytes": bitsandbytes.__version__,
+    }
+    if device.type == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name(device)
+        machine["gpu_memory_gib"] = round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
+        machine["cuda"] = torch.version.cuda
+    return machine
+
+
+def write_results(path: str, command: str, result: dict[str, Any]) -> None:
+    """Write a result as JSON, with the command that made it and the day."""
+    record = {"command": command, "date": time.strftime("%Y-%m-%d"), **result}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(record, indent=2) + "\n")
+    print(f"Written: {path}")

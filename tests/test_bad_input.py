@@ -1,0 +1,343 @@
+"""Bad input on two ranks: what each rank says, the exit status, and what is left behind."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsdp_qlora.launch import is_from_an_agent
+from tests.tiny import ROOT, flags, make_rows, make_tokenizer, on_ranks, write_rows
+
+Tensors = dict[str, torch.Tensor]
+NORM = "model.norm.weight"
+
+# What is wrong -> (options besides the good ones, words that every rank's message has).
+BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
+    # Options.
+    "unknown flag": ({"batchsize": 2}, ["Unknown option --batchsize", "did you mean --batch_size?"]),
+    "misspelled train type": (
+        {"train_type": "qlroa"},
+        ["--train_type", "'qlroa' is not a choice", "did you mean qlora?", "Choices: full, lora, qlora"],
+    ),
+    "wrong YAML key": (
+        {"config": "wrong_key.yaml"},
+        ["wrong_key.yaml, line 2", 'unknown key "contxt_length"', 'did you mean "context_length"?'],
+    ),
+    "several at once": (
+        {"context_length": 0, "batch_size": 0, "dataset_samples": 0, "seed": -1},
+        ["4 options are wrong", "--context_length must be 2 or more, but is 0", "--batch_size must be 1 or more"],
+    ),
+    "context_length 0": ({"context_length": 0}, ["--context_length must be 2 or more, but is 0"]),
+    "batch_size 0": ({"batch_size": 0}, ["--batch_size must be 1 or more, but is 0"]),
+    # The model's folder.
+    "missing model folder": (
+        {"model_name": "./no_such_model"},
+        ["model_name ./no_such_model", "no such folder", "Check the path"],
+    ),
+    "hub model without a network": (
+        {"model_name": "owner/model"},
+        ["model_name owner/model", "no such local folder", "out of reach", "scripts/demo_model.py"],
+    ),
+    "folder without config.json": ({"model_name": "data"}, ["model_name data", "no config.json"]),
+    "no tokenizer": (
+        {"model_name": "no_tokenizer"},
+        ["model_name no_tokenizer", "no tokenizer", "Put the tokenizer's files (tokenizer.json"],
+    ),
+    "config.json that is no JSON": (
+        {"model_name": "broken_config"},
+        ["broken_config/config.json is not valid JSON", "Download"],
+    ),
+    "unknown model type": (
+        {"model_name": "unknown_type"},
+        ["unknown_type/config.json", "model_type 'lllama'", "does not know", "pip install --upgrade transformers"],
+    ),
+    "model that needs code of its own": (
+        {"model_name": "remote_code"},
+        ["remote_code/config.json", "model_type 'mine'", "code of their own are not supported"],
+    ),
+    "encoder-decoder model": ({"model_name": "t5"}, ["model_name t5", "'t5'", "not a decoder-only", "llama"]),
+    "target modules that match nothing": (
+        {"lora_target_modules": "q_proj,query"},
+        ["lora_target_modules", "is named query", "k_proj", "q_proj", "up_proj"],
+    ),
+    # The weights.
+    "missing tensor": (
+        {"model_name": "missing_tensor"},
+        ["missing_tensor", "config.json", f"missing: {NORM} [64]", "Download"],
+    ),
+    "extra tensor": (
+        {"model_name": "extra_tensor"},
+        ["extra_tensor", "not in this architecture: model.extra.weight (in model.safetensors)"],
+    ),
+    "wrongly shaped tensor": (
+        {"model_name": "wrong_shape"},
+        ["wrong_shape", f"wrong shape: {NORM} in model.safetensors is [63], the model's is [64]"],
+    ),
+    "file that is not safetensors": (
+        {"model_name": "not_safetensors"},
+        ["not_safetensors/model.safetensors is not a readable safetensors file", "Download it again"],
+    ),
+    "truncated file": (
+        {"model_name": "truncated"},
+        ["truncated/model.safetensors is not a readable safetensors file", "Download it again"],
+    ),
+    "index that names an absent file": (
+        {"model_name": "absent_file"},
+        ["absent_file/model.safetensors.index.json", "not there: model-00002-of-00002.safetensors", "Download"],
+    ),
+    "index that names an absent tensor": (
+        {"model_name": "absent_tensor"},
+        ["absent_tensor/model.safetensors", f"tensor {NORM}", "Download"],
+    ),
+    "only pickled weights": (
+        {"model_name": "pickled"},
+        ["pickled has no .safetensors file", "pytorch_model.bin", "save_pretrained"],
+    ),
+    # The data.
+    "missing dataset file": ({"dataset": "data/absent.jsonl"}, ["data/absent.jsonl", "no such file", "alpaca_demo"]),
+    "misspelled dataset": ({"dataset": "alpaca_dmeo"}, ["unknown name 'alpaca_dmeo'", "mean 'alpaca_demo'?"]),
+    "hub dataset without a network": (
+        {"dataset": "owner/rows"},
+        ["dataset owner/rows", "no such file or folder", "out of reach", "alpaca_demo"],
+    ),
+    "malformed JSON line": (
+        {"dataset": "data/malformed.jsonl"},
+        ["data/malformed.jsonl:3:", "(column ", "one JSON object"],
+    ),
+    "dataset without the columns": (
+        {"dataset": "data/columns.jsonl"},
+        ["data/columns.jsonl", "missing columns", "It has: text", "instruction, output", "Rename"],
+    ),
+    "empty dataset": ({"dataset": "data/empty.jsonl"}, ["data/empty.jsonl", "the dataset is empty"]),
+    "empty held-out dataset": ({"eval_dataset": "data/empty.jsonl"}, ["data/empty.jsonl", "the dataset is empty"]),
+    # The output folder.
+    "output_dir of another run": (
+        {"output_dir": "other_run"},
+        ["output_dir other_run is not empty", "another folder", "--overwrite_output_dir true"],
+    ),
+    "output_dir below a file": (
+        {"output_dir": "data/good.jsonl/out"},
+        ["output_dir data/good.jsonl/out", "is a file", "another"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_every_rank_says_what_is_wrong_and_nothing_is_left(case: str, inputs: Path, tmp_path: Path) -> None:
+    options, words = BAD_INPUT[case]
+    argv = flags(**{"model_name": "model", "dataset": "data/good.jsonl", "output_dir": "output", **options})
+    before = snapshot(inputs)
+    started = time.monotonic()
+    statuses, output = on_ranks(2, train_offline, (inputs, argv), tmp_path)
+    seconds = time.monotonic() - started
+    assert statuses == [2, 2], output
+    for rank in range(2):
+        own = (tmp_path / f"rank{rank}.log").read_text()
+        _, found, message = own.partition(f"[rank {rank}] error: ")
+        assert found and not [word for word in words if word not in message], own
+        assert message.count("error: ") == 0 and len(message) < 1500, own  # once, and not a screenful
+        assert "Traceback" not in own
+    assert snapshot(inputs) == before
+    assert seconds < 30  # no retries; usually 1 to 2
+
+
+def train_offline(folder: Path, argv: list[str]) -> int:
+    """train.py's main, started in `folder`, on a machine that can resolve no other machine's name."""
+    import train
+
+    os.chdir(folder)
+    resolve = socket.getaddrinfo
+
+    def resolve_this_machine(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host not in ("localhost", "127.0.0.1", None):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve(host, *args, **kwargs)
+
+    socket.getaddrinfo = resolve_this_machine
+    return train.main(argv)
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of everything in a folder."""
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+# ---- under torchrun -------------------------------------------------------------------------------------
+
+
+def torchrun(argv: list[str], log: Path) -> subprocess.Popen[str]:
+    """Start train.py on two ranks, all output going to `log`."""
+    environment = {name: value for name, value in os.environ.items() if not is_from_an_agent(name)}
+    with log.open("w") as stream:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", *argv],
+            cwd=ROOT,
+            env={**environment, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def ranks_of(marker: Path) -> dict[int, str]:
+    """Process id -> RANK ("" for torchrun itself) of the running processes with a path on their command line."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if process.name.isdigit() and str(marker) in (process / "cmdline").read_text(errors="replace"):
+                environment = (process / "environ").read_text(errors="replace").split("\0")
+                ranks = [value for name, _, value in (word.partition("=") for word in environment) if name == "RANK"]
+                found[int(process.name)] = "".join(ranks)
+    return found
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str], marker: Path) -> Iterator[None]:
+    """Whatever a test finds, leave no process behind."""
+    try:
+        yield
+    finally:
+        for pid in {process.pid, *ranks_of(marker)}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_bad_input_under_torchrun_is_shown_and_ends_all(inputs: Path, tmp_path: Path) -> None:
+    options = {"model_name": inputs / "model", "dataset": inputs / "data" / "malformed.jsonl"}
+    process = torchrun(flags(**options, output_dir=tmp_path / "output"), tmp_path / "log")
+    with ended(process, tmp_path):
+        assert process.wait(timeout=120) != 0
+        assert not ranks_of(tmp_path)
+    log = (tmp_path / "log").read_text()
+    assert f"error: {inputs}/data/malformed.jsonl:3: " in log
+    assert 'train.py", line' not in log  # the only traceback is torchrun's own
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_rank_that_is_killed_while_training_ends_torchrun_and_all_ranks(inputs: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "output" / "metrics.jsonl"
+    options = {"model_name": inputs / "model", "dataset": inputs / "data" / "good.jsonl", "num_epochs": 100_000}
+    process = torchrun(flags(**options, output_dir=tmp_path / "output", log_to="jsonl"), tmp_path / "log")
+    with ended(process, tmp_path):
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        ranks = ranks_of(tmp_path)
+        assert sorted(ranks.values()) == ["", "0", "1"]
+        os.kill(next(pid for pid, rank in ranks.items() if rank == "1"), signal.SIGKILL)
+        assert process.wait(timeout=60) != 0
+        assert not ranks_of(tmp_path)
+    assert "Signal 9 (SIGKILL)" in (tmp_path / "log").read_text()
+
+
+# ---- the inputs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a good model, datasets and another run, and a copy of the model per damage."""
+    folder = tmp_path_factory.mktemp("inputs")
+    shutil.copytree(models(), folder / "model")
+    for name, damage in DAMAGES.items():
+        shutil.copytree(models(), folder / name)
+        damage(folder / name)
+    (folder / "t5").mkdir()
+    (folder / "t5" / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    make_tokenizer(folder / "t5")
+    _write_datasets(folder / "data")
+    (folder / "wrong_key.yaml").write_text("batch_size: 2\ncontxt_length: 128\n")
+    (folder / "other_run").mkdir()
+    (folder / "other_run" / "adapter_config.json").write_text("{}")
+    on_ranks(1, train_offline, (folder, ["--help"]), folder / "logs")  # the first start pays for the imports
+    return folder
+
+
+def _write_datasets(folder: Path) -> None:
+    folder.mkdir()
+    write_rows(folder / "good.jsonl", make_rows(8))
+    good, *more = (json.dumps(row) for row in make_rows(3))
+    (folder / "malformed.jsonl").write_text("\n".join([good, *more[:1], good[:-1], good]))
+    write_rows(folder / "columns.jsonl", [{"text": "blue"}, {"text": "red"}])
+    (folder / "empty.jsonl").write_text("")
+
+
+def _edit_tensors(edit: Callable[[Tensors], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def _edit_config(**changes: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+def _remove_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+def _break_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama",')
+
+
+def _overwrite(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _index(norm_file: str, *, drop_norm: bool) -> Callable[[Path], None]:
+    """Add an index that places one tensor in `norm_file`."""
+
+    def damage(folder: Path) -> None:
+        names = load_file(folder / "model.safetensors").keys()
+        weight_map = {**dict.fromkeys(names, "model.safetensors"), NORM: norm_file}
+        if drop_norm:
+            _edit_tensors(lambda tensors: tensors.pop(NORM))(folder)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return damage
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "no_tokenizer": _remove_tokenizer,
+    "broken_config": _break_config,
+    "unknown_type": _edit_config(model_type="lllama"),
+    "remote_code": _edit_config(model_type="mine", auto_map={"AutoConfig": "mine.MineConfig"}),
+    "missing_tensor": _edit_tensors(lambda tensors: tensors.pop(NORM)),
+    "extra_tensor": _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)})),
+    "wrong_shape": _edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(63)})),
+    "not_safetensors": _overwrite,
+    "truncated": _truncate,
+    "absent_file": _index("model-00002-of-00002.safetensors", drop_norm=False),
+    "absent_tensor": _index("model.safetensors", drop_norm=True),
+    "pickled": _pickle,
+}

@@ -1,0 +1,219 @@
+"""Options that decide what a run does around the training step: what is planned, logged, saved and stopped."""
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from fsdp_qlora.cli import parse_train_config
+from tests.tiny import flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+NUM_ROWS, RANK, BLOCK = 18, 4, 64
+PROFILE_STEP_2 = {"profiling_warmup_steps": 1, "active_steps": 1, "repeat": 1}
+
+
+@pytest.fixture(scope="module")
+def run_yaml(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the runs below have in common, as a user would write it."""
+    folder = tmp_path_factory.mktemp("run")
+    options = {
+        "model_name": str(models()),
+        "dataset": str(write_rows(folder / "rows.jsonl", make_rows(NUM_ROWS))),
+        "eval_dataset": str(write_rows(folder / "held_out.jsonl", make_rows(3, seed=2))),
+        "lora_rank": RANK,
+        "lora_dropout": 0.1,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "lr": 5.0e-3,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(options))
+    return folder / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def run(run_yaml: Path) -> tuple[Path, str]:
+    """A run of YAML and flags on two ranks: (output_dir, what it printed)."""
+    output_dir = run_yaml.parent / "out"
+    output = train_ok(
+        2,
+        output_dir,
+        config=run_yaml,
+        lr=1e-3,
+        num_epochs=2,
+        max_steps=5,
+        eval_steps=2,
+        profile=True,
+        profiling_output=output_dir / "profiles",
+        **PROFILE_STEP_2,
+    )
+    return output_dir, output
+
+
+def line_with(text: str, output: str) -> str:
+    """The first printed line that contains `text`."""
+    return next(line.strip() for line in output.splitlines() if text in line)
+
+
+# --- before the run ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dry_run(run_yaml: Path) -> str:
+    argv = flags(config=run_yaml, dry_run=True, world_size=2, output_dir=run_yaml.parent / "not_made", num_epochs=3)
+    statuses, output = run_ranks(1, argv, run_yaml.parent / "dry_logs")
+    assert statuses == [0], output
+    return output
+
+
+def test_dry_run_counts_the_parameters_that_transformers_and_peft_count(dry_run: str, models: Models) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models())
+    total = model.num_parameters()
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    quantized = sum(p.numel() for name, p in model.named_parameters() if any(n in name for n in names))
+    adapted = get_peft_model(model, LoraConfig(r=RANK, target_modules=names, task_type="CAUSAL_LM"))
+    trainable = adapted.num_parameters(only_trainable=True)
+    assert line_with("Model:", dry_run).startswith(
+        f"Model: LlamaForCausalLM, {total / 1e3:.1f}K parameters, {100 * quantized / total:.1f}% quantized, "
+        f"{trainable / 1e3:.1f}K trainable (LoRA on 14 layers)"
+    )
+
+
+def test_dry_run_gives_the_bytes_per_rank_that_two_ranks_then_hold(
+    dry_run: str, run: tuple[Path, str], models: Models
+) -> None:
+    codes = statistics = frozen = trainable = 0  # of the first of two ranks, which has the larger halves
+    for name, parameter in AutoModelForCausalLM.from_pretrained(models()).named_parameters():
+        if "proj" not in name:
+            frozen += half(parameter.shape[0]) * parameter[0].numel() * 4
+            continue
+        blocks = parameter.numel() // BLOCK
+        codes += half(blocks) * BLOCK // 2
+        # One byte per block, four to a stored float32, and 4 bytes per 256 blocks.
+        statistics += half(math.ceil(blocks / 4)) * 4 + half(math.ceil(blocks / 256)) * 4
+        trainable += (half(RANK) * parameter.shape[1] + half(parameter.shape[0]) * RANK) * 4
+    assert line_with("4-bit codes", dry_run) == (
+        f"4-bit codes {kib(codes)}, their statistics {kib(statistics)}, other frozen weights {kib(frozen)}, "
+        f"trainable weights (fp32) {kib(trainable)}, their gradients {kib(trainable)}, "
+        f"optimizer state {kib(2 * trainable)}"
+    )
+    assert f"rank 0 holds {kib(codes + statistics + frozen + trainable)}" in line_with("Shards:", run[1])
+
+
+def half(rows: int) -> int:
+    return math.ceil(rows / 2)
+
+
+def kib(count: int) -> str:
+    return f"{count / 1024:.2f} KiB" if count >= 1024 else f"{count} B"
+
+
+def test_dry_run_plans_the_steps_and_writes_nothing(dry_run: str, run_yaml: Path) -> None:
+    # 18 rows in steps of 2 ranks x 2 micro-batches x 2 rows: two whole ones and one of the 2 rows left.
+    assert "Steps: 9 of 8 rows" in dry_run and "3 per epoch of 18 rows" in dry_run
+    assert not (run_yaml.parent / "not_made").exists()
+
+
+def test_dry_run_prints_the_options_as_a_config_file(dry_run: str, run_yaml: Path, tmp_path: Path) -> None:
+    (tmp_path / "printed.yaml").write_text(dry_run.split("Options:\n")[1])
+    printed = parse_train_config(["--config", str(tmp_path / "printed.yaml")])
+    # The options of the run that was planned: with them as --config it starts.
+    argv = flags(world_size=2, output_dir=run_yaml.parent / "not_made", num_epochs=3)
+    assert printed == parse_train_config(["--config", str(run_yaml), *argv])
+
+
+# --- the run -------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(run: tuple[Path, str], tmp_path: Path) -> None:
+    output_dir, _ = run
+    train_ok(2, tmp_path / "again", config=output_dir / "config.yaml", profile=False)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert read_metrics(tmp_path / "again", key) == read_metrics(output_dir, key)
+    adapter = "adapter_model.safetensors"
+    assert (tmp_path / "again" / adapter).read_bytes() == (output_dir / adapter).read_bytes()
+
+
+def test_flags_win_over_the_config_file_in_the_run_itself(run: tuple[Path, str]) -> None:
+    assert max(read_metrics(run[0], "lr")) == 1e-3
+
+
+def test_max_steps_stops_within_an_epoch_and_evaluation_is_before_every_eval_steps_and_after(
+    run: tuple[Path, str],
+) -> None:
+    records = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in records if "eval_loss" in record] == [0, 2, 4, 5]
+    assert [record["epoch"] for record in records][-1] == pytest.approx(5 / 3)
+
+
+def count_matmuls(trace: Path) -> int:
+    """Forward passes of quantized layers that a profiler recorded."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    return sum(event.get("name") == "bitsandbytes::gemm_4bit" for event in events)
+
+
+def test_profile_leaves_a_trace_per_rank_which_shows_the_recomputation(run: tuple[Path, str]) -> None:
+    traces = sorted((run[0] / "profiles").iterdir())
+    assert [trace.name for trace in traces] == ["rank0_step2.trace.json", "rank1_step2.trace.json"]
+    # Two micro-batches pass the 14 layers on the way forward, and again in the backward pass.
+    assert [count_matmuls(trace) for trace in traces] == [2 * 14 * 2] * 2
+
+
+# --- a run that keeps nothing but its record -----------------------------------------------------------
+
+
+def train_with_environment(argv: list[str], environment: dict[str, str]) -> int:
+    import train
+
+    os.environ |= environment
+    return train.main(argv)
+
+
+@pytest.fixture(scope="module")
+def unsaved_run(run_yaml: Path) -> tuple[Path, str]:
+    output_dir = run_yaml.parent / "unsaved"
+    argv = flags(
+        config=run_yaml,
+        output_dir=output_dir,
+        log_to="wandb",
+        project_name="a_project",
+        max_steps=2,
+        save_model=False,
+        use_gradient_checkpointing=False,
+        profile=True,
+        profiling_output=run_yaml.parent / "unsaved_profiles",
+        **PROFILE_STEP_2,
+    )
+    environment = {"WANDB_MODE": "offline", "HOME": str(run_yaml.parent)}
+    statuses, output = on_ranks(1, train_with_environment, (argv, environment), run_yaml.parent / "unsaved_logs")
+    assert statuses == [0], output
+    return output_dir, output
+
+
+def test_save_model_false_leaves_only_the_record_of_the_run(unsaved_run: tuple[Path, str]) -> None:
+    output_dir, output = unsaved_run
+    assert sorted(path.name for path in output_dir.iterdir()) == ["config.yaml", "metrics.jsonl", "wandb"]
+    assert len(read_metrics(output_dir)) == 2
+    assert "Nothing saved, metrics only" in output
+
+
+def test_without_gradient_checkpointing_nothing_is_computed_twice(
+    unsaved_run: tuple[Path, str], run_yaml: Path
+) -> None:
+    (trace,) = (run_yaml.parent / "unsaved_profiles").iterdir()
+    assert count_matmuls(trace) == 2 * 14
+
+
+def test_log_to_wandb_leaves_an_offline_run_that_can_be_synced(unsaved_run: tuple[Path, str]) -> None:
+    output_dir, output = unsaved_run
+    (folder,) = (output_dir / "wandb").glob("offline-run-*")
+    (file,) = folder.glob("run-*.wandb")
+    assert b"a_project" in file.read_bytes()
+    assert f"wandb sync {folder}" in line_with("wandb: offline", output)
