@@ -23,8 +23,9 @@ log = logging.getLogger("fsdp_qlora")
 def run(config: TrainConfig) -> None:
     """One rank's part of a run."""
     # Imported here so that --help and wrong options answer at once.
-    from fsdp_qlora import describe, distributed, export, models, parallelize, verify, weights
+    from fsdp_qlora import describe, distributed, export, hub, models, parallelize, verify, weights
     from fsdp_qlora.adapters import peft_config
+    from fsdp_qlora.checkpoint_files import Checkpoint
     from fsdp_qlora.data.prepare import prepare_data
     from fsdp_qlora.metrics import open_metric_log
     from fsdp_qlora.optim import ShardedOptimizer, learning_rate
@@ -48,7 +49,7 @@ def run(config: TrainConfig) -> None:
         log.info(line)
 
     # The model without weights, and what has to be read into it.
-    folder = weights.find_model_folder(config.model_name, with_weights=not config.dry_run)
+    folder = hub.find_model_folder(config.model_name, with_weights=not config.dry_run)
     export.check_keeps_model(output_dir, folder)
     model_config = models.load_config(folder, config.model_name)
     tokenizer = models.load_tokenizer(folder, config.model_name)
@@ -65,7 +66,7 @@ def run(config: TrainConfig) -> None:
         lora_dropout=config.lora_dropout,
         lora_target_modules=list(config.lora_target_modules),
     )
-    checkpoint = None if config.dry_run else weights.Checkpoint(folder)
+    checkpoint = None if config.dry_run else Checkpoint(folder)
     sources = weights.match_tensors(meta.model, checkpoint) if checkpoint else {}
     log.info("%s, precision %s", describe.describe_model(meta), precision_name)
 
@@ -127,7 +128,14 @@ def run(config: TrainConfig) -> None:
     memory.record("after sharding")
     assert checkpoint is not None
     weights.load_weights(
-        model, checkpoint, sources, mesh, ranks.device, seed=config.seed, show_progress=ranks.is_rank_0
+        model,
+        checkpoint,
+        sources,
+        mesh,
+        ranks.device,
+        seed=config.seed,
+        max_bytes_in_flight=config.loading_buffer_mib * 2**20,
+        show_progress=ranks.is_rank_0,
     )
     memory.record("after loading")
     verify.check_byte_account(model, mesh)

@@ -102,6 +102,10 @@ class TrainConfig:
     use_activation_cpu_offload: bool = False
     """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
 
+    loading_buffer_mib: int = 128
+    """Host memory per process, in MiB, for weights that are read from the files and not yet stored; raise it
+    when a network disk is slow to answer."""
+
     # == quantization ==
     quant_type: Literal["nf4", "fp4"] = "nf4"
     """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
@@ -293,6 +297,7 @@ _LIMITS: dict[str, _Limit] = {
     "lora_dropout": _SHARE_BELOW_ONE,
     "lora_target_modules": _NOT_EMPTY,
     "batch_size": _at_least(1),
+    "loading_buffer_mib": _at_least(1),
     "context_length": _at_least(2),
     "gradient_accumulation_steps": _at_least(1),
     "num_epochs": _at_least(1),

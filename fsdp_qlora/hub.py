@@ -1,11 +1,18 @@
-"""The Hugging Face hub: whether it answers, and why not in words that help."""
+"""Models and datasets on the Hugging Face hub: whether it answers, why not, and a model's files."""
 
+import logging
 import re
+from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
+from fsdp_qlora.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
 HUB_TIMEOUT_SECONDS = 10
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 # The first row that fits an error is taken.
 _REASONS: dict[type[Exception], str] = {
@@ -48,3 +55,30 @@ def hub_reason(error: Exception) -> str:
 def first_line(error: Exception) -> str:
     """An error's type and the first line of its text."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
+    """The local folder of a model: the given one, or the hub's snapshot, downloaded when it is not there.
+
+    Raises:
+        UserError: there is no such model, it needs a licence click, or the hub is out of reach.
+    """
+    folder = Path(model_name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
+    if model_name.startswith((".", "/", "~")) or model_name.count("/") > 1:
+        raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
+    refusal = ask_hub(model_name, "model")
+    if refusal is not None:
+        log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
+    patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
+    try:
+        return Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=refusal is not None))
+    except Exception as error:  # of the HTTP library, the hub's client or the file system
+        reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
+        raise UserError(
+            f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
+            "path of a model folder, or make one with `python scripts/demo_model.py --output_dir demo/model`."
+        ) from error

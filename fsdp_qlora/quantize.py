@@ -16,9 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.distributed import gather_rows, shard_bounds, shard_rank, shard_size
 
-# Reads weights [start, stop) of the flattened tensor onto the device where they are to be quantized.
-ReadWeights = Callable[[int, int], torch.Tensor]
-
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization, same paper
 
@@ -39,8 +36,12 @@ class QuantizedLinear(nn.Module):
         """The weight [out, in] in the compute dtype. Only while the parameters are gathered."""
         raise NotImplementedError
 
-    def load_shard(self, read: ReadWeights, mesh: DeviceMesh) -> None:
-        """Quantize this rank's part of the weight and keep it; every rank of the shard group calls it."""
+    def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
+        """Elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""
+        raise NotImplementedError
+
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Quantize and keep `values`, the weights of `shard_range`; every rank of the shard group calls it."""
         raise NotImplementedError
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
@@ -114,13 +115,15 @@ class Bnb4bitLinear(QuantizedLinear):
         state.dtype = self.compute_dtype
         return bnb.dequantize_4bit(codes, state)
 
+    def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
+        first, last = shard_bounds(self.num_blocks, rank=shard_rank(mesh), size=shard_size(mesh))
+        num_weights = self.out_features * self.in_features
+        return min(first * _BLOCKSIZE, num_weights), min(last * _BLOCKSIZE, num_weights)
+
     @torch.no_grad()
-    def load_shard(self, read: ReadWeights, mesh: DeviceMesh) -> None:
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
         rank, size = shard_rank(mesh), shard_size(mesh)
-        first, last = shard_bounds(self.num_blocks, rank=rank, size=size)
-        stop = min(last * _BLOCKSIZE, self.out_features * self.in_features)
-        values = read(first * _BLOCKSIZE, stop)
-        if last > first:
+        if values.numel():
             codes, absmax = torch.ops.bitsandbytes.quantize_4bit(
                 values, _BLOCKSIZE, self.format.quant_type, torch.uint8
             )

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.quantize import QuantizedLinear
-from fsdp_qlora.weights import Checkpoint
 
 log = logging.getLogger("fsdp_qlora")
 

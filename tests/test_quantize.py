@@ -41,8 +41,8 @@ def _save_shards(folder: Path) -> int:
         layer = Bnb4bitLinear(linear, quant_type=quant_type, double_quant=double_quant, compute_dtype=torch.bfloat16)
         fully_shard(layer, mesh=mesh)
         layer.to_empty(device="cpu")
-        flat = _weight(shape).flatten()
-        layer.load_shard(lambda start, stop, flat=flat: flat[start:stop], mesh)
+        start, stop = layer.shard_range(mesh)
+        layer.load_shard(_weight(shape).flatten()[start:stop], mesh)
         shards = {name: parameter.to_local().clone() for name, parameter in layer.named_parameters()}
         if double_quant:
             shards["offset"] = layer.absmax_offset

@@ -1,0 +1,182 @@
+"""The safetensors files of a model folder: which tensor is where, and any part of one, read as it is needed.
+
+Parts are read with plain reads and not through a memory map: mapped pages count as the process's own memory.
+"""
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fsdp_qlora.errors import UserError
+
+# The format's dtype names: github.com/huggingface/safetensors, README, "Format".
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
+_READERS = 4  # threads; one cannot keep a network disk busy
+
+
+class _Entry(NamedTuple):
+    """A tensor in a file. start: of its bytes, from the beginning of the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of the row-major flattened tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Checkpoint:
+    """The safetensors files of a model folder, single or indexed.
+
+    Attributes:
+        files: tensor name -> file that holds it.
+        bytes_read: of tensors, by this process so far.
+    Raises:
+        UserError: there are no safetensors files, one is absent, or one is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
+        self._entries = self._index()
+        self.files = {name: entry.file for name, entry in self._entries.items()}
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def _index(self) -> dict[str, _Entry]:
+        index = self.folder / "model.safetensors.index.json"
+        if not index.is_file():
+            files = sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
+            return {name: entry for path in files for name, entry in _read_header(path).items()}
+        try:
+            weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{index} is not a safetensors index: {error!r}.") from error
+        names = sorted(set(weight_map.values()))
+        if absent := [name for name in names if not (self.folder / name).is_file()]:
+            raise UserError(f"{index} names files that are not there: {', '.join(absent)}. Download them.")
+        headers = {name: _read_header(self.folder / name) for name in names}
+        for tensor, name in weight_map.items():
+            if tensor not in headers[name]:
+                raise UserError(f"{self.folder / name}: tensor {tensor} is not in it. {_DOWNLOAD_AGAIN}")
+        return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
+
+    def _other_weights(self) -> str:
+        pickled = sorted(path.name for path in self.folder.glob("*.bin"))
+        if not pickled:
+            return "Download the model's weights into it."
+        return (
+            f"It has {', '.join(pickled[:3])}, but pickled weights are not read, since they can run code. If you "
+            "trust them, convert them with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of "
+            "transformers."
+        )
+
+    def shape(self, name: str) -> torch.Size:
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._entries[name].dtype
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dim 0, on the CPU, in the file's dtype."""
+        shape = self.shape(name)
+        row = math.prod(shape[1:])
+        return self.read_flat(name, start * row, stop * row).view(stop - start, *shape[1:])
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's dtype.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        entry = self._entries[name]
+        part = torch.empty(stop - start, dtype=entry.dtype)
+        if part.numel():
+            self._read_into(entry, start * entry.dtype.itemsize, part)
+        return part
+
+    def _read_into(self, entry: _Entry, offset: int, part: torch.Tensor) -> None:
+        buffer = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        position = entry.start + offset
+        try:
+            descriptor = self._descriptor(entry.file)
+            while buffer:
+                count = os.preadv(descriptor, [buffer], position)
+                if count == 0:
+                    raise OSError("the file has become shorter")
+                buffer, position = buffer[count:], position + count
+        except OSError as error:
+            raise UserError(f"{entry.file} cannot be read ({error}). {_DOWNLOAD_AGAIN}") from error
+        with self._lock:
+            self.bytes_read += part.nbytes
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            return self._descriptors[path]
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Every tensor of a file, after safetensors itself has found the file whole and consistent."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
+    header.pop("__metadata__", None)
+    if strange := {about["dtype"] for about in header.values()} - _DTYPES.keys():
+        raise UserError(f"{path} has tensors of type {', '.join(strange)}, which cannot be read here.")
+    return {
+        name: _Entry(path, _DTYPES[about["dtype"]], torch.Size(about["shape"]), 8 + size + about["data_offsets"][0])
+        for name, about in header.items()
+    }
+
+
+def read_ahead(checkpoint: Checkpoint, parts: Iterable[Part], *, max_bytes: int) -> Iterator[torch.Tensor]:
+    """The parts in their order, read by threads while the caller works on earlier ones.
+
+    Args:
+        max_bytes: read and not yet asked for; one part alone may exceed it.
+    """
+    waiting: list[tuple[int, Future[torch.Tensor]]] = []
+    in_flight = 0
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint") as pool:
+        for part in parts:
+            count = (part.stop - part.start) * checkpoint.dtype(part.name).itemsize
+            while waiting and in_flight + count > max_bytes:
+                done, future = waiting.pop(0)
+                yield future.result()
+                in_flight -= done
+            waiting.append((count, pool.submit(checkpoint.read_flat, *part)))
+            in_flight += count
+        while waiting:
+            yield waiting.pop(0)[1].result()
