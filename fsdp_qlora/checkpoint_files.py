@@ -69,10 +69,11 @@ class Checkpoint:
     def _index(self) -> dict[str, _Entry]:
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file():
-            files = sorted(self.folder.glob("*.safetensors"))
+            single = self.folder / "model.safetensors"
+            files = [single] if single.is_file() else sorted(self.folder.glob("*.safetensors"))
             if not files:
                 raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
-            return {name: entry for path in files for name, entry in _read_header(path).items()}
+            return _merge_headers(files)
         try:
             weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
@@ -140,6 +141,20 @@ class Checkpoint:
             if path not in self._descriptors:
                 self._descriptors[path] = os.open(path, os.O_RDONLY)
             return self._descriptors[path]
+
+
+def _merge_headers(files: list[Path]) -> dict[str, _Entry]:
+    """The tensors of files without an index."""
+    entries: dict[str, _Entry] = {}
+    for path in files:
+        for name, entry in _read_header(path).items():
+            if name in entries:
+                raise UserError(
+                    f"{path} and {entries[name].file.name} both have tensor {name}, and no index says which one "
+                    "counts. Leave only the model's own files in the folder."
+                )
+            entries[name] = entry
+    return entries
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,24 @@ def gather_numbers(values: list[float], device: torch.device, group: dist.Proces
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
     _all_gather(everyone, mine, group=group)
     return everyone.view(-1, mine.numel()).cpu()
+
+
+def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
+    """Make sure that every rank works on the same thing: each computes order, loss and rate for itself.
+
+    Args:
+        facts: what has to be the same -> its value, whose repr is compared.
+    Raises:
+        UserError: some ranks have another value than rank 0; the same message on every rank.
+    """
+    digests = gather_numbers([derive_seed(value) % 2**52 for value in facts.values()], device)
+    for name, column in zip(facts, digests.T, strict=True):
+        different = (column != column[0]).nonzero().flatten().tolist()
+        if different:
+            raise UserError(
+                f"The ranks do not agree on {name}: rank{'s' * (len(different) > 1)} "
+                f"{', '.join(map(str, different[:16]))} differ from rank 0. Give every node the same command and files."
+            )
 
 
 def derive_seed(*parts: object) -> int:

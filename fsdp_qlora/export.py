@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fsdp_qlora.adapters import adapter_parameters
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.models import canonical_name
+from fsdp_qlora.models import canonical_name, persistent_buffers
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -24,7 +24,8 @@ _MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 # What a run leaves in its folder; --overwrite_output_dir removes these and touches nothing else.
 _RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
-    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", ".saving",
+    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json",
+    "additional_chat_templates", ".saving_weights", ".saving",
 )  # fmt: skip
 
 
@@ -56,8 +57,11 @@ def check_keeps_model(output_dir: Path, model_folder: Path) -> None:
         raise UserError(f"output_dir {output_dir} is the folder of the model itself. Give another folder.")
 
 
-def prepare_output_dir(output_dir: Path) -> None:
-    """Make the folder and remove an earlier run's results from it. Rank 0 only."""
+def prepare_output_dir(output_dir: Path, options: str) -> None:
+    """Make the folder, remove an earlier run's results from it, and leave the options in it. Rank 0 only.
+
+    Called when the model is loaded and verified: a run that cannot start takes nothing away.
+    """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,9 +69,10 @@ def prepare_output_dir(output_dir: Path) -> None:
     for pattern in _RUN_FILES:
         for path in output_dir.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    publish(output_dir, lambda folder: (folder / "config.yaml").write_text(options))
 
 
-def publish(output_dir: Path, write: Callable[[Path], None]) -> None:
+def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
 
     A reader sees each file whole or not at all.
@@ -76,23 +81,32 @@ def publish(output_dir: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     write(staging)
+    for path in staging.rglob("*"):
+        if path.is_file():
+            _flush(path)
     # Configurations last: they are what readers look for.
     for path in sorted(staging.iterdir(), key=lambda path: (path.suffix == ".json", path.name)):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        path.replace(output_dir / path.name)
+        target = output_dir / path.name
+        if target.is_dir():  # a folder (of chat templates) cannot be replaced while it is there
+            shutil.rmtree(target)
+        path.replace(target)
     staging.rmdir()
+    _flush(output_dir)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def save_adapter(
     model: nn.Module, config: LoraConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path, *, is_rank_0: bool
-) -> list[str]:
-    """Gather the adapter and save it as PEFT does. Every rank calls it; rank 0 writes.
-
-    Returns:
-        The names of the main files.
-    """
-    state = {name: _gather(parameter) for name, parameter in adapter_parameters(model)}
+) -> None:
+    """Gather the adapter and save it as PEFT does. Every rank calls it; rank 0 holds and writes it."""
+    state = _gather_all(adapter_parameters(model), torch.float32, keep=is_rank_0)
 
     def write(folder: Path) -> None:
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -101,7 +115,6 @@ def save_adapter(
 
     if is_rank_0:
         publish(output_dir, write)
-    return ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def save_model(
@@ -110,13 +123,17 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     *,
+    base_folder: Path,
     dtype: torch.dtype,
     is_rank_0: bool,
     max_file_bytes: int = _MAX_FILE_BYTES,
-) -> list[str]:
+) -> None:
     """Gather the model tensor by tensor and save it as transformers does, in files of bounded size.
 
     Every rank calls it; rank 0 writes, and holds one file's tensors at most.
+
+    Args:
+        base_folder: the model that was trained, whose generation_config.json goes with the result.
     """
     files = _split_into_files(model, dtype, max_file_bytes)
     names = [_file_name(index, len(files)) for index in range(len(files))]
@@ -125,7 +142,7 @@ def save_model(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     for name, parameters in zip(names, files, strict=True):
-        state = {key: _gather(parameter, dtype) for key, parameter in parameters}
+        state = _gather_all(parameters, dtype, keep=is_rank_0)
         if is_rank_0:
             save_file(state, staging / name, metadata={"format": "pt"})
 
@@ -138,16 +155,15 @@ def save_model(
         saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
         saved.architectures = [type(model).__name__.removeprefix("FSDP")]
         saved.save_pretrained(folder)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+        if (base_folder / "generation_config.json").is_file():
+            shutil.copyfile(base_folder / "generation_config.json", folder / "generation_config.json")
         tokenizer.save_pretrained(str(folder))
 
     if is_rank_0:
         publish(output_dir, write)
-    return ["config.json", *names]
 
 
-_Named = list[tuple[str, nn.Parameter]]
+_Named = list[tuple[str, torch.Tensor]]
 
 
 def _split_into_files(model: nn.Module, dtype: torch.dtype, max_bytes: int) -> list[_Named]:
@@ -163,10 +179,10 @@ def _split_into_files(model: nn.Module, dtype: torch.dtype, max_bytes: int) -> l
     return files
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name in a checkpoint, parameter), tied ones once."""
-    for name, parameter in model.named_parameters():
-        yield canonical_name(name), parameter
+def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in a checkpoint, parameter or persistent buffer), tied ones once."""
+    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        yield canonical_name(name), tensor
 
 
 def _file_name(index: int, count: int) -> str:
@@ -180,9 +196,15 @@ def _write_index(folder: Path, files: dict[str, _Named], dtype: torch.dtype) -> 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _gather(parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The whole tensor on the CPU of every rank."""
-    whole = parameter.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    return whole.to("cpu", dtype).contiguous()
+def _gather_all(
+    named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool
+) -> dict[str, torch.Tensor]:
+    """Gather sharded tensors one at a time; a rank that does not `keep` them frees each at once."""
+    state = {}
+    for name, tensor in named:
+        whole = tensor.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        if keep:
+            state[name] = whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype).contiguous()
+    return state

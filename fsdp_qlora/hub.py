@@ -12,6 +12,8 @@ from fsdp_qlora.errors import UserError
 log = logging.getLogger("fsdp_qlora")
 
 HUB_TIMEOUT_SECONDS = 10
+# Copies of the weights in other layouts, which some repositories hold beside the usual files.
+_NOT_NEEDED = ["consolidated*", "*/*"]
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 # The first row that fits an error is taken.
@@ -75,7 +77,11 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
     patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
     try:
-        return Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=refusal is not None))
+        return Path(
+            snapshot_download(
+                model_name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED, local_files_only=refusal is not None
+            )
+        )
     except Exception as error:  # of the HTTP library, the hub's client or the file system
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
         raise UserError(

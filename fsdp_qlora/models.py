@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -88,6 +89,11 @@ def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
             f"model_name {name}: no tokenizer can be read from {folder} ({type(error).__name__}). "
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the model folder."
         ) from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"model_name {name}: its tokenizer has no eos_token, so the model could not learn to stop. Set eos_token "
+            "in tokenizer_config.json."
+        )
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"model_name {name}: {folder} has no tokenizer files (tokenizer.json).")
     return tokenizer
@@ -96,6 +102,11 @@ def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
 def _attention_candidates(
     requested: str, config: PretrainedConfig, compute_dtype: torch.dtype, device: torch.device
 ) -> list[str]:
+    if requested == "flash_attention_2" and (device.type == "cpu" or compute_dtype.itemsize != 2):
+        raise UserError(
+            f"attn_implementation flash_attention_2 needs a GPU and 16-bit compute; this run computes in "
+            f"{str(compute_dtype).removeprefix('torch.')} on {device.type}. Leave it at auto."
+        )
     if requested != "auto":
         return [requested]
     has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
@@ -171,3 +182,11 @@ def has_tied_embeddings(model: PreTrainedModel) -> bool:
 def can_skip_logits(model: PreTrainedModel) -> bool:
     """Whether the model can compute logits at chosen positions only."""
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, buffer) of the buffers that checkpoints hold."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer

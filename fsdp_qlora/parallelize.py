@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters import adapter_modules, add_lora, select_targets
 from fsdp_qlora.distributed import SHARDING_STRATEGIES
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import block_linears, build_meta_model, find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantize import quantize_linears
@@ -35,8 +36,8 @@ log = logging.getLogger("fsdp_qlora")
 class MetaModel:
     """A model without weights, and which of its layers were changed.
 
-    linears: paths of all linear layers of the decoder blocks. targets: those with an adapter.
-    quantized: those with a quantized weight.
+    linears: paths of all its linear layers. targets: those with an adapter. quantized: those with a quantized
+    weight.
     """
 
     model: PreTrainedModel
@@ -72,6 +73,12 @@ def build_model(
         device=device,
     )
     linears = block_linears(model)
+    everywhere = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linears:
+        raise UserError(
+            f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be quantized or "
+            "adapted. Choose a model of another family."
+        )
     quantized = linears if train_type.quantizer else []
     targets = select_targets(linears, lora_target_modules, config.model_type) if train_type.adapter else []
     if train_type.quantizer:
@@ -85,7 +92,7 @@ def build_model(
         )
     if train_type.adapter == "lora":
         add_lora(model, targets, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
-    return MetaModel(model, linears, targets, quantized)
+    return MetaModel(model, everywhere, targets, quantized)
 
 
 def checkpoint_activations(model: nn.Module, *, offload: bool) -> None:

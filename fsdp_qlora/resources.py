@@ -47,7 +47,20 @@ def estimate_needs(
     on_device = moves + stays + training - on_host
     if device.type == "cpu":
         return Needs(device=0, host=on_device + on_host + buffer_bytes)
+    if cpu_offload:
+        on_host += _pinned_rounding(model, num_shards)
     return Needs(device=on_device, host=on_host + buffer_bytes)
+
+
+def _pinned_rounding(model: nn.Module, num_shards: int) -> int:
+    """What pinned memory takes beyond the offloaded shards: torch rounds each up to a power of two."""
+    pinned = {id(parameter): parameter for parameter in model.parameters()}
+    for module in model.modules():
+        if isinstance(module, LoraAdapter):  # stays on the GPU
+            for parameter in module.parameters():
+                pinned.pop(id(parameter), None)
+    sizes = [-(-parameter.nbytes // num_shards) for parameter in pinned.values()]
+    return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 
 
 def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:
@@ -87,14 +100,18 @@ def host_memory_free(ranks_on_host: int) -> int:
 
 def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What a container's memory limit (cgroup v2 or v1) leaves; None without one."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         try:
             most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
         except (OSError, ValueError):
             continue
+        # The kernel counts files it has cached as used, and frees them when memory is asked for.
+        total = "total_" if "total_inactive_file" in counts else ""
+        cached = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
         # Version 1 writes "no limit" as a huge number.
-        return int(most) - now if most.isdigit() and int(most) < 2**60 else None
+        return int(most) - now + cached if most.isdigit() and int(most) < 2**60 else None
     return None

@@ -31,6 +31,11 @@ from fsdp_qlora.trainer import Schedule, Trainer, train
 log = logging.getLogger("fsdp_qlora")
 
 
+# Options that may differ between nodes: paths, and how each was started.
+_OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
+_OWN |= {"world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
+
+
 @dataclass(frozen=True)
 class Plan:
     """All that is known before a weight is read."""
@@ -58,7 +63,8 @@ def run(config: TrainConfig) -> None:
     ranks = distributed.read_ranks()
     distributed.set_up_logging(ranks, verbose=config.verbose)
     output_dir = Path(config.output_dir)
-    if not config.dry_run:
+    # Only rank 0 writes; the ranks beside it say so too.
+    if not config.dry_run and ranks.rank < ranks.local_world_size:
         export.check_output_dir(output_dir, overwrite=config.overwrite_output_dir)
     plan = make_plan(config, ranks)
     if config.dry_run:
@@ -70,15 +76,22 @@ def run(config: TrainConfig) -> None:
     check_resources(config, ranks, plan)
 
     distributed.start_process_group(ranks)
+    distributed.check_agreement(
+        {
+            "the options": {name: value for name, value in resolved_options(config).items() if name not in _OWN},
+            "the rows": (plan.data.train.digest(), plan.data.evaluation.digest(), len(plan.data.eval_rows)),
+            "the model": (plan.model_config.to_json_string(), sorted(sources)),
+        },
+        ranks.device,
+    )
     mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
-    if ranks.is_rank_0:
-        export.prepare_output_dir(output_dir)
-        (output_dir / "config.yaml").write_text(resolved_yaml(config))
     memory = MemoryLog(ranks.device, enabled=config.profile_memory)
     shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
     memory.record("after loading")
     verify.check_byte_account(plan.meta.model, mesh)
     verify.check_one_layer(plan.meta.model, checkpoint, sources)
+    if ranks.is_rank_0:
+        export.prepare_output_dir(output_dir, resolved_yaml(config))
 
     summary = train_and_save(config, ranks, plan, memory)
     seconds = time.perf_counter() - started
@@ -264,7 +277,15 @@ def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
     model, output_dir = plan.meta.model, Path(config.output_dir)
     if not plan.train_type.has_adapter:
         dtype = plan.precision.compute_dtype
-        export.save_model(model, plan.model_config, plan.tokenizer, output_dir, dtype=dtype, is_rank_0=ranks.is_rank_0)
+        export.save_model(
+            model,
+            plan.model_config,
+            plan.tokenizer,
+            output_dir,
+            base_folder=plan.model_folder,
+            dtype=dtype,
+            is_rank_0=ranks.is_rank_0,
+        )
         return
     adapter = peft_config(
         plan.meta.linears,

@@ -87,9 +87,11 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
     )  # fmt: skip
     counts = count_bytes(model, size)
     # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly; that alone is allowed for.
-    uneven = sum(tensors.largest_shard - tensors.total // size for tensors in counts.values())
-    allowed = total / size * (1 + _IMBALANCE)
-    if sum(held) != total or max(held) > max(allowed, total // size + min(uneven, 2**20)):
+    # Adapters have few rows and few bytes: theirs is allowed in full, that of the frozen weights up to 1 MiB.
+    uneven = {name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()}
+    trainable = uneven.pop("trainable", 0)
+    allowed = max(total / size * (1 + _IMBALANCE), total // size + min(sum(uneven.values()), 2**20)) + trainable
+    if sum(held) != total or max(held) > allowed:
         raise RuntimeError(
             f"The model is not sharded evenly: {total} bytes over {size} ranks, held per rank: {held} "
             f"(allowed {int(allowed)}). No run continues on replicated weights; please report the model."
@@ -132,12 +134,11 @@ def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str,
 
 def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, QuantizedLinear | nn.Linear]:
     """The first linear layer of a block that the checkpoint has, under its name there."""
-    for path, module in find_blocks(model).named_modules():
-        if isinstance(module, QuantizedLinear | nn.Linear):
-            suffix = canonical_name(path)
-            names = [source.removesuffix(".weight") for source in sources if source.endswith(f".{suffix}.weight")]
-            if names:
-                return names[0], module
+    first = {id(module) for module in find_blocks(model)[0].modules()}
+    for path, module in model.named_modules():
+        name = canonical_name(path)
+        if id(module) in first and isinstance(module, QuantizedLinear | nn.Linear) and f"{name}.weight" in sources:
+            return name, module
     raise AssertionError("no linear layer in the blocks")
 
 

@@ -1,9 +1,10 @@
 """Fill a sharded model from a checkpoint: each rank reads the parts that it will own."""
 
 import logging
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
 from fsdp_qlora.checkpoint_files import Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.models import canonical_name
+from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantize import QuantizedLinear
 
 log = logging.getLogger("fsdp_qlora")
@@ -97,7 +98,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     for path, parameter in model.named_parameters():
         if id(parameter) not in own:
             targets[canonical_name(path)] = _plain(parameter)
-    for path, buffer in _persistent_buffers(model):
+    for path, buffer in persistent_buffers(model):
         targets[canonical_name(path)] = _replicated(buffer)
     return targets
 
@@ -126,13 +127,6 @@ def _replicated(buffer: torch.Tensor) -> _Target:
         buffer.copy_(values.view(buffer.shape))
 
     return _Target(buffer.shape, lambda mesh: (0, buffer.numel()), store)
-
-
-def _persistent_buffers(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
 
 
 def _own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
@@ -185,4 +179,9 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
 def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:
     """Tensors that old or tied checkpoints hold and no model needs: tied heads and rotary tables."""
     tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
-    return name in tied or name.endswith(("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias"))
+    known = [
+        r"rotary_emb\.inv_freq$",
+        r"\.(attn|attention)\.(masked_)?bias$",
+        *(model._keys_to_ignore_on_load_unexpected or []),
+    ]
+    return name in tied or any(re.search(pattern, name) for pattern in known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,13 @@ class TokenizedRows:
 
     def __len__(self) -> int:
         return len(self.row_numbers)
+
+    def digest(self) -> str:
+        """Hash of all rows, equal where they are equal."""
+        total = hashlib.blake2b(digest_size=16)
+        for array in (self.input_ids, self.learned, self.offsets):
+            total.update(np.ascontiguousarray(array).data)
+        return total.hexdigest()
 
     @cached_property
     def lengths(self) -> np.ndarray:

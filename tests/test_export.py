@@ -1,0 +1,89 @@
+"""What is saved, and that nothing of it is lost or half there."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from fsdp_qlora.checkpoint_files import Checkpoint
+from fsdp_qlora.errors import UserError
+from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+
+
+def test_a_tokenizer_with_several_chat_templates_is_saved_and_replaced_whole(models: Models, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models(), folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(folder)
+    options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1}
+    train_ok(2, tmp_path / "out", **options)
+    train_ok(2, tmp_path / "out", **options, overwrite_output_dir=True)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    assert (tmp_path / "out" / "adapter_config.json").is_file() and not (tmp_path / "out" / ".saving").exists()
+
+
+def test_full_training_keeps_the_generation_config_of_its_base(models: Models, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models(), folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5], "temperature": 0.7, "do_sample": true}')
+    options = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "max_steps": 1, "train_type": "full"}
+    train_ok(2, tmp_path / "out", model_name=folder, **options)
+    saved, base = (path / "generation_config.json" for path in (tmp_path / "out", folder))
+    assert saved.read_bytes() == base.read_bytes()
+
+
+def test_a_run_that_cannot_start_leaves_the_earlier_result(models: Models, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    train_ok(1, tmp_path / "out", model_name=models(), dataset=data, max_steps=1)
+    earlier = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()
+    broken = tmp_path / "broken"
+    shutil.copytree(models(), broken)
+    state = load_file(broken / "model.safetensors")
+    state["model.norm.weight"][3] = torch.nan
+    save_file(state, broken / "model.safetensors", metadata={"format": "pt"})
+    argv = flags(model_name=broken, dataset=data, output_dir=tmp_path / "out", overwrite_output_dir=True)
+    statuses, output = run_ranks(1, argv, tmp_path / "logs")
+    assert statuses == [2] and "model.norm.weight has values that are not finite" in output
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == earlier
+
+
+def test_two_files_with_the_same_tensor_are_refused(models: Models, tmp_path: Path) -> None:
+    state = load_file(models() / "model.safetensors")
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file(state, tmp_path / name)
+    with pytest.raises(UserError, match=r"both have tensor"):
+        Checkpoint(tmp_path)
+    shutil.copyfile(tmp_path / "a.safetensors", tmp_path / "model.safetensors")
+    assert {path.name for path in Checkpoint(tmp_path).files.values()} == {"model.safetensors"}
+
+
+def _train_differently(argvs: list[list[str]]) -> int:
+    import os
+
+    import train
+
+    return train.main(argvs[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize("what", ["options", "rows"])
+def test_ranks_that_disagree_are_stopped_before_training(what: str, models: Models, tmp_path: Path) -> None:
+    rows = [write_rows(tmp_path / f"{rank}.jsonl", make_rows(4, seed=rank)) for rank in range(2)]
+    argvs = [
+        flags(
+            model_name=models(),
+            dataset=rows[rank if what == "rows" else 0],
+            lr=1e-3 * (1 + rank * (what == "options")),
+            output_dir=tmp_path / "out",
+        )
+        for rank in range(2)
+    ]
+    statuses, output = on_ranks(2, _train_differently, (argvs,), tmp_path / "logs")
+    assert statuses == [2, 2]
+    assert output.count(f"do not agree on the {what}: rank 1 differ") == 2
