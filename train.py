@@ -65,7 +65,10 @@ def run(config: TrainConfig) -> None:
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         lora_target_modules=list(config.lora_target_modules),
+        lora_target_parameters=list(config.lora_target_parameters),
     )
+    if train_type.quantizer:
+        describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
     checkpoint = None if config.dry_run else Checkpoint(folder)
     sources = weights.match_tensors(meta.model, checkpoint) if checkpoint else {}
     log.info("%s, precision %s", describe.describe_model(meta), precision_name)
@@ -203,10 +206,12 @@ def run(config: TrainConfig) -> None:
             adapter = peft_config(
                 meta.linears,
                 meta.targets,
+                meta.target_parameters,
                 rank=config.lora_rank,
                 alpha=config.lora_alpha,
                 dropout=config.lora_dropout,
                 base_model=config.model_name,
+                model_config=model_config,
             )
             export.save_adapter(model, adapter, tokenizer, output_dir, is_rank_0=ranks.is_rank_0)
         elif config.save_model:
