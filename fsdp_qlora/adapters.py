@@ -82,20 +82,14 @@ class _AdaptedExperts:
     """Stands for the 3-D parameter during a forward pass; `self[e]` is expert e's adapted matrix."""
 
     base: Any
-    all_A: torch.Tensor
-    all_B: torch.Tensor
+    all_lora: tuple[torch.Tensor, torch.Tensor]
     scaling: float
     transposed: bool
 
     def __getitem__(self, index: Any) -> AdaptedMatrix:
         expert = int(index)
-        return AdaptedMatrix(
-            self.base[expert],
-            self.all_A[expert],
-            self.all_B[expert],
-            scaling=self.scaling,
-            transposed=self.transposed,
-        )
+        lora_A, lora_B = (weights[expert] for weights in self.all_lora)
+        return AdaptedMatrix(self.base[expert], lora_A, lora_B, scaling=self.scaling, transposed=self.transposed)
 
 
 class LoraExperts(nn.Module):
@@ -119,7 +113,7 @@ class LoraExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         adapted = {
-            name: _AdaptedExperts(getattr(self.base_layer, name), *lora(), self.scaling, self.transposed)
+            name: _AdaptedExperts(getattr(self.base_layer, name), lora(), self.scaling, self.transposed)
             for name, lora in self.lora.items()
         }
         # An instance's own attributes are found before its parameters and submodules.
@@ -214,7 +208,8 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         elif isinstance(module, LoraExperts):
             # PEFT nests one wrapper per parameter around the experts module, the first parameter's innermost.
             prefix = "base_model.model." + canonical_name(path)
-            for lora in reversed(list(module.lora.values())):
+            for lora in reversed(list(module.lora.children())):
+                assert isinstance(lora, ExpertsLora)
                 yield f"{prefix}.lora_A.weight", lora.lora_A.weight
                 yield f"{prefix}.lora_B.weight", lora.lora_B.weight
                 prefix += ".base_layer"

@@ -13,15 +13,12 @@ from fsdp_qlora.parallelize import MetaModel
 from fsdp_qlora.quantize import QuantizedWeight
 from fsdp_qlora.verify import count_bytes, format_bytes
 
-
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases
 
 
 def count_parameters(meta: MetaModel) -> dict[str, int]:
     """Number of parameters: total (the base model's), in_blocks (of it, in decoder blocks), quantized, trainable."""
-    quantized = sum(
-        math.prod(module.shape) for module in meta.model.modules() if isinstance(module, QuantizedWeight)
-    )
+    quantized = sum(math.prod(module.shape) for module in meta.model.modules() if isinstance(module, QuantizedWeight))
     stored = {
         id(parameter)
         for module in meta.model.modules()

@@ -131,9 +131,7 @@ def build_meta_model(
         try:
             # Buffers stay real: rotary tables are computed at construction and are in no checkpoint.
             with init_empty_weights(include_buffers=False):
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=candidate, **options
-                )
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
                 continue

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import bitsandbytes.functional as bnb
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -108,14 +109,16 @@ class Bnb4bitWeight(QuantizedWeight):
         return _dequantize(self.format, self.compute_dtype, *self._tensors())
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_decode`.
+        blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
         codes, state = bnb.quantize_4bit(
-            weight,
+            blocks,
             blocksize=_BLOCKSIZE,
             compress_statistics=self.double_quant,
             quant_type=self.format.quant_type,
         )
         state.dtype = self.compute_dtype
-        return bnb.dequantize_4bit(codes, state)
+        return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
 
     def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
         first, last = shard_bounds(self.num_blocks, rank=shard_rank(mesh), size=shard_size(mesh))
@@ -228,10 +231,10 @@ def _as_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
 def _unpack(
     fmt: _Format, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Storage tensors -> (codes, float32 scales, keyword arguments of gemm_4bit for double quantization)."""
+    """Storage tensors -> (whole blocks of codes, float32 scales, arguments of gemm_4bit for double quantization)."""
     num_weights = math.prod(fmt.shape)
     first_block, num_blocks = fmt.first // fmt.blocksize, -(-num_weights // fmt.blocksize)
-    codes = _as_bytes(weight, fmt.first // 2, -(-num_weights // 2)).view(-1, 1)
+    codes = _as_bytes(weight, fmt.first // 2, num_blocks * fmt.blocksize // 2).view(-1, 1)
     if not nested:
         return codes, absmax.view(-1).view(torch.float32)[first_block : first_block + num_blocks], {}
     nested_absmax, offset = nested
@@ -262,14 +265,20 @@ def _dequantize(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> tor
     codes, absmax, double = _unpack(fmt, *tensors)
     if double:
         absmax = _decode_absmax(absmax, double)
-    return torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, fmt.blocksize, fmt.quant_type, fmt.shape, dtype)
+    # Rows are blocks: bitsandbytes 0.50's CPU kernel scales wrongly where a row ends in half a block (32 weights).
+    blocks = (absmax.numel(), fmt.blocksize)
+    decoded = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, fmt.blocksize, fmt.quant_type, blocks, dtype)
+    return decoded.view(-1)[: math.prod(fmt.shape)].view(fmt.shape)
 
 
 def _times_transposed(
     x: torch.Tensor, fmt: _Format, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes can."""
+    if x.device.type == "cpu":  # never fused there
+        return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
     codes, absmax, double = _unpack(fmt, *tensors)
+    codes = codes[: -(-math.prod(fmt.shape) // 2)]
     return torch.ops.bitsandbytes.gemm_4bit(
         x, codes, fmt.shape, absmax, fmt.blocksize, fmt.quant_type, bias=bias, **double
     )
