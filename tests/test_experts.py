@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.experts import expert_parameters
+from fsdp_qlora.experts import expert_parameters, router_linears
 from fsdp_qlora.quantize import Bnb4bitExperts
 from tests.reference import batch_loss, encode, load_adapter
 from tests.tiny import PROBE, SIZES, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
@@ -275,9 +275,14 @@ def test_full_training_of_experts_leaves_a_model_that_transformers_loads(models:
     assert abs(after - before) > 1e-3
 
 
-def test_experts_are_found_by_structure() -> None:
-    config = AutoConfig.for_model("gpt_oss", **{**SIZES, **FAMILIES["gpt_oss"]})
+@pytest.mark.parametrize(
+    ("family", "routers"),
+    [("gpt_oss", set()), ("phimoe", {"mlp.router"}), ("qwen2_moe", {"mlp.shared_expert_gate"})],
+)
+def test_experts_and_routers_are_found_by_structure(family: str, routers: set[str]) -> None:
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {})})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    leaves = sorted({name.split(".", 3)[3] for name in expert_parameters(model)})
-    assert leaves == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    in_block = {name.split(".", 3)[3] for name in expert_parameters(model)}
+    assert in_block == {"mlp.experts.down_proj", "mlp.experts.gate_up_proj"}
+    assert {name.split(".", 3)[3] for name in router_linears(model)} == routers
