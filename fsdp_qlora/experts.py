@@ -13,12 +13,17 @@ from torch import nn
 
 from fsdp_qlora.models import find_blocks
 
-# What transformers' eager forwards call with an expert's matrix: linear(x, W [out, in]) or x @ W [in, out].
-_PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+# x @ M. The other product with an expert's matrix in transformers' eager forwards is linear(x, M) = x @ M^T.
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 
 
 class ExpertMatrix:
-    """Takes the place of an expert's matrix where it is multiplied with; anything else sees it decoded."""
+    """Takes the place of an expert's matrix where it is multiplied with; anything else sees it decoded.
+
+    transposed: the matrix is stored [in, out], to be used as x @ M, and not [out, in], as linear(x, M).
+    """
+
+    transposed: bool
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in] -> [.., out], differentiable in x."""
@@ -39,10 +44,14 @@ class ExpertMatrix:
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS and len(args) > 1 and isinstance(args[1], ExpertMatrix):
-            y = args[1].product(args[0])
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return y if bias is None else y + bias
+        matrix = args[1] if len(args) > 1 else None
+        if isinstance(matrix, ExpertMatrix) and not isinstance(args[0], ExpertMatrix):
+            if func in _MATMULS and matrix.transposed and len(args) == 2:
+                return matrix.product(args[0])
+            if func is F.linear and not matrix.transposed:
+                y = matrix.product(args[0])
+                bias = args[2] if len(args) > 2 else kwargs.get("bias")
+                return y if bias is None else y + bias
         decoded = [arg.decoded() if isinstance(arg, ExpertMatrix) else arg for arg in args]
         return func(*decoded, **kwargs)
 
@@ -64,16 +73,16 @@ class AdaptedMatrix(ExpertMatrix):
         transposed: bool,
     ) -> None:
         self._base, self._lora_A, self._lora_B = base, lora_A, lora_B
-        self._scaling, self._transposed = scaling, transposed
+        self._scaling, self.transposed = scaling, transposed
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.matmul(x, self._base) if self._transposed else F.linear(x, self._base)  # type: ignore[arg-type]
+        y = torch.matmul(x, self._base) if self.transposed else F.linear(x, self._base)  # type: ignore[arg-type]
         return torch.add(y, F.linear(F.linear(x, self._lora_A), self._lora_B), alpha=self._scaling)
 
     def decoded(self) -> torch.Tensor:
         base = self._base.decoded() if isinstance(self._base, ExpertMatrix) else self._base
         update = self._lora_B @ self._lora_A
-        return base + self._scaling * (update.T if self._transposed else update)
+        return base + self._scaling * (update.T if self.transposed else update)
 
 
 def is_transposed(experts: nn.Module) -> bool:

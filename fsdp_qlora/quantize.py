@@ -193,6 +193,7 @@ class _Bnb4bitMatrix(ExpertMatrix):
 
     def __init__(self, experts: Bnb4bitExperts, fmt: _Format) -> None:
         self._experts, self._format = experts, fmt
+        self.transposed = fmt.transposed
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self._experts.compute_dtype)
