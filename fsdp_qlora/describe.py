@@ -68,16 +68,17 @@ def check_quantized_share(meta: MetaModel, *, allow_unquantized: bool) -> None:
 
 
 def describe_model(meta: MetaModel) -> str:
-    """One line: architecture, parameters, what is quantized, what trains, the attention kernels."""
+    """One line: architecture, parameters, what is quantized (of all, of the blocks), what trains, attention kernels."""
     counts = count_parameters(meta)
+    share = 100 * counts["quantized"] / counts["in_blocks"]
     experts = f" and {len(meta.target_parameters)} expert parameters" if meta.target_parameters else ""
     return (
         f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, "
-        f"{100 * counts['quantized'] / counts['total']:.1f}% quantized "
-        f"({100 * counts['quantized'] / counts['in_blocks']:.1f}% of the decoder blocks), "
+        f"{100 * counts['quantized'] / counts['total']:.1f}% quantized, "
         f"{format_count(counts['trainable'])} trainable"
         + (f" (LoRA on {len(meta.targets)} layers{experts})" if meta.targets else "")
         + f", attention {meta.model.config._attn_implementation}"
+        + (f", {share:.1f}% of the decoder blocks quantized" if counts["quantized"] else "")
     )
 
 

@@ -109,7 +109,7 @@ class Bnb4bitWeight(QuantizedWeight):
         return _dequantize(self.format, self.compute_dtype, *self._tensors())
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_decode`.
+        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_dequantize`.
         blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
         codes, state = bnb.quantize_4bit(
             blocks,
@@ -276,7 +276,7 @@ def _times_transposed(
     x: torch.Tensor, fmt: _Format, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes can."""
-    if x.device.type == "cpu":  # never fused there
+    if x.device.type == "cpu" and fmt.shape[-1] % fmt.blocksize:  # see _dequantize
         return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
     codes, absmax, double = _unpack(fmt, *tensors)
     codes = codes[: -(-math.prod(fmt.shape) // 2)]
