@@ -3,11 +3,13 @@
 Parts are read with plain reads and not through a memory map: mapped pages count as the process's own memory.
 """
 
+import bisect
+import itertools
 import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -44,11 +46,19 @@ class Part(NamedTuple):
     stop: int
 
 
+class _Joined(NamedTuple):
+    """A tensor made of several in the files. ends: of each part, in elements of the whole."""
+
+    parts: list[str]
+    ends: list[int]
+    shape: torch.Size
+
+
 class Checkpoint:
     """The safetensors files of a model folder, single or indexed.
 
     Attributes:
-        files: tensor name -> file that holds it.
+        files: tensor name -> file that holds it, or its first part.
         bytes_read: of tensors, by this process so far.
     Raises:
         UserError: there are no safetensors files, one is absent, or one is damaged.
@@ -60,6 +70,7 @@ class Checkpoint:
         self._lock = threading.Lock()
         self._descriptors: dict[Path, int] = {}
         self._entries = self._index()
+        self._joined: dict[str, _Joined] = {}
         self.files = {name: entry.file for name, entry in self._entries.items()}
 
     def __del__(self) -> None:
@@ -97,11 +108,24 @@ class Checkpoint:
             "transformers."
         )
 
+    def join(self, name: str, parts: Sequence[str], shape: torch.Size) -> None:
+        """Let `name` be the tensor of this shape whose row-major elements are those of `parts`, one after another.
+
+        Raises:
+            UserError: the parts are stored in different types.
+        """
+        if len(dtypes := {self.dtype(part) for part in parts}) > 1:
+            raise UserError(f"The parts of {name} in {self.folder} have different types: {sorted(map(str, dtypes))}.")
+        ends = list(itertools.accumulate(self.shape(part).numel() for part in parts))
+        assert ends[-1] == shape.numel(), name
+        self._joined[name] = _Joined(list(parts), ends, shape)
+        self.files[name] = self.files[parts[0]]
+
     def shape(self, name: str) -> torch.Size:
-        return self._entries[name].shape
+        return self._joined[name].shape if name in self._joined else self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._entries[name].dtype
+        return self._entries[self._joined[name].parts[0] if name in self._joined else name].dtype
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dim 0, on the CPU, in the file's dtype."""
@@ -115,11 +139,26 @@ class Checkpoint:
         Raises:
             UserError: the file cannot be read.
         """
-        entry = self._entries[name]
-        part = torch.empty(stop - start, dtype=entry.dtype)
-        if part.numel():
-            self._read_into(entry, start * entry.dtype.itemsize, part)
+        part = torch.empty(stop - start, dtype=self.dtype(name))
+        filled = 0
+        for source, first, last in self._whole_tensors(name, start, stop):
+            entry = self._entries[source]
+            self._read_into(entry, first * entry.dtype.itemsize, part[filled : filled + last - first])
+            filled += last - first
         return part
+
+    def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[Part]:
+        """The non-empty parts of tensors in the files that make up elements [start, stop) of `name`."""
+        if name not in self._joined:
+            yield from [Part(name, start, stop)] * (start < stop)
+            return
+        parts, ends, _ = self._joined[name]
+        index = bisect.bisect_right(ends, start)
+        while start < stop:
+            begin = ends[index - 1] if index else 0
+            last = min(stop, ends[index])
+            yield Part(parts[index], start - begin, last - begin)
+            start, index = last, index + 1
 
     def _read_into(self, entry: _Entry, offset: int, part: torch.Tensor) -> None:
         buffer = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]

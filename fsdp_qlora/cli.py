@@ -276,5 +276,5 @@ def _metavar(hint: Any) -> str:
 
 def _show(value: object) -> str:
     if isinstance(value, tuple):
-        return ",".join(map(str, value))
+        return ",".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -56,6 +56,9 @@ class TrainConfig:
     lora_target_modules: tuple[str, ...] = ("all",)
     """Linear layers that get an adapter: all, default (PEFT's choice for the model), or layer names such as
     q_proj,v_proj."""
+    lora_target_parameters: tuple[str, ...] = ()
+    """Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such as
+    mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."""
     batch_size: int = 1
     """Rows per process in one forward pass; raise it until memory is full."""
     context_length: int = 512
@@ -113,6 +116,9 @@ class TrainConfig:
     """Quantize the scales too: saves about 0.4 bits per weight."""
     quant_storage: Literal["auto", "fp32", "bf16"] = "auto"
     """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
+    allow_unquantized: bool = False
+    """Go on when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head are
+    not counted); needs memory for the rest."""
 
     # == data ==
     dataset: str = "alpaca_sample"
@@ -338,10 +344,15 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
-    lora = _changed(c, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+    lora = _changed(c, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters")
     if lora and not kind.has_adapter:
         yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(lora)}, or use --train_type lora.")
-    quantization = _changed(c, "quant_type", "double_quant", "quant_storage")
+    if c.lora_target_parameters and c.lora_dropout:
+        yield (
+            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
+            "without dropout."
+        )
+    quantization = _changed(c, "quant_type", "double_quant", "quant_storage", "allow_unquantized")
     if quantization and kind.quantizer is None:
         yield (
             f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "

@@ -1,48 +1,84 @@
 """What a run is going to do, in a few lines for people, from the model on the meta device."""
 
+import math
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.optim import OPTIMIZER_STATES
 from fsdp_qlora.parallelize import MetaModel
-from fsdp_qlora.quantize import QuantizedLinear
+from fsdp_qlora.quantize import QuantizedWeight
 from fsdp_qlora.verify import count_bytes, format_bytes
+
+_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases
 
 
 def count_parameters(meta: MetaModel) -> dict[str, int]:
-    """Number of parameters: total (the base model's own), quantized, trainable."""
-    quantized = sum(
-        module.in_features * module.out_features
-        for module in meta.model.modules()
-        if isinstance(module, QuantizedLinear)
-    )
+    """Number of parameters: total (the base model's), in_blocks (of it, in decoder blocks), quantized, trainable."""
+    quantized = sum(math.prod(module.shape) for module in meta.model.modules() if isinstance(module, QuantizedWeight))
     stored = {
         id(parameter)
         for module in meta.model.modules()
-        if isinstance(module, QuantizedLinear)
+        if isinstance(module, QuantizedWeight)
         for name, parameter in module.named_parameters(recurse=False)
         if name != "bias"
     }
-    plain = [parameter for parameter in meta.model.parameters() if id(parameter) not in stored]
-    trainable = sum(parameter.numel() for parameter in plain if parameter.requires_grad)
-    total = quantized + sum(parameter.numel() for parameter in plain)
+
+    def plain(module: nn.Module) -> int:
+        return sum(
+            parameter.numel()
+            for parameter in module.parameters()
+            if id(parameter) not in stored and not (has_adapter and parameter.requires_grad)
+        )
+
+    has_adapter = bool(meta.targets or meta.target_parameters)
     return {
-        "total": total - (trainable if meta.targets else 0),
+        "total": quantized + plain(meta.model),
+        "in_blocks": quantized + plain(find_blocks(meta.model)),
         "quantized": quantized,
-        "trainable": trainable,
+        "trainable": sum(parameter.numel() for parameter in meta.model.parameters() if parameter.requires_grad),
     }
 
 
-def describe_model(meta: MetaModel) -> str:
-    """One line: architecture, parameters, what is quantized, what trains, the attention kernels."""
+def check_quantized_share(meta: MetaModel, *, allow_unquantized: bool) -> None:
+    """Refuse a 4-bit base of which too much would stay in 16 bits. Embeddings and head, never quantized, do not count.
+
+    Raises:
+        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
+    """
     counts = count_parameters(meta)
+    share = counts["quantized"] / counts["in_blocks"]
+    if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
+        return
+    plain = {
+        canonical_name(f"{path}.{name}"): parameter.numel()
+        for path, module in find_blocks(meta.model)[-1].named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
+    }
+    largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
+    raise UserError(
+        f"Only {100 * share:.1f}% of the parameters of {type(meta.model).__name__}'s decoder blocks can be quantized; "
+        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
+        "--allow_unquantized true."
+    )
+
+
+def describe_model(meta: MetaModel) -> str:
+    """One line: architecture, parameters, what is quantized (of all, of the blocks), what trains, attention kernels."""
+    counts = count_parameters(meta)
+    share = 100 * counts["quantized"] / counts["in_blocks"]
+    experts = f" and {len(meta.target_parameters)} expert parameters" if meta.target_parameters else ""
     return (
         f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, "
         f"{100 * counts['quantized'] / counts['total']:.1f}% quantized, "
         f"{format_count(counts['trainable'])} trainable"
-        + (f" (LoRA on {len(meta.targets)} layers)" if meta.targets else "")
+        + (f" (LoRA on {len(meta.targets)} layers{experts})" if meta.targets else "")
         + f", attention {meta.model.config._attn_implementation}"
+        + (f", {share:.1f}% of the decoder blocks quantized" if counts["quantized"] else "")
     )
 
 

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.adapters import adapter_parameters
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.experts import expert_parameters
 from fsdp_qlora.models import canonical_name, persistent_buffers
 
 log = logging.getLogger("fsdp_qlora")
@@ -141,9 +143,12 @@ def save_model(
     if is_rank_0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
     for name, parameters in zip(names, files, strict=True):
         state = _gather_all(parameters, dtype, keep=is_rank_0)
         if is_rank_0:
+            state = _as_in_checkpoints(model, state)
+            weight_map |= dict.fromkeys(state, name)
             save_file(state, staging / name, metadata={"format": "pt"})
 
     def write(folder: Path) -> None:
@@ -151,7 +156,7 @@ def save_model(
             (staging / name).replace(folder / name)
         staging.rmdir()
         if len(files) > 1:
-            _write_index(folder, dict(zip(names, files, strict=True)), dtype)
+            _write_index(folder, weight_map, sum(parameter.numel() for _, parameter in _state(model)) * dtype.itemsize)
         saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
         saved.architectures = [type(model).__name__.removeprefix("FSDP")]
         saved.save_pretrained(folder)
@@ -189,10 +194,16 @@ def _file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_index(folder: Path, files: dict[str, _Named], dtype: torch.dtype) -> None:
-    weight_map = {name: file for file, parameters in files.items() for name, _ in parameters}
-    total = sum(parameter.numel() for parameters in files.values() for _, parameter in parameters)
-    index = {"metadata": {"total_size": total * dtype.itemsize}, "weight_map": weight_map}
+def _as_in_checkpoints(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Take the merged parameters of experts apart under their published names, as transformers does on saving."""
+    if not expert_parameters(model):
+        return state
+    parts = revert_weight_conversion(model, state)
+    return {name: tensor.contiguous() for name, tensor in parts.items()}
+
+
+def _write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 

@@ -124,6 +124,7 @@ def build_meta_model(
     dtype: torch.dtype,
     compute_dtype: torch.dtype,
     device: torch.device,
+    experts_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Build the model with every parameter on the meta device and every buffer real.
 
@@ -131,15 +132,17 @@ def build_meta_model(
         attn_implementation: a transformers name, or "auto": the best one that the model and device support.
         dtype: of the parameters.
         compute_dtype, device: decide what "auto" may take; flash-attn needs 16 bits and an Ampere GPU.
+        experts_implementation: of transformers; None takes its choice.
     Raises:
         UserError: the requested attention implementation cannot be used.
     """
     candidates = _attention_candidates(attn_implementation, config, compute_dtype, device)
+    options = {"experts_implementation": experts_implementation} if experts_implementation else {}
     for candidate in candidates:
         try:
             # Buffers stay real: rotary tables are computed at construction and are in no checkpoint.
             with init_empty_weights(include_buffers=False):
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=candidate)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
                 continue

@@ -1,7 +1,7 @@
 """From a checkpoint to a sharded model, in this order: quantize, adapt, checkpoint activations, shard, load."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,13 @@ from torch.distributed.fsdp import (
 )
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.adapters import adapter_modules, add_lora, select_targets
+from fsdp_qlora.adapters import adapter_modules, add_experts_lora, add_lora, select_parameters, select_targets
 from fsdp_qlora.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.experts import expert_parameters, router_linears
 from fsdp_qlora.models import block_linears, build_meta_model, find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.quantize import quantize_linears
+from fsdp_qlora.quantize import quantize_experts, quantize_linears
 from fsdp_qlora.train_types import TrainType
 
 log = logging.getLogger("fsdp_qlora")
@@ -36,14 +37,15 @@ log = logging.getLogger("fsdp_qlora")
 class MetaModel:
     """A model without weights, and which of its layers were changed.
 
-    linears: paths of all its linear layers. targets: those with an adapter. quantized: those with a quantized
-    weight.
+    linears: paths of all its linear layers. targets: those with an adapter.
+    experts: paths of all 3-D expert parameters. target_parameters: those with an adapter.
     """
 
     model: PreTrainedModel
     linears: list[str]
     targets: list[str]
-    quantized: list[str]
+    experts: list[str]
+    target_parameters: list[str]
 
 
 def build_model(
@@ -59,6 +61,7 @@ def build_model(
     lora_alpha: float,
     lora_dropout: float,
     lora_target_modules: list[str],
+    lora_target_parameters: Sequence[str] = (),
 ) -> MetaModel:
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
 
@@ -71,28 +74,32 @@ def build_model(
         dtype=dtype,
         compute_dtype=precision.compute_dtype,
         device=device,
+        # The other implementations multiply with all experts' weights at once, so they would need them decoded.
+        experts_implementation="eager" if train_type.quantizer or lora_target_parameters else None,
     )
-    linears = block_linears(model)
     everywhere = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    routers = router_linears(model)
+    linears = [path for path in block_linears(model) if path not in routers]
     if not linears:
         raise UserError(
             f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be quantized or "
             "adapted. Choose a model of another family."
         )
-    quantized = linears if train_type.quantizer else []
+    experts = expert_parameters(model)
     targets = select_targets(linears, lora_target_modules, config.model_type) if train_type.adapter else []
+    target_parameters = select_parameters(experts, lora_target_parameters)
     if train_type.quantizer:
-        quantize_linears(
-            model,
-            quantized,
-            train_type.quantizer,
-            quant_type=quant_type,
-            double_quant=double_quant,
-            compute_dtype=precision.compute_dtype,
-        )
+        options = {
+            "quant_type": quant_type,
+            "double_quant": double_quant,
+            "compute_dtype": precision.compute_dtype,
+        }
+        quantize_linears(model, linears, train_type.quantizer, **options)
+        quantize_experts(model, experts, train_type.quantizer, **options)
     if train_type.adapter == "lora":
         add_lora(model, targets, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
-    return MetaModel(model, everywhere, targets, quantized)
+        add_experts_lora(model, target_parameters, rank=lora_rank, alpha=lora_alpha)
+    return MetaModel(model, everywhere, targets, experts, target_parameters)
 
 
 def checkpoint_activations(model: nn.Module, *, offload: bool) -> None:

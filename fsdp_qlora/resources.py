@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch import nn
 
-from fsdp_qlora.adapters import LoraAdapter
+from fsdp_qlora.adapters import adapter_modules
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optim import OPTIMIZER_STATES
 from fsdp_qlora.verify import GIB, count_bytes
@@ -37,7 +37,7 @@ def estimate_needs(
         buffer_bytes: host memory for weights in flight while loading.
     """
     counts = count_bytes(model, num_shards)
-    adapters = nn.ModuleList(module for module in model.modules() if isinstance(module, LoraAdapter))
+    adapters = nn.ModuleList(adapter_modules(model))
     stays = sum(part.largest_shard for part in count_bytes(adapters, num_shards).values())
     moves = sum(part.largest_shard for part in counts.values()) - stays
     # Gradients and optimizer state lie where the weights they belong to lie.
@@ -55,10 +55,9 @@ def estimate_needs(
 def _pinned_rounding(model: nn.Module, num_shards: int) -> int:
     """What pinned memory takes beyond the offloaded shards: torch rounds each up to a power of two."""
     pinned = {id(parameter): parameter for parameter in model.parameters()}
-    for module in model.modules():
-        if isinstance(module, LoraAdapter):  # stays on the GPU
-            for parameter in module.parameters():
-                pinned.pop(id(parameter), None)
+    for adapter in adapter_modules(model):  # they stay on the GPU
+        for parameter in adapter.parameters():
+            pinned.pop(id(parameter), None)
     sizes = [-(-parameter.nbytes // num_shards) for parameter in pinned.values()]
     return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 

@@ -124,7 +124,10 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         lora_target_modules=list(config.lora_target_modules),
+        lora_target_parameters=list(config.lora_target_parameters),
     )
+    if train_type.quantizer:
+        describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
     log.info("%s, precision %s", describe.describe_model(meta), precision_name)
     models.warn_of_long_context(model_config, config.context_length)
     num_shards = distributed.num_shards(ranks, world_size, sharding_strategy=config.sharding_strategy)
@@ -290,9 +293,11 @@ def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
     adapter = peft_config(
         plan.meta.linears,
         plan.meta.targets,
+        plan.meta.target_parameters,
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
         base_model=config.model_name,
+        model_config=plan.model_config,
     )
     export.save_adapter(model, adapter, plan.tokenizer, output_dir, is_rank_0=ranks.is_rank_0)

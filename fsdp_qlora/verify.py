@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
 from fsdp_qlora.models import canonical_name, find_blocks
-from fsdp_qlora.quantize import QuantizedLinear
+from fsdp_qlora.quantize import QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -31,7 +31,7 @@ class Tensors:
 def _category(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
     if parameter.requires_grad:
         return "trainable"
-    if isinstance(module, QuantizedLinear):
+    if isinstance(module, QuantizedWeight):
         return "statistics" if name in module.statistics else "codes" if name == "weight" else "frozen"
     return "frozen"
 
@@ -116,7 +116,7 @@ def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str,
     source = sources[f"{name}.weight"]
     whole = checkpoint.read_rows(source, 0, checkpoint.shape(source)[0])
     block.unshard()
-    if isinstance(layer, QuantizedLinear):
+    if isinstance(layer, QuantizedWeight):
         gathered, how = layer.dequantize(), "quantized whole"
         expected = layer.quantize_whole(whole.to(gathered.device))
     else:
@@ -132,12 +132,12 @@ def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str,
     log.info("Self-test: %s, gathered from its shards, is bit-identical to the same weight %s.", name, how)
 
 
-def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, QuantizedLinear | nn.Linear]:
+def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
     """The first linear layer of a block that the checkpoint has, under its name there."""
     first = {id(module) for module in find_blocks(model)[0].modules()}
     for path, module in model.named_modules():
         name = canonical_name(path)
-        if id(module) in first and isinstance(module, QuantizedLinear | nn.Linear) and f"{name}.weight" in sources:
+        if id(module) in first and isinstance(module, QuantizedWeight | nn.Linear) and f"{name}.weight" in sources:
             return name, module
     raise AssertionError("no linear layer in the blocks")
 

@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
 from fsdp_qlora.checkpoint_files import Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.merged_tensors import MergedTensor
 from fsdp_qlora.models import canonical_name, persistent_buffers
-from fsdp_qlora.quantize import QuantizedLinear
+from fsdp_qlora.quantize import QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -92,9 +93,9 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     targets: dict[str, _Target] = {}
     own = {id(parameter) for _, parameter in adapter_parameters(model)}
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedWeight):
             own.update(id(parameter) for name, parameter in module.named_parameters() if name != "bias")
-            targets[canonical_name(f"{path}.weight")] = _quantized(module)
+            targets[canonical_name(f"{path}.{module.weight_name}".rstrip("."))] = _quantized(module)
     for path, parameter in model.named_parameters():
         if id(parameter) not in own:
             targets[canonical_name(path)] = _plain(parameter)
@@ -103,7 +104,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     return targets
 
 
-def _quantized(module: QuantizedLinear) -> _Target:
+def _quantized(module: QuantizedWeight) -> _Target:
     def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
         module.load_shard(values.to(device), mesh)
 
@@ -147,25 +148,37 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
         UserError: tensors are missing, left over or wrongly shaped; each is named with its file.
     """
     expected = {name: target.shape for name, target in _targets(model).items()}
-    renamings = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
     names = dict.fromkeys(expected)
     sources: dict[str, str] = {}
+    merged: dict[str, MergedTensor] = {}
     extra: list[str] = []
     for source in checkpoint.files:
-        name = source
+        name, pattern = source, None
         if name not in expected:
-            name, _ = rename_source_key(source, renamings, [], model.base_model_prefix, names)  # type: ignore[arg-type]
-        if name in expected:
+            name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)  # type: ignore[arg-type]
+        if name in expected and pattern is not None:
+            merged.setdefault(name, MergedTensor(name, expected[name], converters)).add(source, pattern)
+        elif name in expected:
             sources[name] = source
         elif not _may_be_left_over(model, name):
             extra.append(source)
-    problems = [f"missing: {name} {list(expected[name])}" for name in expected if name not in sources]
+    problems = []
+    for name, tensor in merged.items():
+        missing = tensor.missing()
+        problems += [f"missing: {part} (a part of {name})" for part in missing]
+        if not missing:
+            checkpoint.join(name, *tensor.whole(checkpoint))
+        sources[name] = name
+    problems += [f"missing: {name} {list(expected[name])}" for name in expected if name not in sources]
     problems += [f"not in this architecture: {name} (in {checkpoint.files[name].name})" for name in extra]
     problems += [
         f"wrong shape: {source} in {checkpoint.files[source].name} is {list(checkpoint.shape(source))}, "
         f"the model's is {list(expected[name])}"
         for name, source in sources.items()
-        if checkpoint.shape(source) != expected[name]
+        if source in checkpoint.files and checkpoint.shape(source) != expected[name]
     ]
     if problems:
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))

@@ -19,7 +19,7 @@ def option_tables() -> str:
 
 
 def _shown(value: object) -> str:
-    if value is None or value == "":
+    if value is None or value in ("", ()):
         return ""
     if isinstance(value, tuple):
         value = " ".join(value)

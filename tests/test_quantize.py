@@ -85,7 +85,7 @@ def test_shards_are_bitsandbytes_own_bytes_on_any_number_of_ranks(world_size: in
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("double_quant", [True, False])
-@pytest.mark.parametrize("shape", [(96, 128), (50, 33)])
+@pytest.mark.parametrize("shape", [(96, 128), (50, 33), (50, 96)])  # the last: rows of one and a half blocks
 def test_forward_and_gradient_are_those_of_the_decoded_weight(
     quant_type: str, double_quant: bool, shape: tuple[int, int]
 ) -> None:
@@ -105,13 +105,24 @@ def test_forward_and_gradient_are_those_of_the_decoded_weight(
     y = layer(x)
     y.backward(grad_y)
 
-    weight = bnb.dequantize_4bit(codes, state).double()
+    weight = _decode(codes, state, shape)
     x64 = x.detach().double().requires_grad_()
     y64 = torch.nn.functional.linear(x64, weight, linear.bias.detach().double())
     y64.backward(grad_y.double())
     assert _relative_error(y, y64) < 1e-6
     assert x.grad is not None and x64.grad is not None
     assert _relative_error(x.grad, x64.grad) < 1e-6
+
+
+def _decode(codes: torch.Tensor, state: bnb.QuantState, shape: tuple[int, int]) -> torch.Tensor:
+    """The format's definition in float64: a table of 16 values, the high half of a byte first, times the absmax."""
+    absmax = state.absmax
+    if state.nested:
+        absmax = bnb.dequantize_blockwise(absmax, state.state2) + state.offset
+    table = bnb.get_4bit_type(state.quant_type, "cpu").double()
+    flat = codes.flatten().long()
+    values = table[torch.stack((flat >> 4, flat & 15), dim=1).flatten()][: shape[0] * shape[1]]
+    return (values * absmax.double().repeat_interleave(64)[: len(values)]).view(shape)
 
 
 def _fill(layer: Bnb4bitLinear, name: str, value: torch.Tensor) -> None:

@@ -1,0 +1,118 @@
+"""Mixture-of-experts layers of transformers: which parameters hold experts, and one expert's matrix as an operand.
+
+transformers keeps the experts of a layer in 3-D parameters, [experts, out, in] or (transposed) [experts, in, out],
+and its eager forward multiplies with `parameter[e]`, one expert at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_qlora.models import find_blocks
+
+# x @ M. The other product with an expert's matrix in transformers' eager forwards is linear(x, M) = x @ M^T.
+_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+
+
+class ExpertMatrix:
+    """Takes the place of an expert's matrix where it is multiplied with; anything else sees it decoded.
+
+    transposed: the matrix is stored [in, out], to be used as x @ M, and not [out, in], as linear(x, M).
+    """
+
+    transposed: bool
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x [.., in] -> [.., out], differentiable in x."""
+        raise NotImplementedError
+
+    def decoded(self) -> torch.Tensor:
+        """The matrix as it is stored, as a tensor."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        # .shape, .dtype, .float() and the like of the families that ask for them
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.decoded(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        matrix = args[1] if len(args) > 1 else None
+        if isinstance(matrix, ExpertMatrix) and not isinstance(args[0], ExpertMatrix):
+            if func in _MATMULS and matrix.transposed and len(args) == 2:
+                return matrix.product(args[0])
+            if func is F.linear and not matrix.transposed:
+                y = matrix.product(args[0])
+                bias = args[2] if len(args) > 2 else kwargs.get("bias")
+                return y if bias is None else y + bias
+        decoded = [arg.decoded() if isinstance(arg, ExpertMatrix) else arg for arg in args]
+        return func(*decoded, **kwargs)
+
+
+class AdaptedMatrix(ExpertMatrix):
+    """An expert's matrix plus the product of two low-rank ones.
+
+    Args:
+        base: the expert's matrix, as it is stored. lora_A [rank, in], lora_B [out, rank]: scaled by `scaling`.
+    """
+
+    def __init__(
+        self,
+        base: ExpertMatrix | torch.Tensor,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        *,
+        scaling: float,
+        transposed: bool,
+    ) -> None:
+        self._base, self._lora_A, self._lora_B = base, lora_A, lora_B
+        self._scaling, self.transposed = scaling, transposed
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.matmul(x, self._base) if self.transposed else F.linear(x, self._base)  # type: ignore[arg-type]
+        return torch.add(y, F.linear(F.linear(x, self._lora_A), self._lora_B), alpha=self._scaling)
+
+    def decoded(self) -> torch.Tensor:
+        base = self._base.decoded() if isinstance(self._base, ExpertMatrix) else self._base
+        update = self._lora_B @ self._lora_A
+        return base + self._scaling * (update.T if self.transposed else update)
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether the module's parameters are [experts, in, out]."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def _loops_over_experts(module: nn.Module) -> bool:
+    """transformers puts this attribute on the experts modules for which it chooses the implementation."""
+    return hasattr(module, "is_transposed")
+
+
+def router_linears(model: nn.Module) -> list[str]:
+    """Paths of the linear layers that choose or weigh experts: small, and too sensitive for 4 bits or an adapter."""
+    routers = []
+    for path, module in model.named_modules():
+        counts = {child.num_experts for child in module.children() if _loops_over_experts(child)}
+        for name, child in module.named_children():
+            if counts and isinstance(child, nn.Linear) and child.out_features in {1, *counts}:
+                routers.append(f"{path}.{name}")
+    return routers
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Paths of the 3-D parameters inside the decoder blocks whose experts are used one at a time."""
+    inside = {id(module) for module in find_blocks(model).modules()}
+    return [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if id(module) in inside and _loops_over_experts(module)
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3 and parameter.is_floating_point()
+    ]
