@@ -23,7 +23,7 @@ log = logging.getLogger("fsdp_qlora")
 def run(config: TrainConfig) -> None:
     """One rank's part of a run."""
     # Imported here so that --help and wrong options answer at once.
-    from fsdp_qlora import describe, distributed, export, hub, models, parallelize, verify, weights
+    from fsdp_qlora import describe, distributed, export, hub, models, packed, parallelize, verify, weights
     from fsdp_qlora.adapters import peft_config
     from fsdp_qlora.checkpoint_files import Checkpoint
     from fsdp_qlora.data.prepare import prepare_data
@@ -52,6 +52,10 @@ def run(config: TrainConfig) -> None:
     folder = hub.find_model_folder(config.model_name, with_weights=not config.dry_run)
     export.check_keeps_model(output_dir, folder)
     model_config = models.load_config(folder, config.model_name)
+    prequantized = packed.take_settings(model_config, config.model_name)
+    if prequantized:
+        train_type.check_takes_4bit(config.train_type, config.model_name)
+        log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
     tokenizer = models.load_tokenizer(folder, config.model_name)
     meta = parallelize.build_model(
         model_config,
@@ -65,9 +69,11 @@ def run(config: TrainConfig) -> None:
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         lora_target_modules=list(config.lora_target_modules),
+        prequantized=prequantized,
     )
     checkpoint = None if config.dry_run else Checkpoint(folder)
-    sources = weights.match_tensors(meta.model, checkpoint) if checkpoint else {}
+    is_packed = prequantized is not None
+    sources = weights.match_tensors(meta.model, checkpoint, packed=is_packed) if checkpoint else {}
     log.info("%s, precision %s", describe.describe_model(meta), precision_name)
 
     # The rows, tokenized before the ranks meet: no collective waits for it.
@@ -134,12 +140,13 @@ def run(config: TrainConfig) -> None:
         mesh,
         ranks.device,
         seed=config.seed,
+        packed=is_packed,
         max_bytes_in_flight=config.loading_buffer_mib * 2**20,
         show_progress=ranks.is_rank_0,
     )
     memory.record("after loading")
     verify.check_byte_account(model, mesh)
-    verify.check_one_layer(model, checkpoint, sources)
+    verify.check_one_layer(model, checkpoint, sources, packed=is_packed)
 
     # Train.
     optimizer = ShardedOptimizer(model, config.optimizer, lr=config.learning_rate, weight_decay=config.wd)

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_qlora.adapters import adapter_modules, add_lora, select_targets
 from fsdp_qlora.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.models import block_linears, build_meta_model, find_blocks, has_tied_embeddings
+from fsdp_qlora.packed import Bnb4bitSettings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantize import quantize_linears
 from fsdp_qlora.train_types import TrainType
@@ -58,10 +59,14 @@ def build_model(
     lora_alpha: float,
     lora_dropout: float,
     lora_target_modules: list[str],
+    prequantized: Bnb4bitSettings | None = None,
 ) -> MetaModel:
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
 
     Trainable parameters are float32; frozen ones have the precision's dtypes.
+
+    Args:
+        prequantized: how the checkpoint is quantized already; it then decides which layers are, and how.
     """
     dtype = torch.float32 if train_type.trains == "all" else precision.frozen_dtype
     model = build_meta_model(
@@ -73,6 +78,9 @@ def build_model(
     )
     linears = block_linears(model)
     quantized = linears if train_type.quantizer else []
+    if prequantized:
+        quant_type, double_quant = prequantized.quant_type, prequantized.double_quant
+        quantized = [path for path in linears if prequantized.is_quantized(path)]
     targets = select_targets(linears, lora_target_modules, config.model_type) if train_type.adapter else []
     if train_type.quantizer:
         quantize_linears(
