@@ -23,7 +23,7 @@ log = logging.getLogger("fsdp_qlora")
 def run(config: TrainConfig) -> None:
     """One rank's part of a run."""
     # Imported here so that --help and wrong options answer at once.
-    from fsdp_qlora import describe, distributed, export, hub, models, packed, parallelize, verify, weights
+    from fsdp_qlora import describe, distributed, export, hub, models, packed, parallelize, quant_cache, verify, weights
     from fsdp_qlora.adapters import peft_config
     from fsdp_qlora.checkpoint_files import Checkpoint
     from fsdp_qlora.data.prepare import prepare_data
@@ -133,17 +133,21 @@ def run(config: TrainConfig) -> None:
     parallelize.materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
     memory.record("after sharding")
     assert checkpoint is not None
-    weights.load_weights(
+    load_weights = functools.partial(
+        weights.load_weights,
         model,
-        checkpoint,
-        sources,
-        mesh,
-        ranks.device,
+        mesh=mesh,
+        device=ranks.device,
         seed=config.seed,
-        packed=is_packed,
         max_bytes_in_flight=config.loading_buffer_mib * 2**20,
         show_progress=ranks.is_rank_0,
     )
+    layers = {} if is_packed else weights.quantized_layers(model)
+    cache = quant_cache.open_cache(config.quant_cache, layers, checkpoint, sources, ranks, mesh)
+    if cache:
+        cache.load(load_weights)
+    else:
+        load_weights(checkpoint=checkpoint, sources=sources, packed=is_packed)
     memory.record("after loading")
     verify.check_byte_account(model, mesh)
     verify.check_one_layer(model, checkpoint, sources, packed=is_packed)

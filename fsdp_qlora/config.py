@@ -113,6 +113,9 @@ class TrainConfig:
     """Quantize the scales too: saves about 0.4 bits per weight."""
     quant_storage: Literal["auto", "fp32", "bf16"] = "auto"
     """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
+    quant_cache: str = "auto"
+    """Folder that keeps the quantized weights (a quarter of the model's size) for the next start, with any number
+    of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off keeps nothing."""
 
     # == data ==
     dataset: str = "alpaca_sample"
@@ -292,6 +295,7 @@ _LIMITS: dict[str, _Limit] = {
     "master_addr": _NOT_EMPTY,
     "master_port": (lambda value: 0 <= value <= 65535, "between 0 and 65535"),
     "model_name": _NOT_EMPTY,
+    "quant_cache": _NOT_EMPTY,
     "lora_rank": _at_least(1),
     "lora_alpha": _at_least(1),
     "lora_dropout": _SHARE_BELOW_ONE,
@@ -342,6 +346,8 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     if lora and not kind.has_adapter:
         yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(lora)}, or use --train_type lora.")
     quantization = _changed(c, "quant_type", "double_quant", "quant_storage")
+    if c.quant_cache not in ("auto", "off"):
+        quantization.append("quant_cache")
     if quantization and kind.quantizer is None:
         yield (
             f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "

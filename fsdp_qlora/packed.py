@@ -10,6 +10,7 @@ These are the bytes of Bnb4bitLinear's parameters, so a rank's part of a file is
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -96,12 +97,12 @@ class Stored(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def stored_parameters(layer: Bnb4bitLinear) -> dict[str, Stored]:
     """What follows the weight's name in a checkpoint -> the parameter that is stored there."""
-    num_weights = layer.shape[0] * layer.shape[1]
+    num_weights = math.prod(layer.shape)
     stored = {"": Stored("weight", torch.uint8, (-(-num_weights // 2), 1))}
     if not layer.double_quant:
         return stored | {".absmax": Stored("absmax", torch.float32, (layer.num_blocks,))}

@@ -36,6 +36,7 @@ def load_weights(
     *,
     seed: int,
     packed: bool = False,
+    keep: Callable[[str], None] | None = None,
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
 ) -> None:
@@ -47,6 +48,7 @@ def load_weights(
     Args:
         sources: what `match_tensors` gives.
         packed: the checkpoint's weights are 4-bit already, as bitsandbytes saves them.
+        keep: called with the name of each weight that has been stored.
         max_bytes_in_flight: host memory for parts that are read but not yet stored.
     Raises:
         UserError: a file cannot be read, or a weight is not finite.
@@ -61,6 +63,8 @@ def load_weights(
         values = read_ahead(checkpoint, parts, max_bytes=max_bytes_in_flight)
         for name, size, value in zip(names, sizes, values, strict=True):
             _store(targets[name], value, mesh, device, name)
+            if keep:
+                keep(name)
             bar.update(size)
     seconds = time.perf_counter() - started
     log.info(
@@ -122,6 +126,15 @@ def _quantized(module: QuantizedLinear) -> _Target:
         module.load_shard(values.to(device), mesh)
 
     return _Target(torch.Size(module.shape), module.shard_range, store)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Name of a weight in the checkpoint -> the layer that keeps it quantized, in the order of the model."""
+    return {
+        canonical_name(f"{path}.weight"): module
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
 
 
 def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
