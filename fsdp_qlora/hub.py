@@ -12,7 +12,7 @@ from fsdp_qlora.errors import UserError
 log = logging.getLogger("fsdp_qlora")
 
 HUB_TIMEOUT_SECONDS = 10
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 # The first row that fits an error is taken.
 _REASONS: dict[type[Exception], str] = {
@@ -73,7 +73,7 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
     refusal = ask_hub(model_name, "model")
     if refusal is not None:
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
-    patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
+    patterns = [*SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
     try:
         return Path(snapshot_download(model_name, allow_patterns=patterns, local_files_only=refusal is not None))
     except Exception as error:  # of the HTTP library, the hub's client or the file system

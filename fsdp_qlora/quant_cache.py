@@ -193,7 +193,7 @@ class _Writer:
         """Make the files. Raises _Unavailable on every rank when the leader cannot."""
         if self.leads:
             with self._collecting_failure():
-                self._lock = _hold(self.target)
+                self._lock = hold(self.target)
                 if self._lock is None:
                     raise _Unavailable("another run is writing it")
                 if self.target.exists():
@@ -316,7 +316,7 @@ def _from_every_rank(message: str | None, group: dist.ProcessGroup | None = None
     return [text for text in messages if text is not None]
 
 
-def _hold(target: Path) -> FileLock | None:
+def hold(target: Path) -> FileLock | None:
     """The lock of an entry; None when another process has it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(f"{target}.lock")
@@ -330,10 +330,16 @@ def _hold(target: Path) -> FileLock | None:
 def _remove_leftovers(root: Path) -> None:
     """Remove what runs were writing when they ended before its end."""
     for folder in root.glob("*.writing"):
-        lock = _hold(root / folder.stem)
+        lock = hold(root / folder.stem)
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()
+
+
+def last_used(folder: Path) -> float:
+    """When an entry was last written or read, in seconds since 1970."""
+    about = folder / _CHECKSUMS
+    return (about if about.is_file() else folder).stat().st_mtime
 
 
 def _damaged(target: Path) -> Path:
@@ -403,7 +409,8 @@ class QuantCache:
             failure = str(error)
         failures = _from_every_rank(failure)
         if not failures:
-            os.utime(self.folder / _CHECKSUMS)  # when it was last used, for --list
+            with contextlib.suppress(OSError):  # a cache that may only be read
+                os.utime(self.folder / _CHECKSUMS)  # for `last_used`
             log.info("  its quantized weights come from the cache, checked: %s", self.folder)
             return True
         log.warning(

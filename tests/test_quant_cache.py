@@ -238,3 +238,14 @@ def test_a_file_of_the_hub_is_known_by_the_name_of_its_blob(tmp_path: Path) -> N
     (blobs / "5f3a").write_bytes(b"content")
     (snapshot / "model.safetensors").symlink_to(blobs / "5f3a")
     assert _file_identity(snapshot / "model.safetensors") == ["model.safetensors", 7, "5f3a"]
+
+
+@pytest.mark.parametrize("options", [{"sharding_strategy": "ddp"}, {"use_cpu_offload": True}, {"precision": "bf16"}])
+def test_other_ways_to_hold_the_model_write_and_read_the_same_entry(
+    options: dict[str, object], run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+) -> None:
+    output, losses = run(2, **options)
+    assert KEPT in output and names(tmp_path / "cache") == ["entry"]
+    assert FROM_CACHE in run(2)[0]
+    output, again = run(2, **options)
+    assert FROM_CACHE in output and again == losses
