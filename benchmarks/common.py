@@ -1,7 +1,6 @@
 """What the benchmarks share: our trainer built as train.py builds it, random weights, and the machine's name."""
 
 import json
-import math
 import os
 import platform
 import time
@@ -15,13 +14,13 @@ import numpy as np
 import peft
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora import distributed, parallelize, verify, weights
+from fsdp_qlora.checkpoint_files import Checkpoint, _Entry
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.describe import count_parameters
 from fsdp_qlora.distributed import Ranks, derive_seed
-from fsdp_qlora.models import build_meta_model
 from fsdp_qlora.optim import ShardedOptimizer
 from fsdp_qlora.precision import PRECISIONS
 from fsdp_qlora.train_types import TRAIN_TYPES
@@ -30,7 +29,7 @@ from fsdp_qlora.trainer import Schedule, Trainer
 _CHUNK = 2**24  # random weights made at a time
 
 
-class RandomWeights(weights.Checkpoint):
+class RandomWeights(Checkpoint):
     """Stands in for a model's files: normal weights made on the device, a pure function of name and seed.
 
     Like a file it gives any part of any tensor, so the package's loader runs on it unchanged and the whole
@@ -40,24 +39,21 @@ class RandomWeights(weights.Checkpoint):
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, std: float = 0.02, seed: int = 0
     ) -> None:
-        self.folder = Path("random weights")
-        self.dtype, self.device, self.std, self.seed = dtype, device, std, seed
-        model = build_meta_model(config, attn_implementation="eager", dtype=dtype, device=device)
-        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        self.files = {name: self.folder / name for name in self.shapes}
+        self.config, self.made_dtype, self.device, self.std, self.seed = config, dtype, device, std, seed
+        super().__init__(Path("random weights"))
 
-    def shape(self, name: str) -> torch.Size:
-        return self.shapes[name]
-
-    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of dim 0, on the device."""
-        row = math.prod(self.shapes[name][1:])
-        return self.read_flat(name, start * row, stop * row).view(-1, *self.shapes[name][1:])
+    def _index(self) -> dict[str, _Entry]:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        return {
+            name: _Entry(self.folder / name, self.made_dtype, parameter.shape, 0)
+            for name, parameter in model.named_parameters()
+        }
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the row-major flattened tensor, on the device."""
-        values = torch.ones(stop - start, dtype=self.dtype, device=self.device)
-        if len(self.shapes[name]) == 1:
+        values = torch.ones(stop - start, dtype=self.made_dtype, device=self.device)
+        if len(self.shape(name)) == 1:
             return values
         for chunk in range(start // _CHUNK, -(-stop // _CHUNK)):
             first = chunk * _CHUNK
@@ -68,8 +64,8 @@ class RandomWeights(weights.Checkpoint):
 
     def _chunk(self, name: str, chunk: int) -> torch.Tensor:
         generator = torch.Generator(self.device).manual_seed(derive_seed("random weights", self.seed, name, chunk))
-        size = min(_CHUNK, self.shapes[name].numel() - chunk * _CHUNK)
-        empty = torch.empty(size, dtype=self.dtype, device=self.device)
+        size = min(_CHUNK, self.shape(name).numel() - chunk * _CHUNK)
+        empty = torch.empty(size, dtype=self.made_dtype, device=self.device)
         return empty.normal_(0.0, self.std, generator=generator)
 
 
@@ -85,7 +81,7 @@ class Run:
 
 def build_run(
     config: PretrainedConfig,
-    checkpoint: weights.Checkpoint,
+    checkpoint: Checkpoint,
     data: TokenizedRows,
     ranks: Ranks,
     *,

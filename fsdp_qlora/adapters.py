@@ -45,7 +45,10 @@ class LoraLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.add(self.base_layer(x), self.lora(x), alpha=self.scaling)
+        # The adapter first: it alone keeps something for the backward pass, so the recomputation of a checkpointed
+        # block can stop before the product of the block's last base layer.
+        update = self.lora(x)
+        return torch.add(self.base_layer(x), update, alpha=self.scaling)
 
 
 def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:

@@ -139,6 +139,13 @@ def build_meta_model(
     raise AssertionError("no attention candidate")
 
 
+def warn_of_long_context(config: PretrainedConfig, context_length: int) -> None:
+    """Say so when rows may be longer than what the model was made for."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and context_length > longest:
+        log.warning("context_length %d is more than the model's own limit of %d positions.", context_length, longest)
+
+
 def find_blocks(model: nn.Module) -> nn.ModuleList:
     """The list of decoder blocks: of all module lists the one that holds the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]

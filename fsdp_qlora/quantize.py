@@ -208,9 +208,9 @@ class _Matmul4bit(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, fmt: _Format, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        ctx.format = fmt
-        # Gathered weights: FSDP2 refills these same tensors before the backward pass.
-        ctx.save_for_backward(*tensors)
+        # Gathered weights: FSDP2 refills these same tensors before the backward pass. Kept as attributes and not
+        # by save_for_backward, they are nothing that activation checkpointing would have to recompute.
+        ctx.format, ctx.tensors = fmt, tensors
         codes, absmax, nested = _unpack(fmt, *tensors)
         return torch.ops.bitsandbytes.gemm_4bit(
             x, codes, fmt.shape, absmax, fmt.blocksize, fmt.quant_type, bias=bias, **nested
@@ -219,7 +219,7 @@ class _Matmul4bit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grads
-        tensors = ctx.saved_tensors
+        tensors = ctx.tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_y @ _dequantize(ctx.format, grad_y.dtype, *tensors)

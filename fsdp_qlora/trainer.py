@@ -96,6 +96,7 @@ class Trainer:
         self.schedule, self.precision = schedule, precision
         self.num_replicas, self.max_grad_norm = num_replicas, max_grad_norm
         self.sync_every_micro_batch, self.pad_token_id = sync_every_micro_batch, pad_token_id
+        self.gradient_sync = True  # FSDP2's initial state
         self.skip_logits = can_skip_logits(model)
 
     def train_step(self, step: int, rows: np.ndarray, lr: float) -> dict[str, Any]:
@@ -114,7 +115,7 @@ class Trainer:
         losses = []
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
-            set_gradient_sync(self.model, last or self.sync_every_micro_batch)
+            self._set_gradient_sync(last or self.sync_every_micro_batch)
             # Randomness is a function of the micro-batch alone, so that a run can be repeated and resumed.
             global_index = index * self.ranks.world_size + self.ranks.rank
             torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
@@ -162,6 +163,11 @@ class Trainer:
         num_targets = int(data.num_targets[rows].sum())
         total = gather_numbers([local_sum], self.ranks.device).sum().item()
         return {"eval_loss": total / num_targets, "num_target_tokens": num_targets}
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        if enabled != self.gradient_sync:  # it walks all modules
+            set_gradient_sync(self.model, enabled)
+            self.gradient_sync = enabled
 
     def _micro_batches(self, rows: np.ndarray, data: TokenizedRows | None = None) -> list[dict[str, torch.Tensor]]:
         data = data or self.data

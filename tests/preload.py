@@ -1,6 +1,5 @@
 """Imports what a rank needs, once, in the server process that forks the ranks."""
 
-import importlib
+from fsdp_qlora.run import run
 
-for name in ("describe", "export", "parallelize", "trainer", "verify", "weights"):
-    importlib.import_module(f"fsdp_qlora.{name}")
+__all__ = ["run"]

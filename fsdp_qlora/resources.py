@@ -1,0 +1,100 @@
+"""Whether a run's weights fit into this machine, asked before the first byte is read."""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from fsdp_qlora.adapters import LoraAdapter
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.optim import OPTIMIZER_STATES
+from fsdp_qlora.verify import GIB, count_bytes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a rank needs at least, before activations: on its device, and on the host."""
+
+    device: int
+    host: int
+
+
+def estimate_needs(
+    model: nn.Module,
+    *,
+    num_shards: int,
+    optimizer: str,
+    cpu_offload: bool,
+    buffer_bytes: int,
+    device: torch.device,
+) -> Needs:
+    """Shards, gradients, optimizer state and one gathered block of a model on the meta device.
+
+    Args:
+        buffer_bytes: host memory for weights in flight while loading.
+    """
+    counts = count_bytes(model, num_shards)
+    adapters = nn.ModuleList(module for module in model.modules() if isinstance(module, LoraAdapter))
+    stays = sum(part.largest_shard for part in count_bytes(adapters, num_shards).values())
+    moves = sum(part.largest_shard for part in counts.values()) - stays
+    # Gradients and optimizer state lie where the weights they belong to lie.
+    extra = 1 + OPTIMIZER_STATES[optimizer]
+    training = counts["trainable"].largest_shard * extra
+    on_host = (moves + (training if not stays else 0)) if cpu_offload else 0
+    on_device = moves + stays + training - on_host
+    if device.type == "cpu":
+        return Needs(device=0, host=on_device + on_host + buffer_bytes)
+    return Needs(device=on_device, host=on_host + buffer_bytes)
+
+
+def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:
+    """Refuse a run that cannot fit, with the numbers and what would help.
+
+    Raises:
+        UserError: the device or the host has less memory free than the weights alone need.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if needs.device > free:
+            advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
+            raise UserError(
+                f"This rank's weights, gradients and optimizer state need {needs.device / GIB:.1f} GiB of GPU memory, "
+                f"and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. {advice}more GPUs, a smaller --lora_rank or "
+                "a smaller model need less."
+            )
+    free = host_memory_free(ranks_on_host)
+    if needs.host > free:
+        raise UserError(
+            f"This rank needs {needs.host / GIB:.1f} GiB of host memory to load its part of the model, and "
+            f"{free / GIB:.1f} GiB are left for it ({ranks_on_host} on this machine). More ranks, --use_cpu_offload "
+            "false, a smaller --loading_buffer_mib or a smaller model need less."
+        )
+
+
+def host_memory_free(ranks_on_host: int) -> int:
+    """Bytes of host memory that one of the ranks may still take: the machine's, the container's, the process's."""
+    limits = [psutil.virtual_memory().available // ranks_on_host]
+    if (in_container := _cgroup_free()) is not None:
+        limits.append(in_container // ranks_on_host)
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limits.append(most - psutil.Process().memory_info().vms)
+    return max(0, min(limits))
+
+
+def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's memory limit (cgroup v2 or v1) leaves; None without one."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+        except (OSError, ValueError):
+            continue
+        # Version 1 writes "no limit" as a huge number.
+        return int(most) - now if most.isdigit() and int(most) < 2**60 else None
+    return None

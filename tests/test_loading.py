@@ -1,0 +1,98 @@
+"""How much a rank reads and holds while it loads."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.tiny import SIZES, make_tokenizer, on_ranks
+
+MIB = 2**20
+
+
+def make_big_model(folder: Path, *, layers: int) -> int:
+    """A bf16 llama of 25 MiB a layer in as many files; returns the bytes of its quantized weights."""
+    sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64}
+    config = AutoConfig.for_model("llama", **{**sizes, "num_key_value_heads": 16, "num_hidden_layers": layers})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config.save_pretrained(folder)
+    make_tokenizer(folder)
+    generator = torch.Generator().manual_seed(0)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.state_dict().items():
+        file = f"model-{name.split('.')[2] if '.layers.' in name else 'rest'}.safetensors"
+        value = torch.randn(parameter.shape, generator=generator).mul_(0.02).bfloat16()
+        files.setdefault(file, {})[name] = value
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return sum(p.numel() * 2 for name, p in model.state_dict().items() if "_proj" in name)
+
+
+def _peak_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
+
+def _load(folder: Path, result: Path) -> int:
+    """Build, shard and load as train.py does, and note what it took."""
+    from fsdp_qlora import distributed, models, parallelize, verify, weights
+    from fsdp_qlora.checkpoint_files import Checkpoint
+    from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.train_types import TRAIN_TYPES
+
+    ranks = distributed.read_ranks()
+    precision = PRECISIONS["bf16"]
+    meta = parallelize.build_model(
+        models.load_config(folder, "big"),
+        TRAIN_TYPES["qlora"],
+        precision,
+        ranks.device,
+        attn_implementation="auto",
+        quant_type="nf4",
+        double_quant=True,
+        lora_rank=4,
+        lora_alpha=4,
+        lora_dropout=0.0,
+        lora_target_modules=["all"],
+    )
+    checkpoint = Checkpoint(folder)
+    sources = weights.match_tensors(meta.model, checkpoint)
+    distributed.start_process_group(ranks)
+    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    model = meta.model
+    parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
+    shard = sum(part.largest_shard for part in verify.count_bytes(model, ranks.world_size).values())
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _peak_kib()
+    parallelize.materialize(model, ranks.device, cpu_offload=False)
+    weights.load_weights(
+        model, checkpoint, sources, mesh, ranks.device, seed=0, max_bytes_in_flight=64 * MIB, show_progress=False
+    )
+    measured = {
+        "bytes_read": checkpoint.bytes_read,
+        "shard_bytes": shard,
+        "growth_bytes": (_peak_kib() - before) * 1024,
+    }
+    (result / f"{os.environ['RANK']}.json").write_text(json.dumps(measured))
+    distributed.stop_process_group()
+    return 0
+
+
+def test_a_rank_reads_its_part_and_holds_its_shard_and_the_parts_in_flight(tmp_path: Path) -> None:
+    quantized_bytes = make_big_model(tmp_path, layers=24)
+    statuses, output = on_ranks(2, _load, (tmp_path, tmp_path), tmp_path / "logs")
+    assert statuses == [0, 0], output
+    file_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    for rank in range(2):
+        measured = json.loads((tmp_path / f"{rank}.json").read_text())
+        rest = file_bytes - quantized_bytes
+        assert measured["bytes_read"] <= (quantized_bytes / 2) * 1.02 + rest
+        # 64 MiB in flight, and about 120 of temporary values and of what the allocator keeps, which do not grow
+        # with the model. Half of the 588 MiB of weights in memory would break this.
+        assert measured["growth_bytes"] <= measured["shard_bytes"] + (64 + 160) * MIB, measured

@@ -1,0 +1,99 @@
+"""A run that cannot fit is refused before anything is read."""
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from fsdp_qlora import resources
+from fsdp_qlora.parallelize import build_model
+from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.train_types import TRAIN_TYPES
+from tests.tiny import flags, make_rows, on_ranks, write_rows
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def _needs(train_type: str, device: torch.device, *, cpu_offload: bool, num_shards: int = 2) -> resources.Needs:
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=1000,
+    )
+    meta = build_model(
+        config,
+        TRAIN_TYPES[train_type],
+        PRECISIONS["bf16"],
+        CPU,
+        attn_implementation="auto",
+        quant_type="nf4",
+        double_quant=False,
+        lora_rank=8,
+        lora_alpha=8,
+        lora_dropout=0.0,
+        lora_target_modules=["all"],
+    )
+    return resources.estimate_needs(
+        meta.model, num_shards=num_shards, optimizer="adamw", cpu_offload=cpu_offload, buffer_bytes=7, device=device
+    )
+
+
+def test_needs_are_the_shards_with_what_training_adds() -> None:
+    block = 4 * 512 * 512 + 3 * 512 * 1024
+    linears = 4 * block
+    rest = 2 * 1000 * 512 + 9 * 512
+    lora = 4 * 8 * (4 * (512 + 512) + 3 * (512 + 1024))
+    # NF4 without double quantization: half a byte a weight, and a float32 for each 64.
+    base = linears / 2 + linears / 64 * 4 + rest * 2
+    assert _needs("qlora", CUDA, cpu_offload=False) == resources.Needs(int(base + lora * 16) // 2, 7)
+    assert _needs("qlora", CUDA, cpu_offload=True) == resources.Needs(lora * 16 // 2, int(base) // 2 + 7)
+    assert _needs("qlora", CPU, cpu_offload=False) == resources.Needs(0, int(base + lora * 16) // 2 + 7)
+    assert _needs("full", CUDA, cpu_offload=True) == resources.Needs(0, (linears + rest) * 16 // 2 + 7)
+
+
+def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 24 * 2**30))
+    resources.check_resources(resources.Needs(4 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
+    with pytest.raises(
+        resources.UserError, match=r"need 6.0 GiB of GPU memory, and 5.0 of 24.0 .*--use_cpu_offload true"
+    ):
+        resources.check_resources(resources.Needs(6 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert resources._cgroup_free(tmp_path) is None
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert resources._cgroup_free(tmp_path) == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert resources._cgroup_free(tmp_path) is None
+
+
+def _train_within(argv: list[str], extra_bytes: int) -> int:
+    import psutil
+
+    import train
+
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + extra_bytes, resource.RLIM_INFINITY))
+    return train.main(argv)
+
+
+def test_too_little_host_memory_ends_every_rank_with_the_numbers(models: Callable[..., Path], tmp_path: Path) -> None:
+    argv = flags(
+        model_name=models(),
+        dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        output_dir=tmp_path / "out",
+        loading_buffer_mib=4096,
+    )
+    statuses, output = on_ranks(2, _train_within, (argv, 2 * 2**30), tmp_path / "logs")
+    assert statuses == [2, 2], output
+    assert output.count("needs 4.0 GiB of host memory") == 2 and "Traceback" not in output
+    assert not (tmp_path / "out").exists()
