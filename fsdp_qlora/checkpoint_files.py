@@ -25,7 +25,11 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
+# What bitsandbytes appends to the name of a 4-bit weight: its parts, and the description that marks it as one.
+PACKED_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+PACKED_STATE = ".quant_state.bitsandbytes__"
 _READERS = 4  # threads; one cannot keep a network disk busy
 
 
@@ -69,7 +73,7 @@ class Checkpoint:
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._descriptors: dict[Path, int] = {}
-        self._entries = self._index()
+        self._entries = _packed_as_bytes(self._index())
         self._joined: dict[str, _Joined] = {}
         self.files = {name: entry.file for name, entry in self._entries.items()}
 
@@ -212,6 +216,18 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     return {
         name: _Entry(path, _DTYPES[about["dtype"]], torch.Size(about["shape"]), 8 + size + about["data_offsets"][0])
         for name, about in header.items()
+    }
+
+
+def _packed_as_bytes(entries: dict[str, _Entry]) -> dict[str, _Entry]:
+    """Present what belongs to a 4-bit weight of bitsandbytes as flat bytes, whatever dtype it is stored under."""
+    packed = [name.partition(PACKED_STATE)[0] for name in entries if PACKED_STATE in name]
+    belongs = {weight + suffix for weight in packed for suffix in PACKED_SUFFIXES}
+    return {
+        name: entry._replace(dtype=torch.uint8, shape=torch.Size([entry.shape.numel() * entry.dtype.itemsize]))
+        if name in belongs or PACKED_STATE in name
+        else entry
+        for name, entry in entries.items()
     }
 
 

@@ -119,6 +119,9 @@ class TrainConfig:
     allow_unquantized: bool = False
     """Go on when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head are
     not counted); needs memory for the rest."""
+    quant_cache: str = "auto"
+    """Folder that keeps the quantized weights (a quarter of the model's size) for the next start, with any number
+    of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off keeps nothing."""
 
     # == data ==
     dataset: str = "alpaca_sample"
@@ -298,6 +301,7 @@ _LIMITS: dict[str, _Limit] = {
     "master_addr": _NOT_EMPTY,
     "master_port": (lambda value: 0 <= value <= 65535, "between 0 and 65535"),
     "model_name": _NOT_EMPTY,
+    "quant_cache": _NOT_EMPTY,
     "lora_rank": _at_least(1),
     "lora_alpha": _at_least(1),
     "lora_dropout": _SHARE_BELOW_ONE,
@@ -353,6 +357,8 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
             "without dropout."
         )
     quantization = _changed(c, "quant_type", "double_quant", "quant_storage", "allow_unquantized")
+    if c.quant_cache not in ("auto", "off"):
+        quantization.append("quant_cache")
     if quantization and kind.quantizer is None:
         yield (
             f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "

@@ -14,7 +14,7 @@ log = logging.getLogger("fsdp_qlora")
 HUB_TIMEOUT_SECONDS = 10
 # Copies of the weights in other layouts, which some repositories hold beside the usual files.
 _NOT_NEEDED = ["consolidated*", "*/*"]
-_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 # The first row that fits an error is taken.
 _REASONS: dict[type[Exception], str] = {
@@ -75,7 +75,7 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
     refusal = ask_hub(model_name, "model")
     if refusal is not None:
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
-    patterns = [*_SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
+    patterns = [*SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
     try:
         return Path(
             snapshot_download(

@@ -50,8 +50,6 @@ def load_config(folder: Path, name: str) -> PretrainedConfig:
             f"model_name {name} is of type {config.model_type!r}, which is not a decoder-only language model. "
             "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
         )
-    if getattr(config, "quantization_config", None):
-        raise UserError(f"model_name {name} is already quantized; give the checkpoint with 16- or 32-bit weights.")
     return config
 
 

@@ -26,6 +26,7 @@ from fsdp_qlora.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.experts import expert_parameters, router_linears
 from fsdp_qlora.models import block_linears, build_meta_model, find_blocks, has_tied_embeddings
+from fsdp_qlora.packed import Bnb4bitSettings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantize import quantize_experts, quantize_linears
 from fsdp_qlora.train_types import TrainType
@@ -62,10 +63,14 @@ def build_model(
     lora_dropout: float,
     lora_target_modules: list[str],
     lora_target_parameters: Sequence[str] = (),
+    prequantized: Bnb4bitSettings | None = None,
 ) -> MetaModel:
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
 
     Trainable parameters are float32; frozen ones have the precision's dtypes.
+
+    Args:
+        prequantized: how the checkpoint is quantized already; it then decides which layers are, and how.
     """
     dtype = torch.float32 if train_type.trains == "all" else precision.frozen_dtype
     model = build_meta_model(
@@ -88,14 +93,19 @@ def build_model(
     experts = expert_parameters(model)
     targets = select_targets(linears, lora_target_modules, config.model_type) if train_type.adapter else []
     target_parameters = select_parameters(experts, lora_target_parameters)
+    # A model that bitsandbytes quantized: its settings, and what it left alone stays so, experts too.
+    quantized, quantized_experts = linears, experts
+    if prequantized:
+        quant_type, double_quant = prequantized.quant_type, prequantized.double_quant
+        quantized, quantized_experts = [path for path in linears if prequantized.is_quantized(path)], []
     if train_type.quantizer:
         options = {
             "quant_type": quant_type,
             "double_quant": double_quant,
             "compute_dtype": precision.compute_dtype,
         }
-        quantize_linears(model, linears, train_type.quantizer, **options)
-        quantize_experts(model, experts, train_type.quantizer, **options)
+        quantize_linears(model, quantized, train_type.quantizer, **options)
+        quantize_experts(model, quantized_experts, train_type.quantizer, **options)
     if train_type.adapter == "lora":
         add_lora(model, targets, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
         add_experts_lora(model, target_parameters, rank=lora_rank, alpha=lora_alpha)

@@ -134,9 +134,9 @@ class Bnb4bitWeight(QuantizedWeight):
             )
         else:  # fewer blocks than ranks
             codes, absmax = values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
-        _write_bytes(self.weight, codes)
+        write_bytes(self.weight, codes)
         if not self.double_quant:
-            _write_bytes(self.absmax, absmax)
+            write_bytes(self.absmax, absmax)
             return
         # The second quantization has a mean over the whole tensor. Every rank gets the absmax of all blocks
         # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so it is exact on any split.
@@ -203,7 +203,7 @@ class _Bnb4bitMatrix(ExpertMatrix):
         return _dequantize(self._format, self._experts.compute_dtype, *self._experts._tensors())
 
 
-def _write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
+def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Store the bytes of `values` in this rank's part of a parameter; the rest of it is zeroed."""
     assert isinstance(parameter, DTensor)
     target = parameter.to_local().view(-1).view(torch.uint8)
@@ -216,7 +216,7 @@ def _write_rows(parameter: nn.Parameter, whole: torch.Tensor, rank: int, size: i
     """Store this rank's rows of a statistic that is known as a whole."""
     row_bytes = parameter.shape[1] * parameter.element_size()
     first, last = shard_bounds(parameter.shape[0], rank=rank, size=size)
-    _write_bytes(parameter, whole.reshape(-1).view(torch.uint8)[first * row_bytes : last * row_bytes])
+    write_bytes(parameter, whole.reshape(-1).view(torch.uint8)[first * row_bytes : last * row_bytes])
 
 
 @functools.cache

@@ -14,7 +14,19 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp_qlora import describe, distributed, export, hub, models, parallelize, resources, verify, weights
+from fsdp_qlora import (
+    describe,
+    distributed,
+    export,
+    hub,
+    models,
+    packed,
+    parallelize,
+    quant_cache,
+    resources,
+    verify,
+    weights,
+)
 from fsdp_qlora.adapters import peft_config
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.config import TrainConfig, needless_lines, resolved_options, resolved_yaml
@@ -33,12 +45,12 @@ log = logging.getLogger("fsdp_qlora")
 
 # Options that may differ between nodes: paths, and how each was started.
 _OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
-_OWN |= {"world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
+_OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known before a weight is read."""
+    """All that is known before a weight is read. is_packed: the model's files are in 4 bits already."""
 
     train_type: TrainType
     precision: Precision
@@ -46,6 +58,7 @@ class Plan:
     model_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     meta: parallelize.MetaModel
+    is_packed: bool
     data: RunData
     schedule: Schedule
     warmup_steps: int
@@ -72,7 +85,7 @@ def run(config: TrainConfig) -> None:
         return
     export.check_keeps_model(output_dir, plan.model_folder)
     checkpoint = Checkpoint(plan.model_folder)
-    sources = weights.match_tensors(plan.meta.model, checkpoint)
+    sources = weights.match_tensors(plan.meta.model, checkpoint, packed=plan.is_packed)
     check_resources(config, ranks, plan)
 
     distributed.start_process_group(ranks)
@@ -89,7 +102,7 @@ def run(config: TrainConfig) -> None:
     shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
     memory.record("after loading")
     verify.check_byte_account(plan.meta.model, mesh)
-    verify.check_one_layer(plan.meta.model, checkpoint, sources)
+    verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
         export.prepare_output_dir(output_dir, resolved_yaml(config))
 
@@ -111,6 +124,10 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         log.info(line)
     folder = hub.find_model_folder(config.model_name, with_weights=not config.dry_run)
     model_config = models.load_config(folder, config.model_name)
+    prequantized = packed.take_settings(model_config, config.model_name)
+    if prequantized:
+        train_type.check_takes_4bit(config.train_type, config.model_name)
+        log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
     tokenizer = models.load_tokenizer(folder, config.model_name)
     meta = parallelize.build_model(
         model_config,
@@ -125,6 +142,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         lora_dropout=config.lora_dropout,
         lora_target_modules=list(config.lora_target_modules),
         lora_target_parameters=list(config.lora_target_parameters),
+        prequantized=prequantized,
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
@@ -160,7 +178,19 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         warmup_steps = math.ceil(config.warmup_ratio * schedule.total_steps)
     log.info(schedule.describe(warmup_steps))
     log.info(data.sample)
-    return Plan(train_type, precision, folder, model_config, tokenizer, meta, data, schedule, warmup_steps, num_shards)
+    return Plan(
+        train_type=train_type,
+        precision=precision,
+        model_folder=folder,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        meta=meta,
+        is_packed=prequantized is not None,
+        data=data,
+        schedule=schedule,
+        warmup_steps=warmup_steps,
+        num_shards=num_shards,
+    )
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
@@ -186,7 +216,7 @@ def shard_and_load(
     checkpoint: Checkpoint,
     sources: dict[str, str],
 ) -> None:
-    """Turn the plan's model into this rank's shards, filled from the checkpoint."""
+    """Turn the plan's model into this rank's shards, filled from the checkpoint or the quantized cache."""
     model = plan.meta.model
     if config.use_gradient_checkpointing:
         parallelize.checkpoint_activations(model, offload=config.use_activation_cpu_offload)
@@ -199,16 +229,21 @@ def shard_and_load(
     )
     log.debug("%s", model)
     parallelize.materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
-    weights.load_weights(
+    load_weights = functools.partial(
+        weights.load_weights,
         model,
-        checkpoint,
-        sources,
-        mesh,
-        ranks.device,
+        mesh=mesh,
+        device=ranks.device,
         seed=config.seed,
         max_bytes_in_flight=config.loading_buffer_mib * 2**20,
         show_progress=ranks.is_rank_0,
     )
+    layers = {} if plan.is_packed else weights.quantized_layers(model)
+    cache = quant_cache.open_cache(config.quant_cache, layers, checkpoint, sources, ranks, mesh)
+    if cache:
+        cache.load(load_weights)
+    else:
+        load_weights(checkpoint=checkpoint, sources=sources, packed=plan.is_packed)
 
 
 def train_and_save(config: TrainConfig, ranks: Ranks, plan: Plan, memory: MemoryLog) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from fsdp_qlora.errors import UserError
+
 
 class TrainType(NamedTuple):
     """adapter: what is added to the base. quantizer: how the base is stored. trains: what learns."""
@@ -13,6 +15,14 @@ class TrainType(NamedTuple):
     @property
     def has_adapter(self) -> bool:
         return self.adapter is not None
+
+    def check_takes_4bit(self, name: str, model_name: str) -> None:
+        """Refuse a train type, called `name`, that needs weights which a 4-bit checkpoint no longer has."""
+        if self.quantizer != "bnb_4bit":
+            raise UserError(
+                f"model_name {model_name} is quantized to 4 bits, which train_type {name} cannot train. "
+                "Use --train_type qlora, or give the checkpoint with 16- or 32-bit weights."
+            )
 
 
 TRAIN_TYPES: dict[str, TrainType] = {

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
 from fsdp_qlora.models import canonical_name, find_blocks
-from fsdp_qlora.quantize import QuantizedWeight
+from fsdp_qlora.packed import local_bytes, stored_parameters
+from fsdp_qlora.quantize import Bnb4bitLinear, QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -104,25 +105,22 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 
 @torch.no_grad()
-def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str, str]) -> None:
+def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str, str], *, packed: bool = False) -> None:
     """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
 
+    Args:
+        packed: the checkpoint's weights are 4-bit already: the comparison is with its bytes.
     Raises:
         RuntimeError: they differ.
     """
     block = find_blocks(model)[0]
     assert isinstance(block, FSDPModule)
     name, layer = _first_linear(model, sources)
-    source = sources[f"{name}.weight"]
-    whole = checkpoint.read_rows(source, 0, checkpoint.shape(source)[0])
     block.unshard()
-    if isinstance(layer, QuantizedWeight):
-        gathered, how = layer.dequantize(), "quantized whole"
-        expected = layer.quantize_whole(whole.to(gathered.device))
+    if packed and isinstance(layer, Bnb4bitLinear):
+        same, how = _has_stored_bytes(layer, f"{name}.weight", checkpoint, sources), "in the file"
     else:
-        gathered, how = layer.weight, "read whole"
-        expected = whole.to(gathered)
-    same = torch.equal(gathered, expected)
+        same, how = _has_stored_values(layer, f"{name}.weight", checkpoint, sources)
     block.reshard()
     if not same:
         raise RuntimeError(
@@ -130,6 +128,27 @@ def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str,
             "continues on wrong weights; please report the model and this machine."
         )
     log.info("Self-test: %s, gathered from its shards, is bit-identical to the same weight %s.", name, how)
+
+
+def _has_stored_values(
+    layer: QuantizedWeight | nn.Linear, weight: str, checkpoint: Checkpoint, sources: dict[str, str]
+) -> tuple[bool, str]:
+    """Whether a gathered layer is the checkpoint's weight, quantized as the layer is; and how that was compared."""
+    source = sources[weight]
+    whole = checkpoint.read_rows(source, 0, checkpoint.shape(source)[0])
+    if isinstance(layer, QuantizedWeight):
+        decoded = layer.dequantize()
+        return torch.equal(decoded, layer.quantize_whole(whole.to(decoded.device))), "quantized whole"
+    return torch.equal(layer.weight, whole.to(layer.weight)), "read whole"
+
+
+def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, checkpoint: Checkpoint, sources: dict[str, str]) -> bool:
+    """Whether a gathered layer consists of the bytes in the checkpoint."""
+    for suffix, stored in stored_parameters(layer).items():
+        expected = checkpoint.read_flat(sources[weight + suffix], 0, stored.num_bytes)
+        if not torch.equal(local_bytes(layer, stored)[: stored.num_bytes].cpu(), expected):
+            return False
+    return True
 
 
 def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:

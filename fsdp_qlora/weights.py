@@ -1,5 +1,6 @@
 """Fill a sharded model from a checkpoint: each rank reads the parts that it will own."""
 
+import functools
 import logging
 import re
 import sys
@@ -17,12 +18,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
-from fsdp_qlora.checkpoint_files import Checkpoint, Part, read_ahead
+from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.merged_tensors import MergedTensor
 from fsdp_qlora.models import canonical_name, persistent_buffers
-from fsdp_qlora.quantize import QuantizedWeight
+from fsdp_qlora.packed import Stored, byte_range, check_map, load_state, state_name, stored_maps, stored_parameters
+from fsdp_qlora.quantize import Bnb4bitLinear, QuantizedWeight, write_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -35,6 +37,8 @@ def load_weights(
     device: torch.device,
     *,
     seed: int,
+    packed: bool = False,
+    keep: Callable[[str], None] | None = None,
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
 ) -> None:
@@ -45,13 +49,15 @@ def load_weights(
 
     Args:
         sources: what `match_tensors` gives.
+        packed: the checkpoint's weights are 4-bit already, as bitsandbytes saves them.
+        keep: called with the name of each weight that has been stored.
         max_bytes_in_flight: host memory for parts that are read but not yet stored.
     Raises:
         UserError: a file cannot be read, or a weight is not finite.
     """
-    targets = _targets(model)
+    targets = _targets(model, packed=packed)
     names = sorted(targets, key=lambda name: str(checkpoint.files[sources[name]]))
-    parts = [Part(sources[name], *targets[name].wanted(mesh)) for name in names]
+    parts = [_part(checkpoint, sources[name], targets[name], mesh) for name in names]
     sizes = [(part.stop - part.start) * checkpoint.dtype(part.name).itemsize for part in parts]
     started = time.perf_counter()
     hidden = not show_progress or not sys.stderr.isatty()
@@ -59,6 +65,8 @@ def load_weights(
         values = read_ahead(checkpoint, parts, max_bytes=max_bytes_in_flight)
         for name, size, value in zip(names, sizes, values, strict=True):
             _store(targets[name], value, mesh, device, name)
+            if keep:
+                keep(name)
             bar.update(size)
     seconds = time.perf_counter() - started
     log.info(
@@ -74,28 +82,39 @@ def load_weights(
 class _Target(NamedTuple):
     """Something that a checkpoint fills.
 
-    shape: of the tensor in the checkpoint. wanted: which flat elements of it this rank reads. store: keeps them.
+    shape: of the tensor in the checkpoint; None is any. wanted: which flat elements of it this rank reads; None is
+    all. store: keeps them.
     """
 
-    shape: torch.Size
-    wanted: Callable[[DeviceMesh], tuple[int, int]]
+    shape: torch.Size | None
+    wanted: Callable[[DeviceMesh], tuple[int, int]] | None
     store: Callable[[torch.Tensor, DeviceMesh, torch.device], None]
 
 
+def _part(checkpoint: Checkpoint, source: str, target: _Target, mesh: DeviceMesh) -> Part:
+    start, stop = target.wanted(mesh) if target.wanted else (0, checkpoint.shape(source).numel())
+    return Part(source, start, stop)
+
+
 def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str) -> None:
-    if values.is_floating_point() and not values.isfinite().all():
-        raise UserError(f"Weight {name} has values that are not finite (NaN or infinity). Download the model again.")
+    _check_finite(values, name)
     target.store(values, mesh, device)
 
 
-def _targets(model: nn.Module) -> dict[str, _Target]:
+def _check_finite(values: torch.Tensor, name: str) -> None:
+    if values.is_floating_point() and not values.isfinite().all():
+        raise UserError(f"Weight {name} has values that are not finite (NaN or infinity). Download the model again.")
+
+
+def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     """Name in the checkpoint -> what it fills, for everything that a checkpoint holds."""
     targets: dict[str, _Target] = {}
     own = {id(parameter) for _, parameter in adapter_parameters(model)}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedWeight):
             own.update(id(parameter) for name, parameter in module.named_parameters() if name != "bias")
-            targets[canonical_name(f"{path}.{module.weight_name}".rstrip("."))] = _quantized(module)
+            weight = canonical_name(f"{path}.{module.weight_name}".rstrip("."))
+            targets.update(_packed(weight, module) if packed else {weight: _quantized(module)})
     for path, parameter in model.named_parameters():
         if id(parameter) not in own:
             targets[canonical_name(path)] = _plain(parameter)
@@ -109,6 +128,43 @@ def _quantized(module: QuantizedWeight) -> _Target:
         module.load_shard(values.to(device), mesh)
 
     return _Target(torch.Size(module.shape), module.shard_range, store)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """Name of a weight in the checkpoint -> the layer that keeps it quantized, in the order of the model."""
+    return {
+        canonical_name(f"{path}.{module.weight_name}".rstrip(".")): module
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedWeight)
+    }
+
+
+def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
+    """The tensors that make up a 4-bit weight, as flat bytes: each rank reads its shards' own."""
+    assert isinstance(layer, Bnb4bitLinear)
+    targets: dict[str, _Target] = {}
+    for suffix, stored in stored_parameters(layer).items():
+        wanted = functools.partial(byte_range, layer, stored)
+        store = functools.partial(_store_packed, layer, stored, weight + suffix)
+        targets[weight + suffix] = _Target(torch.Size([stored.num_bytes]), wanted, store)
+    for suffix, expected in stored_maps(layer).items():
+        targets[weight + suffix] = _checked(functools.partial(check_map, expected), weight + suffix)
+    name = state_name(weight, layer.format.quant_type)
+    targets[name] = _checked(functools.partial(load_state, layer), name)
+    return targets
+
+
+def _store_packed(
+    layer: Bnb4bitLinear, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
+) -> None:
+    if stored.dtype.is_floating_point:
+        _check_finite(values.view(stored.dtype), name)
+    write_bytes(getattr(layer, stored.parameter), values)
+
+
+def _checked(check: Callable[[torch.Tensor, str], None], name: str) -> _Target:
+    """A tensor that every rank reads whole and compares."""
+    return _Target(None, None, lambda values, mesh, device: check(values, name))
 
 
 def _plain(parameter: nn.Parameter) -> _Target:
@@ -141,13 +197,15 @@ def _store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
     local.copy_(values.view(local.shape))
 
 
-def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, str]:
+def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, *, packed: bool = False) -> dict[str, str]:
     """The checkpoint's name of every tensor that the model needs.
 
+    Args:
+        packed: the checkpoint's weights are 4-bit already, as bitsandbytes saves them.
     Raises:
         UserError: tensors are missing, left over or wrongly shaped; each is named with its file.
     """
-    expected = {name: target.shape for name, target in _targets(model).items()}
+    expected = {name: target.shape for name, target in _targets(model, packed=packed).items()}
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
@@ -160,11 +218,16 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
         if name not in expected:
             name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)  # type: ignore[arg-type]
         if name in expected and pattern is not None:
-            merged.setdefault(name, MergedTensor(name, expected[name], converters)).add(source, pattern)
+            merged.setdefault(name, MergedTensor(name, expected[name] or torch.Size(), converters)).add(source, pattern)
         elif name in expected:
             sources[name] = source
         elif not _may_be_left_over(model, name):
             extra.append(source)
+    if outside := [source for source in extra if PACKED_STATE in source]:
+        raise UserError(
+            f"{checkpoint.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside of the decoder "
+            "blocks' linear layers, which is not supported. Give the checkpoint with 16- or 32-bit weights."
+        )
     problems = []
     for name, tensor in merged.items():
         missing = tensor.missing()
@@ -172,13 +235,13 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
         if not missing:
             checkpoint.join(name, *tensor.whole(checkpoint))
         sources[name] = name
-    problems += [f"missing: {name} {list(expected[name])}" for name in expected if name not in sources]
+    problems += [f"missing: {name} {list(expected[name] or ())}" for name in expected if name not in sources]
     problems += [f"not in this architecture: {name} (in {checkpoint.files[name].name})" for name in extra]
     problems += [
         f"wrong shape: {source} in {checkpoint.files[source].name} is {list(checkpoint.shape(source))}, "
-        f"the model's is {list(expected[name])}"
+        f"the model's is {list(expected[name] or ())}"
         for name, source in sources.items()
-        if source in checkpoint.files and checkpoint.shape(source) != expected[name]
+        if source in checkpoint.files and expected[name] is not None and checkpoint.shape(source) != expected[name]
     ]
     if problems:
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))

@@ -1,0 +1,216 @@
+"""Seconds and peak memory of loading a model, first and second start and transformers: `python benchmarks/loading.py`.
+
+Makes a random bf16 llama in several files, then loads it in fresh processes, each with the files dropped from the
+system's cache before:
+
+- off: ours without a cache of quantized weights;
+- first: ours, which writes the cache;
+- second: ours from the cache;
+- transformers: AutoModelForCausalLM.from_pretrained with bitsandbytes 4-bit, in one process.
+
+Memory is the growth of a rank's peak resident memory while loading; the shards themselves are in it on a CPU.
+Exits with 1 if the second start does not load at least 3 times faster than the first.
+"""
+
+import argparse
+import functools
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# So that it runs from a clone that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+MIN_SPEEDUP = 3.0
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size of the model")
+    parser.add_argument("--layers", type=int, default=10, help="51M parameters each at hidden size 2048")
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--file_mb", type=int, default=160, help="largest size of a file of the model, in MB")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1, help="of each kind of start; the medians are compared")
+    parser.add_argument("--folder", default="", help="where the model and the cache are made; default a temporary one")
+    parser.add_argument("--output", default="", help="JSON file to write")
+    parser.add_argument("--measure", default="", help=argparse.SUPPRESS)  # a process of the benchmark itself
+    return parser.parse_args(argv)
+
+
+def make_checkpoint(folder: Path, args: argparse.Namespace) -> None:
+    """Save a random llama in bf16, in several files."""
+    config = LlamaConfig(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 64,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=f"{args.file_mb}MB")
+
+
+def measured(load: Callable[[], None]) -> dict[str, float]:
+    """Seconds, and growth of the peak resident memory in MiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    load()
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
+
+
+def measure_ours(folder: Path, quant_cache: str) -> None:
+    """One rank: build, shard and load as train.py does; rank 0 prints what all ranks measured."""
+    import torch.distributed as dist
+
+    from fsdp_qlora import distributed, parallelize, weights
+    from fsdp_qlora import quant_cache as cache_module
+    from fsdp_qlora.checkpoint_files import Checkpoint
+    from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.train_types import TRAIN_TYPES
+
+    ranks, precision = distributed.read_ranks(), PRECISIONS["bf16"]
+    meta = parallelize.build_model(
+        AutoConfig.from_pretrained(folder),
+        TRAIN_TYPES["qlora"],
+        precision,
+        ranks.device,
+        attn_implementation="sdpa",
+        quant_type="nf4",
+        double_quant=True,
+        lora_rank=16,
+        lora_alpha=32,
+        lora_dropout=0.0,
+        lora_target_modules=["all"],
+    )
+    checkpoint = Checkpoint(folder)
+    sources = weights.match_tensors(meta.model, checkpoint)
+    distributed.start_process_group(ranks)
+    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    parallelize.shard_model(meta.model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
+    parallelize.materialize(meta.model, ranks.device, cpu_offload=False)
+    load = functools.partial(
+        weights.load_weights, meta.model, mesh=mesh, device=ranks.device, seed=0, show_progress=False
+    )
+    dist.barrier()
+
+    def start() -> None:
+        layers = weights.quantized_layers(meta.model)
+        cache = cache_module.open_cache(quant_cache, layers, checkpoint, sources, ranks, mesh)
+        if cache:
+            cache.load(load)
+        else:
+            load(checkpoint=checkpoint, sources=sources)
+        dist.barrier()
+
+    result = measured(start)
+    everyone = distributed.gather_numbers([result["seconds"], result["mib"]], ranks.device)
+    if ranks.is_rank_0:
+        print(json.dumps({"seconds": everyone[:, 0].max().item(), "mib": everyone[:, 1].max().item()}))
+    distributed.stop_process_group()
+
+
+def measure_transformers(folder: Path) -> None:
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+    def load() -> None:
+        AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, quantization_config=quantization, device_map="cpu"
+        )
+
+    print(json.dumps(measured(load)))
+
+
+def forget(*folders: Path) -> None:
+    """Drop files from the system's cache, so that the next reader finds them on the disk."""
+    os.sync()
+    for path in (path for folder in folders if folder.is_dir() for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def in_fresh_processes(kind: str, folder: Path, cache: Path, ranks: int) -> dict[str, float]:
+    forget(folder, cache)
+    launcher = [sys.executable]
+    if kind != "transformers":
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [*launcher, str(Path(__file__).resolve()), "--measure", kind, "--folder", str(folder)]
+    environment = {**os.environ, "FSDP_QLORA_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(done.stdout + done.stderr)
+    result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def run_benchmark(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from benchmarks.common import describe_machine
+
+    model, cache = folder / "model", folder / "cache"
+    if not model.is_dir():
+        make_checkpoint(model, args)
+    starts: dict[str, list[dict[str, float]]] = {"off": [], "first": [], "second": [], "transformers": []}
+    for _ in range(args.repeats):
+        shutil.rmtree(cache, ignore_errors=True)
+        for kind, results in starts.items():
+            results.append(in_fresh_processes(kind, model, cache, args.ranks))
+    table = {
+        kind: {name: statistics.median(result[name] for result in results) for name in ("seconds", "mib")}
+        for kind, results in starts.items()
+    }
+    files = {path.name: path.stat().st_size for path in model.glob("*.safetensors")}
+    return {
+        "machine": describe_machine(torch.device("cpu")),
+        "options": {name: value for name, value in vars(args).items() if name not in ("output", "measure", "folder")},
+        "model_gb": sum(files.values()) / 1e9,
+        "files": len(files),
+        "cache_gb": sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) / 1e9,
+        "speedup": table["first"]["seconds"] / table["second"]["seconds"],
+        "speedup_over_no_cache": table["off"]["seconds"] / table["second"]["seconds"],
+        "starts": table,
+    }
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    if args.measure == "transformers":
+        measure_transformers(Path(args.folder))
+        return 0
+    if args.measure:
+        measure_ours(Path(args.folder), "off" if args.measure == "off" else "auto")
+        return 0
+    from benchmarks.common import write_results
+
+    with tempfile.TemporaryDirectory() as temporary:
+        result = run_benchmark(args, Path(args.folder or temporary))
+    print(f"{result['model_gb']:.2f} GB of bf16 weights in {result['files']} files, {args.ranks} ranks;")
+    print(f"the cache holds {result['cache_gb']:.2f} GB.")
+    for kind, row in result["starts"].items():
+        print(f"{kind:14}{row['seconds']:8.2f} s{row['mib']:10.0f} MiB more per process at the peak")
+    print(f"second start: {result['speedup']:.1f} times faster than the first")
+    if args.output:
+        write_results(args.output, " ".join(["python benchmarks/loading.py", *argv]), result)
+    if result["speedup"] < MIN_SPEEDUP:
+        print(f"FAILED: less than {MIN_SPEEDUP}.")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""Models that bitsandbytes has quantized to 4 bits, as transformers saves them, trained without decoding them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+# Weights that do not fill blocks of 64, blocks that 2 and 3 ranks cannot share equally.
+UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
+RUN = {"lr": 1e-3, "precision": "fp32", "lora_rank": 4}
+
+
+def save_4bit(source: Path, folder: Path, **options: object) -> Path:
+    """Quantize with transformers and bitsandbytes, and save as people publish it."""
+    quantization = BitsAndBytesConfig(load_in_4bit=True, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=quantization, device_map="cpu"
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def nf4(nested: bool, storage: torch.dtype = torch.uint8) -> dict[str, object]:
+    return {
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_quant_storage": storage,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "same"),
+    [
+        (nf4(True), [1, 2, 3], {}),
+        (nf4(False, torch.bfloat16), [2], {"double_quant": False}),
+        (nf4(True, torch.float32), [2], {}),
+        ({**nf4(True), "bnb_4bit_quant_type": "fp4"}, [2], {"quant_type": "fp4"}),
+    ],
+    ids=["nested uint8", "bf16", "nested fp32", "nested fp4"],
+)
+def test_a_saved_4bit_model_trains_as_our_own_quantization_of_the_same_weights(
+    options: dict[str, object], ranks: list[int], same: dict[str, object], models: Models, tmp_path: Path
+) -> None:
+    source = models("llama", **UNEVEN)
+    folder = save_4bit(source, tmp_path / "model", **options)
+    common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6))}
+    for world_size in ranks:
+        ours, theirs = tmp_path / f"ours{world_size}", tmp_path / f"theirs{world_size}"
+        train_ok(world_size, ours, model_name=source, **same, **common)
+        output = train_ok(world_size, theirs, model_name=folder, **common)
+        assert read_metrics(theirs) == read_metrics(ours)  # to the last bit
+        assert len(set(read_metrics(ours))) == len(read_metrics(ours)) >= 2
+        adapter = "adapter_model.safetensors"
+        assert (theirs / adapter).read_bytes() == (ours / adapter).read_bytes()
+        assert "bit-identical to the same weight in the file" in output
+        overruled = [f"--{name}" for name in same]
+        assert ("has no effect" in output) == bool(overruled) and all(flag in output for flag in overruled)
+
+
+def test_layers_that_the_checkpoint_left_alone_stay_as_they_are(models: Models, tmp_path: Path) -> None:
+    folder = save_4bit(models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["lm_head", "up_proj"])
+    reference = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    output = train_ok(2, tmp_path / "out", model_name=folder, dataset=data, allow_unquantized=True, **RUN)
+    quantized = sum(
+        module.in_features * module.out_features
+        for name, module in reference.named_modules()
+        if type(module).__name__ == "Linear4bit" and "up_proj" not in name
+    )
+    total = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(models()).parameters())
+    assert f"{100 * quantized / total:.1f}% quantized" in output
+
+
+def test_a_4bit_head_is_refused_by_name(models: Models, tmp_path: Path) -> None:
+    folder = save_4bit(models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["norm"])
+    assert "lm_head.weight is a 4-bit weight outside of the decoder blocks" in refusal(folder, tmp_path)
+
+
+REFUSED = {
+    "8-bit bitsandbytes": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "GPTQ": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    "AWQ": {"quant_method": "awq", "bits": 4},
+    "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "MXFP4": {"quant_method": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_quantized_formats_are_refused_by_name(name: str, models: Models, tmp_path: Path) -> None:
+    message = refusal(copy_with_config(models(), tmp_path / "model", REFUSED[name]), tmp_path)
+    assert f"is quantized as {name}, which is not read here. Give its checkpoint with 16- or 32-bit weights" in message
+
+
+@pytest.mark.parametrize("train_type", ["lora", "full"])
+def test_train_types_that_need_whole_weights_are_refused(train_type: str, models: Models, tmp_path: Path) -> None:
+    folder = save_4bit(models(), tmp_path / "model", **nf4(True))
+    message = refusal(folder, tmp_path, train_type=train_type)
+    assert f"quantized to 4 bits, which train_type {train_type} cannot train. Use --train_type qlora" in message
+
+
+@pytest.mark.parametrize(
+    ("suffix", "replacement", "words"),
+    [
+        (".absmax", torch.zeros(9, dtype=torch.uint8), "wrong shape: {name} in model.safetensors is [9]"),
+        (".quant_map", torch.zeros(16), "{name} is not bitsandbytes' table"),
+        (".nested_absmax", torch.full([1], torch.nan), "Weight {name} has values that are not finite"),
+        (".quant_state.bitsandbytes__nf4", {"blocksize": 128}, "{name} describes a 4-bit weight that cannot be used"),
+        (".nested_absmax", None, "missing: {name}"),
+    ],
+)
+def test_damaged_statistics_are_named(
+    suffix: str, replacement: torch.Tensor | dict | None, words: str, models: Models, tmp_path: Path
+) -> None:
+    folder = save_4bit(models(), tmp_path / "model", **nf4(True))
+    tensors = load_file(folder / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.weight{suffix}"
+    if isinstance(replacement, dict):
+        state = json.loads(bytes(tensors[name].tolist()))
+        replacement = torch.tensor(list(json.dumps({**state, **replacement}).encode()), dtype=torch.uint8)
+    tensors.pop(name)
+    save_file(tensors | ({} if replacement is None else {name: replacement}), folder / "model.safetensors")
+    assert words.format(name=name) in refusal(folder, tmp_path)
+
+
+def copy_with_config(source: Path, folder: Path, quantization: dict[str, object]) -> Path:
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    return folder
+
+
+def refusal(folder: Path, tmp_path: Path, **options: object) -> str:
+    """What a run on one rank says before it stops with the status of bad input."""
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    argv = flags(model_name=folder, dataset=data, output_dir=tmp_path / "out", **options)
+    statuses, output = run_ranks(1, argv, tmp_path / "logs")
+    assert statuses == [2] and "Traceback" not in output, output
+    return output.partition("error: ")[2]

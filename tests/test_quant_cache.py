@@ -1,0 +1,254 @@
+"""The cache of quantized weights: the same run from it, on any number of ranks, and what happens when it breaks."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+
+from fsdp_qlora.cache_entries import _file_identity
+from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+# Ranks share blocks unequally, tensors have several checksums, and the ranks' parts meet inside of one.
+SHAPE = {"hidden_size": 60, "head_dim": 10, "num_attention_heads": 6, "intermediate_size": 500}
+NAME = "model.layers.1.mlp.down_proj.weight"
+FROM_CACHE, KEPT = "come from the cache", "Quantized weights are kept for the next start"
+
+
+@pytest.fixture
+def run(models: Models, tmp_path: Path) -> Callable[..., tuple[str, list[float]]]:
+    """run(ranks, **options) -> what it printed, its losses; the cache is tmp_path/cache."""
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(6))
+    common = {"model_name": models("llama", **SHAPE), "dataset": data, "lr": 1e-3, "precision": "fp32", "lora_rank": 4}
+    number = iter(range(99))
+
+    def run(ranks: int, **options: object) -> tuple[str, list[float]]:
+        output_dir = tmp_path / f"out{next(number)}"
+        output = train_ok(ranks, output_dir, **{**common, "quant_cache": tmp_path / "cache", **options})
+        return output, read_metrics(output_dir)
+
+    return run
+
+
+def names(cache: Path) -> list[str]:
+    """What a cache holds: "entry", and the ends of the names of everything else but locks."""
+    found = [path.name.partition(".")[2] or "entry" for path in cache.iterdir() if path.suffix != ".lock"]
+    return sorted(found)
+
+
+def entry(cache: Path) -> Path:
+    (found,) = (path for path in cache.iterdir() if "." not in path.name)
+    return found
+
+
+@pytest.mark.parametrize(("double_quant", "all_ranks"), [(True, [1, 2, 3]), (False, [3])])
+def test_a_cache_written_on_2_ranks_gives_the_same_losses_on_1_2_and_3(
+    double_quant: bool,
+    all_ranks: list[int],
+    run: Callable[..., tuple[str, list[float]]],
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    first, _ = run(2, double_quant=double_quant)
+    assert KEPT in first and FROM_CACHE not in first and names(tmp_path / "cache") == ["entry"]
+    for ranks in all_ranks:
+        output, cached = run(ranks, double_quant=double_quant)
+        without, expected = run(ranks, double_quant=double_quant, quant_cache="off")
+        assert FROM_CACHE in output and "bit-identical to the same weight quantized whole" in output
+        assert KEPT not in output and FROM_CACHE not in without and KEPT not in without
+        assert cached == expected and len(set(expected)) > 1
+    # What is kept is what bitsandbytes makes of the whole weight, in its own format.
+    stored, weights = (
+        load_file(entry(tmp_path / "cache") / "model.safetensors"),
+        load_file(models("llama", **SHAPE) / "model.safetensors"),
+    )
+    parts = {name.removeprefix(f"{NAME}."): value for name, value in stored.items() if name.startswith(f"{NAME}.")}
+    state = bnb.QuantState.from_dict(parts, torch.device("cpu"))
+    codes, expected_state = bnb.quantize_4bit(
+        weights[NAME], blocksize=64, compress_statistics=double_quant, quant_type="nf4"
+    )
+    assert torch.equal(stored[NAME], codes)
+    assert torch.equal(bnb.dequantize_4bit(codes, state), bnb.dequantize_4bit(codes, expected_state))
+
+
+def _flip(file: Path) -> None:
+    """Change one bit in the middle of a tensor's second half."""
+    header_bytes = int.from_bytes(file.read_bytes()[:8], "little")
+    start, stop = json.loads(file.read_bytes()[8 : 8 + header_bytes])[NAME]["data_offsets"]
+    content = bytearray(file.read_bytes())
+    content[8 + header_bytes + start + (stop - start) * 3 // 4] ^= 1
+    file.write_bytes(content)
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "model.safetensors": (_flip, f"model.safetensors: bytes 8192 to 12288 of {NAME} have changed"),
+    "model.safetensors cut": (_truncate, "model.safetensors is not a readable safetensors file"),
+    "checksums.json": (
+        lambda file: file.write_text(file.read_text().replace('"chunk": 4096', '"chunk": 0')),
+        "checksums.json has changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damage_is_named_and_the_entry_is_made_again_in_the_same_run(
+    what: str, run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+) -> None:
+    damage, words = DAMAGES[what]
+    _, expected = run(2)
+    before = {path.name: path.read_bytes() for path in entry(tmp_path / "cache").iterdir()}
+    damage(entry(tmp_path / "cache") / what.split()[0])
+    output, losses = run(2)
+    assert "is damaged (" in output and words in output and KEPT in output and FROM_CACHE not in output
+    assert losses == expected and names(tmp_path / "cache") == ["entry"]
+    after = {path.name: path.read_bytes() for path in entry(tmp_path / "cache").iterdir()}
+    assert after["model.safetensors"] == before["model.safetensors"]
+    output, losses = run(2)
+    assert FROM_CACHE in output and losses == expected
+
+
+def _train_and_fail(argv: list[str], how: str) -> int:
+    """A run in which writing the cache goes wrong on its last rank, half-way."""
+    import train
+    from fsdp_qlora.packed_files import PackedFiles
+
+    write, count = PackedFiles.write, iter(range(10_000))
+    is_last = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])
+
+    def fail(self: PackedFiles, name: str, start: int, values: torch.Tensor) -> None:
+        if is_last and next(count) == 20:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, name, start, values)
+
+    if how == "file size limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    else:
+        PackedFiles.write = fail  # type: ignore[method-assign]
+    return train.main(argv)
+
+
+def failing_run(how: str, models: Models, tmp_path: Path, *, ranks: int = 2) -> tuple[list[int], str]:
+    options = {
+        "lr": 1e-3,
+        "precision": "fp32",
+        "lora_rank": 4,
+        "quant_cache": tmp_path / "cache",
+        "save_model": False,
+        "overwrite_output_dir": True,
+    }
+    argv = flags(
+        model_name=models("llama", **SHAPE), dataset=tmp_path / "rows.jsonl", output_dir=tmp_path / "failing", **options
+    )
+    return on_ranks(ranks, _train_and_fail, (argv, how), tmp_path / "failing_logs")
+
+
+def test_a_kill_while_writing_leaves_nothing_that_a_later_start_reads(
+    run: Callable[..., tuple[str, list[float]]], models: Models, tmp_path: Path
+) -> None:
+    statuses, _ = failing_run("kill", models, tmp_path, ranks=1)
+    assert statuses == [-signal.SIGKILL] and names(tmp_path / "cache") == ["writing"]
+    statuses, _ = failing_run("kill", models, tmp_path)  # of the last rank: the first lives to clear up
+    assert -signal.SIGKILL in statuses and names(tmp_path / "cache") == []
+    failing_run("kill", models, tmp_path, ranks=1)
+    output, losses = run(1)
+    assert KEPT in output and FROM_CACHE not in output and names(tmp_path / "cache") == ["entry"]
+    assert run(1)[1] == losses == run(1, quant_cache="off")[1]
+
+
+def test_what_another_model_s_killed_run_left_is_removed_and_a_living_one_s_is_not(
+    run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    for key in ("dead", "alive"):
+        (cache / f"{key}.writing").mkdir(parents=True)
+    with FileLock(cache / "alive.lock"):
+        run(1)
+        assert [path.name for path in cache.glob("*.writing")] == ["alive.writing"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("full disk", "No space left on device"), ("file size limit", "File too large")]
+)
+def test_training_goes_on_without_a_cache_when_the_disk_is_full(
+    how: str, words: str, run: Callable[..., tuple[str, list[float]]], models: Models, tmp_path: Path
+) -> None:
+    statuses, output = failing_run(how, models, tmp_path)
+    assert statuses == [0, 0], output
+    assert output.count("No quantized cache is") == 1 and f"cache cannot be written ({words})" in output
+    assert names(tmp_path / "cache") == []
+    assert read_metrics(tmp_path / "failing") == run(2, quant_cache="off")[1]
+
+
+def test_runs_that_start_together_leave_one_entry_and_are_all_right(
+    run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+) -> None:
+    results: list[tuple[str, list[float]]] = []
+    threads = [threading.Thread(target=lambda: results.append(run(1))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (_, first), (_, second) = results
+    assert first == second == run(1, quant_cache="off")[1]
+    assert names(tmp_path / "cache") == ["entry"]
+    assert FROM_CACHE in run(1)[0]
+
+
+def test_a_run_does_not_write_what_another_one_is_writing(
+    run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+) -> None:
+    run(1)
+    folder = entry(tmp_path / "cache")
+    shutil.rmtree(folder)
+    with FileLock(f"{folder}.lock"):
+        output, _ = run(1)
+    assert "No quantized cache is written: another run is writing it." in output and not folder.exists()
+
+
+def test_a_file_is_known_by_its_content_where_time_and_size_are_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"x": torch.zeros(10_000)}, file)
+    about, before = file.stat(), _file_identity(file, samples=64)
+    assert _file_identity(file.rename(tmp_path / "other").rename(file), samples=64) == before
+    save_file({"x": torch.full([10_000], 0.5)}, file)
+    os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert file.stat().st_size == about.st_size and _file_identity(file, samples=64) != before
+    save_file({"x": torch.zeros(10_000)}, file)
+    assert _file_identity(file, samples=64) != before  # written again: another time
+
+
+def test_a_file_of_the_hub_is_known_by_the_name_of_its_blob(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "commit"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "5f3a").write_bytes(b"content")
+    (snapshot / "model.safetensors").symlink_to(blobs / "5f3a")
+    assert _file_identity(snapshot / "model.safetensors", samples=64) == ["model.safetensors", 7, "5f3a"]
+
+
+@pytest.mark.parametrize("options", [{"sharding_strategy": "ddp"}, {"use_cpu_offload": True}, {"precision": "bf16"}])
+def test_other_ways_to_hold_the_model_write_and_read_the_same_entry(
+    options: dict[str, object], run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+) -> None:
+    output, losses = run(2, **options)
+    assert KEPT in output and names(tmp_path / "cache") == ["entry"]
+    assert FROM_CACHE in run(2)[0]
+    output, again = run(2, **options)
+    assert FROM_CACHE in output and again == losses

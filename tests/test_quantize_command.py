@@ -1,0 +1,102 @@
+"""`python -m fsdp_qlora quantize`: what it saves against transformers' own, and the cache's list and prune."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from fsdp_qlora import packed_files
+from fsdp_qlora.__main__ import main
+from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
+
+
+@pytest.mark.parametrize(
+    ("quant_type", "double_quant", "tied"), [("nf4", True, True), ("nf4", False, False), ("fp4", True, False)]
+)
+def test_the_saved_model_is_the_one_that_transformers_quantizes(
+    quant_type: str, double_quant: bool, tied: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = models("llama", tie_word_embeddings=tied, **UNEVEN), tmp_path / "out"
+    monkeypatch.setattr(packed_files, "_FILE_BYTES", 50_000)  # several files
+    argv = ["--quant_type", quant_type, "--double_quant", str(double_quant).lower()]
+    assert main(["quantize", str(source), "--out", str(out), *argv]) == 0
+    assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob("*.partial"))
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=torch.bfloat16,  # what ours writes into config.json
+    )
+    expected = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, quantization_config=quantization, device_map="cpu"
+    )
+    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, device_map="cpu")
+    state, expected_state = saved.state_dict(), expected.state_dict()
+    assert state.keys() == expected_state.keys()
+    for name, value in expected_state.items():
+        if "quant_state" not in name:  # JSON, padded in ours
+            assert torch.equal(state[name].cpu(), value.cpu()), name
+    with torch.no_grad():
+        assert torch.equal(saved(PROBE).logits, expected(PROBE).logits)
+    assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(source)("sort the list")
+
+
+def test_the_saved_model_trains_as_the_weights_it_was_made_of(models: Models, tmp_path: Path) -> None:
+    source, out = models("llama", **UNEVEN), tmp_path / "model"
+    assert main(["quantize", str(source), "--out", str(out)]) == 0
+    common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "fp32"}
+    train_ok(2, tmp_path / "ours", model_name=source, **common)
+    train_ok(2, tmp_path / "saved", model_name=out, **common)
+    assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "ours")
+
+
+def test_bad_input_is_said_and_leaves_nothing(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for argv, words in {
+        (): "a command is needed",
+        ("quantise",): "no command is named 'quantise'",
+        ("quantize",): "Give MODEL and --out DIR",
+        ("quantize", str(models()), "--out", str(tmp_path / "full")): "full is there already and not empty",
+        ("quantize", "./absent", "--out", str(tmp_path / "out")): "there is no such folder",
+        ("quantize", "--prune", "absent", "--quant_cache", str(tmp_path / "cache")): "has no entry absent",
+    }.items():
+        assert main(list(argv)) == 2
+        assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_the_cache_is_listed_with_its_sizes_and_pruned(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    train_ok(1, tmp_path / "run", model_name=models(), dataset=data, quant_cache=cache)
+    (cache / "dead.writing").mkdir()
+    (cache / "alive.writing").mkdir()
+    (key,) = (path.name for path in cache.iterdir() if path.is_dir() and "." not in path.name)
+    size = sum(path.stat().st_size for path in (cache / key).iterdir())
+
+    def listed() -> dict[str, dict]:
+        capsys.readouterr()
+        assert main(["quantize", "--list", "--json", "--quant_cache", str(cache)]) == 0
+        return {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)["entries"]}
+
+    about = listed()[key]
+    assert about["bytes"] == size and about["quantizer"] == "nf4, double quantization"
+    assert about["model"] == str(models()) and about["state"] == "complete"
+    assert main(["quantize", "--list", "--quant_cache", str(cache)]) == 0
+    assert key in (printed := capsys.readouterr().out) and str(models()) in printed
+    with FileLock(cache / "alive.lock"):
+        assert main(["quantize", "--prune", "all", "--quant_cache", str(cache)]) == 0
+    assert "alive is being written by a run" in capsys.readouterr().out
+    assert list(listed()) == ["alive"] and not (cache / key).exists()
