@@ -192,13 +192,13 @@ class TrainConfig:
 
     # == accepted for the 2024 program's commands, and without effect ==
     low_memory: bool | None = None
-    """Needless: loading never holds more than one tensor besides the shard."""
+    """Needless: loading never holds more than loading_buffer_mib besides the shard."""
     no_sync: bool | None = None
     """Needless: an adapter's gradients are always synchronised once per optimizer step."""
     reentrant_checkpointing: bool | None = None
     """Needless: checkpointing is always the non-reentrant kind."""
     loading_workers: int | None = None
-    """Needless: weights are read one tensor at a time."""
+    """Needless: weights are read ahead as far as loading_buffer_mib allows."""
 
     @property
     def learning_rate(self) -> float:
@@ -214,12 +214,12 @@ class TrainConfig:
 
 
 NEEDLESS = {
-    "low_memory": "weights are always streamed from the files one tensor at a time; no process ever holds "
-    "the whole model.",
+    "low_memory": "weights are always streamed from the files; no process ever holds more than its shard and "
+    "--loading_buffer_mib.",
     "no_sync": "an adapter's gradients are always synchronised once per optimizer step, with offload too; those of "
     "a whole model after every micro-batch, which keeps them sharded.",
     "reentrant_checkpointing": "activation checkpointing is always non-reentrant.",
-    "loading_workers": "each process reads and quantizes its weights one tensor at a time; there is nothing to set.",
+    "loading_workers": "reading runs ahead of quantizing by --loading_buffer_mib.",
 }
 """Options of the 2024 program that are accepted and do nothing, and what happens instead."""
 

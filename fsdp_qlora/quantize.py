@@ -21,6 +21,7 @@ from fsdp_qlora.distributed import gather_rows, shard_bounds, shard_rank, shard_
 from fsdp_qlora.experts import ExpertMatrix, is_transposed
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
+_PIECE = 2**20  # weights quantized at a time, a multiple of both block sizes
 _NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization, same paper
 
 
@@ -128,12 +129,7 @@ class Bnb4bitWeight(QuantizedWeight):
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
         rank, size = shard_rank(mesh), shard_size(mesh)
-        if values.numel():
-            codes, absmax = torch.ops.bitsandbytes.quantize_4bit(
-                values, _BLOCKSIZE, self.format.quant_type, torch.uint8
-            )
-        else:  # fewer blocks than ranks
-            codes, absmax = values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
+        codes, absmax = _quantize_blocks(values, self.format.quant_type)
         write_bytes(self.weight, codes)
         if not self.double_quant:
             write_bytes(self.absmax, absmax)
@@ -201,6 +197,20 @@ class _Bnb4bitMatrix(ExpertMatrix):
 
     def decoded(self) -> torch.Tensor:
         return _dequantize(self._format, self._experts.compute_dtype, *self._experts._tensors())
+
+
+def _quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
+
+    In pieces, since bitsandbytes' CPU kernel has temporary values of many times the size of its input.
+    """
+    if not values.numel():  # fewer blocks than ranks
+        return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
+    pieces = [
+        torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
+        for piece in values.flatten().split(_PIECE)
+    ]
+    return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
 
 
 def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
