@@ -93,7 +93,7 @@ def run(config: TrainConfig) -> None:
         {
             "the options": {name: value for name, value in resolved_options(config).items() if name not in _OWN},
             "the rows": (plan.data.train.digest(), plan.data.evaluation.digest(), len(plan.data.eval_rows)),
-            "the model": (plan.model_config.to_json_string(), sorted(sources)),
+            "the model": ({**plan.model_config.to_dict(), "_name_or_path": None}, sorted(sources)),
         },
         ranks.device,
     )
