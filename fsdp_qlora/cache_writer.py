@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.cache_entries import CHECKSUMS, chunk_bytes, damaged, own_hash
 from fsdp_qlora.distributed import shard_rank, shard_size
+from fsdp_qlora.flush import flush
 from fsdp_qlora.packed import byte_range, local_bytes, state_name, stored_maps, stored_parameters, write_state
 from fsdp_qlora.packed_files import PackedFiles, packed_forms
 from fsdp_qlora.quantize import Bnb4bitLinear
@@ -121,9 +122,9 @@ class EntryWriter:
             json.dump(description | {"sha256": own_hash(description)}, file)
             file.flush()
             os.fsync(file.fileno())
-        _sync_folder(self.folder)
+        flush(self.folder)
         os.rename(self.folder, self.target)
-        _sync_folder(self.target.parent)
+        flush(self.target.parent)
         shutil.rmtree(damaged(self.target), ignore_errors=True)
 
     def _tensor_checksums(self, name: str) -> dict[str, Any]:
@@ -175,14 +176,6 @@ def _remove_leftovers(root: Path) -> None:
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def from_every_rank(message: str | None, group: dist.ProcessGroup | None = None) -> list[str]:

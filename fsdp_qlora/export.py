@@ -18,6 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdp_qlora.adapters import adapter_parameters
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.experts import expert_parameters
+from fsdp_qlora.flush import flush
 from fsdp_qlora.models import canonical_name, persistent_buffers
 
 log = logging.getLogger("fsdp_qlora")
@@ -85,7 +86,7 @@ def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
     write(staging)
     for path in staging.rglob("*"):
         if path.is_file():
-            _flush(path)
+            flush(path)
     # Configurations last: they are what readers look for.
     for path in sorted(staging.iterdir(), key=lambda path: (path.suffix == ".json", path.name)):
         target = output_dir / path.name
@@ -93,15 +94,7 @@ def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
             shutil.rmtree(target)
         path.replace(target)
     staging.rmdir()
-    _flush(output_dir)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(output_dir)
 
 
 def save_adapter(
