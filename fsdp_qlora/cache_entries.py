@@ -11,9 +11,9 @@ from typing import Any
 import bitsandbytes
 import torch
 
+from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.quantize import Bnb4bitLinear
 
 FORMAT_VERSION = 1  # raise it when the layout, the key or the quantization changes
 CHECKSUMS = "checksums.json"

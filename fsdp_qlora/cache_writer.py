@@ -15,12 +15,12 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.cache_entries import CHECKSUMS, chunk_bytes, damaged, own_hash
 from fsdp_qlora.distributed import shard_rank, shard_size
 from fsdp_qlora.flush import flush
 from fsdp_qlora.packed import byte_range, local_bytes, state_name, stored_maps, stored_parameters, write_state
 from fsdp_qlora.packed_files import PackedFiles, packed_forms
-from fsdp_qlora.quantize import Bnb4bitLinear
 from fsdp_qlora.verify import format_bytes
 
 

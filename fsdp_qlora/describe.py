@@ -10,7 +10,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.optim import OPTIMIZER_STATES
 from fsdp_qlora.parallelize import MetaModel
-from fsdp_qlora.quantize import QuantizedWeight
+from fsdp_qlora.quantized_weight import QuantizedWeight
 from fsdp_qlora.verify import count_bytes, format_bytes
 
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases

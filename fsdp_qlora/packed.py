@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.checkpoint_files import PACKED_STATE
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.quantize import Bnb4bitLinear
 
 _STATE_BYTES = 256  # room for the JSON of any shape, so that a file can be laid out before the mean is known
 _NESTED_BLOCKSIZE = 256

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.checkpoint_files import DTYPE_NAMES
 from fsdp_qlora.packed import state_bytes, state_name, stored_maps, stored_parameters
-from fsdp_qlora.quantize import Bnb4bitLinear
 
 INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 4 * 2**30  # what hubs and network disks like

@@ -18,6 +18,7 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.cache_entries import (
     CHECKSUMS,
     FORMAT_VERSION,
@@ -31,7 +32,6 @@ from fsdp_qlora.cache_writer import EntryWriter, Unavailable, from_every_rank
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import Ranks, shard_size
 from fsdp_qlora.packed_files import packed_forms
-from fsdp_qlora.quantize import Bnb4bitLinear
 from fsdp_qlora.verify import format_bytes
 
 log = logging.getLogger("fsdp_qlora")

@@ -18,13 +18,14 @@ from tqdm import tqdm
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from fsdp_qlora import hub, models
+from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.cache_entries import cache_root, last_used, read_about
 from fsdp_qlora.cache_writer import hold
 from fsdp_qlora.checkpoint_files import Checkpoint, Part, read_ahead
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.packed import state_name, stored_maps, stored_parameters, take_settings, write_state
 from fsdp_qlora.packed_files import Form, PackedFiles, packed_forms
-from fsdp_qlora.quantize import Bnb4bitLinear, quantize_linears
+from fsdp_qlora.quantize import quantize_linears
 from fsdp_qlora.verify import format_bytes
 from fsdp_qlora.weights import match_tensors, quantized_layers
 

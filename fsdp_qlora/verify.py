@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.packed import local_bytes, stored_parameters
-from fsdp_qlora.quantize import Bnb4bitLinear, QuantizedWeight
+from fsdp_qlora.quantized_weight import QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
 

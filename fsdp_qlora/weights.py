@@ -18,13 +18,14 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
+from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.merged_tensors import MergedTensor
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.packed import Stored, byte_range, check_map, load_state, state_name, stored_maps, stored_parameters
-from fsdp_qlora.quantize import Bnb4bitLinear, QuantizedWeight, write_bytes
+from fsdp_qlora.quantized_weight import QuantizedWeight, write_bytes
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -1,0 +1,281 @@
+"""NF4 and FP4 weights in bitsandbytes' packing: linear layers and experts.
+
+Shapes: a linear's weight is [out, in], experts' are [experts, out, in] or, transposed, [experts, in, out]; a block
+is `blocksize` consecutive weights of the row-major flattened weight.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import bitsandbytes.functional as bnb
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.distributed import gather_rows, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.experts import ExpertMatrix
+from fsdp_qlora.quantized_weight import QuantizedWeight, write_bytes, write_rows
+
+_BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
+_PIECE = 2**20  # weights quantized at a time, a multiple of both block sizes
+_NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization, same paper
+
+
+class _Format(NamedTuple):
+    """Which matrix of a stored weight is meant, and how it is coded.
+
+    shape: of the matrix. first: the matrix's first weight in the stored one, a multiple of blocksize.
+    transposed: the matrix is [in, out] and not [out, in].
+    """
+
+    shape: tuple[int, ...]
+    blocksize: int
+    quant_type: str
+    first: int = 0
+    transposed: bool = False
+
+
+class Bnb4bitWeight(QuantizedWeight):
+    """NF4 or FP4 weights in bitsandbytes' packing.
+
+    Parameters (frozen, quant_storage = compute dtype so that FSDP2 gathers their bytes unchanged):
+        weight: two codes per byte, [blocks, blocksize / 2 bytes]. Rows are blocks, so that a shard is
+            made of whole blocks and can be quantized by itself.
+        absmax: largest magnitude of each block; 1 byte each with double_quant, else float32.
+        nested_absmax: with double_quant, float32, one for each 256 absmax.
+    Buffer:
+        absmax_offset: with double_quant, float32 scalar, the mean of absmax.
+    """
+
+    absmax_offset: torch.Tensor
+
+    def __init__(
+        self, shape: tuple[int, ...], *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+        self.compute_dtype, self.double_quant = compute_dtype, double_quant
+        self.format = _Format(self.shape, _BLOCKSIZE, quant_type)
+        self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
+        self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
+        if double_quant:
+            self.absmax = self._storage(-(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize)
+            self.nested_absmax = self._storage(-(-self.num_blocks // _NESTED_BLOCKSIZE), 4)
+            self.statistics = ("absmax", "nested_absmax")
+            self.register_buffer("absmax_offset", torch.zeros((), device="cpu"), persistent=False)
+        else:
+            self.absmax = self._storage(self.num_blocks, 4)
+            self.statistics = ("absmax",)
+
+    def _storage(self, rows: int, row_bytes: int) -> nn.Parameter:
+        shape = (rows, row_bytes // self.compute_dtype.itemsize)
+        return nn.Parameter(torch.empty(shape, dtype=self.compute_dtype, device="meta"), requires_grad=False)
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        if self.double_quant:
+            return self.weight, self.absmax, self.nested_absmax, self.absmax_offset
+        return self.weight, self.absmax
+
+    def dequantize(self) -> torch.Tensor:
+        return _dequantize(self.format, self.compute_dtype, *self._tensors())
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_dequantize`.
+        blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
+        codes, state = bnb.quantize_4bit(
+            blocks,
+            blocksize=_BLOCKSIZE,
+            compress_statistics=self.double_quant,
+            quant_type=self.format.quant_type,
+        )
+        state.dtype = self.compute_dtype
+        return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
+
+    def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
+        first, last = shard_bounds(self.num_blocks, rank=shard_rank(mesh), size=shard_size(mesh))
+        num_weights = math.prod(self.shape)
+        return min(first * _BLOCKSIZE, num_weights), min(last * _BLOCKSIZE, num_weights)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        rank, size = shard_rank(mesh), shard_size(mesh)
+        codes, absmax = _quantize_blocks(values, self.format.quant_type)
+        write_bytes(self.weight, codes)
+        if not self.double_quant:
+            write_bytes(self.absmax, absmax)
+            return
+        # The second quantization has a mean over the whole tensor. Every rank gets the absmax of all blocks
+        # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so it is exact on any split.
+        absmax = gather_rows(absmax, self.num_blocks, mesh)
+        offset = absmax.mean()
+        absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=_NESTED_BLOCKSIZE)
+        self.absmax_offset.copy_(offset)
+        write_rows(self.absmax, absmax_8bit, rank, size)
+        write_rows(self.nested_absmax, state.absmax, rank, size)
+
+
+class Bnb4bitLinear(Bnb4bitWeight):
+    """y = x W^T + b with W [out, in] in bitsandbytes' 4-bit packing."""
+
+    weight_name = "weight"
+
+    def __init__(self, linear: nn.Linear, **options: Any) -> None:
+        super().__init__((linear.out_features, linear.in_features), **options)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return _Matmul4bit.apply(x, bias, self.format, *self._tensors())
+
+
+class Bnb4bitExperts(Bnb4bitWeight):
+    """Stands in an experts module for its 3-D parameter; `self[e]` is expert e's matrix, without decoding it.
+
+    Args:
+        parameter: [experts, out, in], or [experts, in, out] where `transposed`.
+    """
+
+    def __init__(self, parameter: nn.Parameter, *, transposed: bool, **options: Any) -> None:
+        super().__init__(tuple(parameter.shape), **options)
+        self.transposed = transposed
+
+    @staticmethod
+    def supports(parameter: nn.Parameter) -> bool:
+        """Whether no block crosses from one expert to the next."""
+        return math.prod(parameter.shape[1:]) % _BLOCKSIZE == 0
+
+    def __getitem__(self, index: torch.Tensor | int) -> "_Bnb4bitMatrix":
+        shape = self.shape[1:]
+        first = int(index) * math.prod(shape)
+        return _Bnb4bitMatrix(self, self.format._replace(shape=shape, first=first, transposed=self.transposed))
+
+
+class _Bnb4bitMatrix(ExpertMatrix):
+    """One expert's matrix: a format, and the module whose gathered bytes it is a part of."""
+
+    def __init__(self, experts: Bnb4bitExperts, fmt: _Format) -> None:
+        self._experts, self._format = experts, fmt
+        self.transposed = fmt.transposed
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self._experts.compute_dtype)
+        return _Matmul4bit.apply(x, None, self._format, *self._experts._tensors())
+
+    def decoded(self) -> torch.Tensor:
+        return _dequantize(self._format, self._experts.compute_dtype, *self._experts._tensors())
+
+
+def _quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
+
+    In pieces, since bitsandbytes' CPU kernel has temporary values of many times the size of its input.
+    """
+    if not values.numel():  # fewer blocks than ranks
+        return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
+    pieces = [
+        torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
+        for piece in values.flatten().split(_PIECE)
+    ]
+    return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
+
+
+@functools.cache
+def _nested_code(device: torch.device) -> torch.Tensor:
+    """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
+    return bnb.create_dynamic_map().to(device)
+
+
+def _as_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)[first : first + count]
+
+
+def _unpack(
+    fmt: _Format, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Storage tensors -> (whole blocks of codes, float32 scales, arguments of gemm_4bit for double quantization)."""
+    num_weights = math.prod(fmt.shape)
+    first_block, num_blocks = fmt.first // fmt.blocksize, -(-num_weights // fmt.blocksize)
+    codes = _as_bytes(weight, fmt.first // 2, num_blocks * fmt.blocksize // 2).view(-1, 1)
+    if not nested:
+        return codes, absmax.view(-1).view(torch.float32)[first_block : first_block + num_blocks], {}
+    nested_absmax, offset = nested
+    # Blocks of absmax know nothing of experts: read from the start of the one in which the first absmax lies.
+    skipped = first_block % _NESTED_BLOCKSIZE
+    first_nested, num_nested = first_block // _NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // _NESTED_BLOCKSIZE)
+    scales = nested_absmax.view(-1).view(torch.float32)[first_nested : first_nested + num_nested]
+    double = {
+        "absmax_8bit": _as_bytes(absmax, first_block - skipped, skipped + num_blocks),
+        "absmax_code": _nested_code(weight.device),
+        "absmax_offset": offset,
+    }
+    if skipped:
+        return codes, _decode_absmax(scales, double)[skipped:], {}
+    return codes, scales, double
+
+
+def _decode_absmax(scales: torch.Tensor, double: dict[str, Any]) -> torch.Tensor:
+    """Undo the second quantization: one float32 per block of weights."""
+    absmax = torch.ops.bitsandbytes.dequantize_blockwise(
+        double["absmax_8bit"], scales, double["absmax_code"], _NESTED_BLOCKSIZE, torch.float32
+    )
+    return absmax + double["absmax_offset"]
+
+
+def _dequantize(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    """Decode storage tensors to the matrix (or whole weight) of `fmt` in `dtype`, with bitsandbytes' kernels."""
+    codes, absmax, double = _unpack(fmt, *tensors)
+    if double:
+        absmax = _decode_absmax(absmax, double)
+    # Rows are blocks: bitsandbytes 0.50's CPU kernel scales wrongly where a row ends in half a block (32 weights).
+    blocks = (absmax.numel(), fmt.blocksize)
+    decoded = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, fmt.blocksize, fmt.quant_type, blocks, dtype)
+    return decoded.view(-1)[: math.prod(fmt.shape)].view(fmt.shape)
+
+
+def _times_transposed(
+    x: torch.Tensor, fmt: _Format, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes can."""
+    if x.device.type == "cpu" and fmt.shape[-1] % fmt.blocksize:  # see _dequantize
+        return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
+    codes, absmax, double = _unpack(fmt, *tensors)
+    codes = codes[: -(-math.prod(fmt.shape) // 2)]
+    return torch.ops.bitsandbytes.gemm_4bit(
+        x, codes, fmt.shape, absmax, fmt.blocksize, fmt.quant_type, bias=bias, **double
+    )
+
+
+class _Matmul4bit(torch.autograd.Function):
+    """x W^T + b with W decoded for the product and again for its gradient, never kept.
+
+    The stored matrix is W, or W^T where the format is transposed: then the two products change places.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, fmt: _Format, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        # Gathered weights: FSDP2 refills these same tensors before the backward pass. Kept as attributes and not
+        # by save_for_backward, they are nothing that activation checkpointing would have to recompute.
+        ctx.format, ctx.tensors = fmt, tensors
+        if fmt.transposed:
+            y = x @ _dequantize(fmt, x.dtype, *tensors)
+            return y if bias is None else y + bias
+        return _times_transposed(x, fmt, tensors, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_y,) = grads
+        tensors = ctx.tensors
+        grad_x = None
+        if ctx.needs_input_grad[0] and ctx.format.transposed:
+            grad_x = _times_transposed(grad_y, ctx.format, tensors)
+        elif ctx.needs_input_grad[0]:
+            grad_x = grad_y @ _dequantize(ctx.format, grad_y.dtype, *tensors)
+        return (grad_x, None, None, *(None for _ in tensors))
