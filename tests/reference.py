@@ -1,12 +1,15 @@
 """An independent single-process trainer: transformers + PEFT + bitsandbytes, plain PyTorch, no FSDP."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n### Response:"
@@ -28,6 +31,21 @@ def load_base(folder: Path, *, four_bit: bool) -> torch.nn.Module:
     )
     options = {"quantization_config": quantization, "device_map": "cpu"} if four_bit else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+
+
+@torch.no_grad()
+def load_decoded_base(folder: Path, linears: Sequence[str] = LINEARS) -> torch.nn.Module:
+    """The base model in fp32, its linear layers rounded to what NF4 with double quantization keeps of them.
+
+    For what bitsandbytes' and PEFT's layers compute in bf16 whatever the model's dtype.
+    """
+    model = load_base(folder, four_bit=False)
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in linears:
+            blocks = module.weight.data.view(-1, 64)
+            codes, state = bnb.quantize_4bit(blocks, blocksize=64, compress_statistics=True, quant_type="nf4")
+            module.weight.copy_(bnb.dequantize_4bit(codes, state).view(module.weight.shape))
+    return model
 
 
 def load_adapter(base: torch.nn.Module, folder: Path) -> PeftModel:
