@@ -156,9 +156,10 @@ class Trainer:
         self.model.eval()
         local_sum = 0.0
         size = self.schedule.batch_size * self.ranks.world_size
-        for start in range(0, len(rows), size):
-            for micro_batch in self._micro_batches(rows[start : start + size], data):
-                local_sum += self._loss(micro_batch).item()
+        with self.optimizer.averaged():
+            for start in range(0, len(rows), size):
+                for micro_batch in self._micro_batches(rows[start : start + size], data):
+                    local_sum += self._loss(micro_batch).item()
         reshard_all(self.model)
         num_targets = int(data.num_targets[rows].sum())
         total = gather_numbers([local_sum], self.ranks.device).sum().item()

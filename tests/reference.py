@@ -42,10 +42,14 @@ def load_decoded_base(folder: Path, linears: Sequence[str] = LINEARS) -> torch.n
     model = load_base(folder, four_bit=False)
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in linears:
-            blocks = module.weight.data.view(-1, 64)
-            codes, state = bnb.quantize_4bit(blocks, blocksize=64, compress_statistics=True, quant_type="nf4")
-            module.weight.copy_(bnb.dequantize_4bit(codes, state).view(module.weight.shape))
+            module.weight.copy_(decode(module.weight))
     return model
+
+
+def decode(weight: torch.Tensor) -> torch.Tensor:
+    """What NF4 with double quantization keeps of a weight of whole blocks."""
+    codes, state = bnb.quantize_4bit(weight.view(-1, 64), blocksize=64, compress_statistics=True, quant_type="nf4")
+    return bnb.dequantize_4bit(codes, state).view(weight.shape)
 
 
 def load_adapter(base: torch.nn.Module, folder: Path) -> PeftModel:
