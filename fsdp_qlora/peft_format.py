@@ -85,6 +85,7 @@ def peft_config(
         use_rslora=options.use_rslora,
         rank_pattern={name: rank_ratio * rank for name, rank in options.rank_pattern.items()},
         alpha_pattern={name: alpha_ratio * alpha for name, alpha in options.alpha_pattern.items()},
+        modules_to_save=list(options.modules_to_save) or None,
         bias="none",
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base_model,
