@@ -44,8 +44,8 @@ def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, con
     if by_weight and (kind != "lora" or patterns):
         what = "rank_pattern and alpha_pattern" if kind == "lora" else f"an adapter of kind {kind}"
         raise UserError(
-            f"{by_weight[0]} belongs to experts, on which PEFT knows plain LoRA only, not {what}. Name other layers in "
-            "--lora_target_modules, or use plain LoRA."
+            f"{by_weight[0]}: PEFT takes this name for the experts' in a model of this type, and adapts it with plain "
+            f"LoRA only, not {what}. Name other layers in --lora_target_modules, or use plain LoRA."
         )
 
 
