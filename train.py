@@ -9,14 +9,17 @@ import sys
 from fsdp_qlora.cli import parse_train_config
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.launch import relaunch_if_needed
+from fsdp_qlora.redact import guard_output, redact_values
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 only when the run finished, 2 for bad input, 1 for a run that had to stop."""
+    guard_output()
     try:
         config = parse_train_config(argv)
         if not config.dry_run and (status := relaunch_if_needed(config, argv)) is not None:
             return status
+        sys.argv = redact_values(sys.argv)  # wandb keeps a copy
         # Imported here so that --help and wrong options answer at once.
         from fsdp_qlora.run import run
 

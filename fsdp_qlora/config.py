@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import TRAIN_TYPES
 
 
@@ -131,8 +132,11 @@ class TrainConfig:
     """Use only the first so many rows; by default all of them (alpaca_sample and dummy have a size of their own)."""
     dataset_format: Literal["auto", "alpaca"] = "auto"
     """Meaning of the columns; auto tells it from their names."""
+    on_bad_row: Literal["skip", "error"] = "skip"
+    """What to do with a row that cannot be used (malformed, no output, or no room for one): skip leaves it out and
+    lists it in rejected.jsonl, error stops."""
     max_bad_rows: float = 0.01
-    """Share of the rows that may be unusable (no output, or no room for one) before the run refuses."""
+    """Share of the rows that on_bad_row skip may leave out before the run refuses."""
     eval_fraction: float = 0.0
     """Share of the rows held out to measure the loss on."""
     eval_dataset: str | None = None
@@ -247,9 +251,12 @@ def option_help() -> dict[str, dict[str, str]]:
 
 
 def resolved_options(config: TrainConfig) -> dict[str, Any]:
-    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans."""
+    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans.
+
+    For files, logs and other machines: secrets are taken out.
+    """
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
-    return options | {"lr": config.learning_rate, "dry_run": False}
+    return redact_values(options | {"lr": config.learning_rate, "dry_run": False})
 
 
 def resolved_yaml(config: TrainConfig) -> str:

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ _MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 # What a run leaves in its folder; --overwrite_output_dir removes these and touches nothing else.
 _RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
-    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json",
+    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving",
 )  # fmt: skip
 
@@ -60,8 +60,8 @@ def check_keeps_model(output_dir: Path, model_folder: Path) -> None:
         raise UserError(f"output_dir {output_dir} is the folder of the model itself. Give another folder.")
 
 
-def prepare_output_dir(output_dir: Path, options: str) -> None:
-    """Make the folder, remove an earlier run's results from it, and leave the options in it. Rank 0 only.
+def prepare_output_dir(output_dir: Path, files: Mapping[str, str]) -> None:
+    """Make the folder, remove an earlier run's results from it, and leave `files` (name -> text) in it. Rank 0 only.
 
     Called when the model is loaded and verified: a run that cannot start takes nothing away.
     """
@@ -72,7 +72,7 @@ def prepare_output_dir(output_dir: Path, options: str) -> None:
     for pattern in _RUN_FILES:
         for path in output_dir.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    publish(output_dir, lambda folder: (folder / "config.yaml").write_text(options))
+    publish(output_dir, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
 
 
 def publish(output_dir: Path, write: Callable[[Path], object]) -> None:

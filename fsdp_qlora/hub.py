@@ -88,3 +88,14 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
             f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
             "path of a model folder, or make one with `python scripts/demo_model.py --output_dir demo/model`."
         ) from error
+
+
+def public_name(model_name: str) -> str:
+    """A model's name for others: that of the hub, or the folder's own, without the path that leads to it here."""
+    folder = Path(model_name).expanduser()
+    if not folder.is_dir():
+        return model_name
+    for part in folder.resolve().parts:
+        if part.startswith("models--"):  # the hub's cache: models--owner--name/snapshots/commit
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return folder.resolve().name

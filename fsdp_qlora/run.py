@@ -104,7 +104,7 @@ def run(config: TrainConfig) -> None:
     verify.check_byte_account(plan.meta.model, mesh)
     verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
-        export.prepare_output_dir(output_dir, resolved_yaml(config))
+        export.prepare_output_dir(output_dir, {"config.yaml": resolved_yaml(config), **plan.data.files()})
 
     summary = train_and_save(config, ranks, plan, memory)
     seconds = time.perf_counter() - started
@@ -160,6 +160,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         context_length=config.context_length,
         dataset_format=config.dataset_format,
         dataset_samples=config.dataset_samples,
+        on_bad_row=config.on_bad_row,
         max_bad_rows=config.max_bad_rows,
         seed=config.seed,
         vocab_size=meta.model.get_input_embeddings().num_embeddings,
@@ -277,15 +278,16 @@ def train_and_save(config: TrainConfig, ranks: Ranks, plan: Plan, memory: Memory
         repeat=config.repeat,
         frequency=config.profiling_frequency,
     )
+    options = resolved_options(config)
     with open_metric_log(
         config.log_to,
         output_dir=Path(config.output_dir),
         total_steps=schedule.total_steps,
-        config=resolved_options(config),
-        project_name=config.project_name,
-        name=config.name,
-        group=config.group,
-        entity=config.entity,
+        config=options,
+        project_name=options["project_name"],
+        name=options["name"],
+        group=options["group"],
+        entity=options["entity"],
         is_rank_0=ranks.is_rank_0,
     ) as metrics:
         summary = train(
@@ -332,7 +334,7 @@ def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         dropout=config.lora_dropout,
-        base_model=config.model_name,
+        base_model=hub.public_name(config.model_name),
         model_config=plan.model_config,
     )
     export.save_adapter(model, adapter, plan.tokenizer, output_dir, is_rank_0=ranks.is_rank_0)
