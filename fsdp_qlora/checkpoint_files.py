@@ -9,7 +9,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -90,10 +90,13 @@ class Checkpoint:
                 raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
             return _merge_headers(files)
         try:
-            weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{index} is not a safetensors index: {error!r}.") from error
-        names = sorted(set(weight_map.values()))
+            weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            names = sorted(set(weight_map.values()))
+            outside = [name for name in names if Path(name).name != name]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
+        if outside:
+            raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")
         if absent := [name for name in names if not (self.folder / name).is_file()]:
             raise UserError(f"{index} names files that are not there: {', '.join(absent)}. Download them.")
         headers = {name: _read_header(self.folder / name) for name in names}

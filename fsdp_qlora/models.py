@@ -132,7 +132,7 @@ def build_meta_model(
         compute_dtype, device: decide what "auto" may take; flash-attn needs 16 bits and an Ampere GPU.
         experts_implementation: of transformers; None takes its choice.
     Raises:
-        UserError: the requested attention implementation cannot be used.
+        UserError: the requested attention implementation cannot be used, or the sizes make no model.
     """
     candidates = _attention_candidates(attn_implementation, config, compute_dtype, device)
     options = {"experts_implementation": experts_implementation} if experts_implementation else {}
@@ -146,6 +146,11 @@ def build_meta_model(
                 continue
             raise UserError(
                 f"The {config.model_type} model cannot be built with attn_implementation {candidate}: {error}"
+            ) from error
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"The config.json of the {config.model_type} model describes one that cannot be built: {error}. "
+                "Download it again."
             ) from error
         model.tie_weights()
         model.config.use_cache = False
