@@ -101,7 +101,7 @@ class Bnb4bitWeight(QuantizedWeight):
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
         rank, size = shard_rank(mesh), shard_size(mesh)
-        codes, absmax = _quantize_blocks(values, self.format.quant_type)
+        codes, absmax = quantize_blocks(values, self.format.quant_type)
         write_bytes(self.weight, codes)
         if not self.double_quant:
             write_bytes(self.absmax, absmax)
@@ -109,11 +109,16 @@ class Bnb4bitWeight(QuantizedWeight):
         # The second quantization has a mean over the whole tensor. Every rank gets the absmax of all blocks
         # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so it is exact on any split.
         absmax = gather_rows(absmax, self.num_blocks, mesh)
+        absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
+        write_rows(self.absmax, absmax_8bit, rank, size)
+        write_rows(self.nested_absmax, nested_absmax, rank, size)
+
+    def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second quantization, of all blocks' float32 absmax: uint8 codes and nested absmax. Keeps the offset."""
         offset = absmax.mean()
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=_NESTED_BLOCKSIZE)
         self.absmax_offset.copy_(offset)
-        write_rows(self.absmax, absmax_8bit, rank, size)
-        write_rows(self.nested_absmax, state.absmax, rank, size)
+        return absmax_8bit, state.absmax
 
 
 class Bnb4bitLinear(Bnb4bitWeight):
@@ -171,7 +176,7 @@ class _Bnb4bitMatrix(ExpertMatrix):
         return _dequantize(self._format, self._experts.compute_dtype, *self._experts._tensors())
 
 
-def _quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
 
     In pieces, since bitsandbytes' CPU kernel has temporary values of many times the size of its input.

@@ -134,6 +134,10 @@ class Checkpoint:
     def dtype(self, name: str) -> torch.dtype:
         return self._entries[self._joined[name].parts[0] if name in self._joined else name].dtype
 
+    def origins(self, name: str) -> list[str]:
+        """The tensors in the files that make up the tensor `name`."""
+        return self._joined[name].parts if name in self._joined else [name]
+
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dim 0, on the CPU, in the file's dtype."""
         shape = self.shape(name)

@@ -179,3 +179,17 @@ def derive_seed(*parts: object) -> int:
 def stop_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Every rank's text, on every rank: as UTF-8 bytes, without pickle."""
+    mine = text.encode()
+    lengths = gather_numbers([len(mine)], device, group).flatten().int().tolist()
+    size = max(lengths)
+    if not size:
+        return [""] * len(lengths)
+    padded = torch.tensor(list(mine.ljust(size)), dtype=torch.uint8, device=device)
+    everyone = padded.new_empty(len(lengths) * size)
+    _all_gather(everyone, padded, group=group)
+    rows = everyone.view(-1, size).tolist()
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

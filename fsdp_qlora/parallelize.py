@@ -24,8 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_qlora.adapters import adapter_modules, add_experts_lora, add_lora, select_parameters, select_targets
 from fsdp_qlora.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.experts import expert_parameters, router_linears
-from fsdp_qlora.models import block_linears, build_meta_model, find_blocks, has_tied_embeddings
+from fsdp_qlora.experts import quantizable_weights
+from fsdp_qlora.models import build_meta_model, find_blocks, has_tied_embeddings
 from fsdp_qlora.packed import Bnb4bitSettings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantize import quantize_experts, quantize_linears
@@ -83,21 +83,20 @@ def build_model(
         experts_implementation="eager" if train_type.quantizer or lora_target_parameters else None,
     )
     everywhere = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    routers = router_linears(model)
-    linears = [path for path in block_linears(model) if path not in routers]
+    linears, experts = quantizable_weights(model)
     if not linears:
         raise UserError(
             f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be quantized or "
             "adapted. Choose a model of another family."
         )
-    experts = expert_parameters(model)
     targets = select_targets(linears, lora_target_modules, config.model_type) if train_type.adapter else []
     target_parameters = select_parameters(experts, lora_target_parameters)
-    # A model that bitsandbytes quantized: its settings, and what it left alone stays so, experts too.
+    # A model that is in 4 bits already: its settings, and what it left alone stays so; bitsandbytes leaves experts.
     quantized, quantized_experts = linears, experts
     if prequantized:
         quant_type, double_quant = prequantized.quant_type, prequantized.double_quant
-        quantized, quantized_experts = [path for path in linears if prequantized.is_quantized(path)], []
+        quantized = [path for path in linears if prequantized.is_quantized(path)]
+        quantized_experts = experts if prequantized.has_experts else []
     if train_type.quantizer:
         options = {
             "quant_type": quant_type,

@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
@@ -142,7 +142,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
     """The tensors that make up a 4-bit weight, as flat bytes: each rank reads its shards' own."""
-    assert isinstance(layer, Bnb4bitLinear)
+    assert isinstance(layer, Bnb4bitWeight)
     targets: dict[str, _Target] = {}
     for suffix, stored in stored_parameters(layer).items():
         wanted = functools.partial(byte_range, layer, stored)
@@ -156,7 +156,7 @@ def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
 
 
 def _store_packed(
-    layer: Bnb4bitLinear, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
+    layer: Bnb4bitWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
 ) -> None:
     if stored.dtype.is_floating_point:
         _check_finite(values.view(stored.dtype), name)
