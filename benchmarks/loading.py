@@ -81,6 +81,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
 
     from fsdp_qlora import distributed, parallelize, weights
     from fsdp_qlora import quant_cache as cache_module
+    from fsdp_qlora.adapters import LoraOptions
     from fsdp_qlora.checkpoint_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.train_types import TRAIN_TYPES
@@ -94,10 +95,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
         attn_implementation="sdpa",
         quant_type="nf4",
         double_quant=True,
-        lora_rank=16,
-        lora_alpha=32,
-        lora_dropout=0.0,
-        lora_target_modules=["all"],
+        lora=LoraOptions(rank=16, alpha=32),
     )
     checkpoint = Checkpoint(folder)
     sources = weights.match_tensors(meta.model, checkpoint)

@@ -8,13 +8,15 @@ import ast
 import inspect
 import itertools
 import math
+import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
 
+from fsdp_qlora.lora_targets import ALL, is_regex
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import TRAIN_TYPES
 
@@ -45,9 +47,9 @@ class TrainConfig:
     train are kept in fp32. Set fp32 to compare runs digit by digit."""
 
     # == training ==
-    train_type: Literal["full", "lora", "qlora", "custom_lora", "custom_qlora"] = "qlora"
-    """What trains: an adapter on a 4-bit base (qlora), on a 16-bit base (lora), or all weights (full); the
-    custom_ names are the 2024 program's and mean the same as those without it."""
+    train_type: Literal["full", "lora", "qlora", "dora", "bnb_dora", "custom_lora", "custom_qlora"] = "qlora"
+    """What trains: an adapter on a 4-bit base (qlora), on a 16-bit base (lora), a DoRA adapter on either (bnb_dora,
+    dora), or all weights (full); the custom_ names are the 2024 program's and mean the same as those without it."""
     lora_rank: int = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: int = 32
@@ -55,11 +57,18 @@ class TrainConfig:
     lora_dropout: float = 0.0
     """Dropout on the adapter's input; try 0.05 to 0.1 when a small dataset is overfitted."""
     lora_target_modules: tuple[str, ...] = ("all",)
-    """Linear layers that get an adapter: all, default (PEFT's choice for the model), or layer names such as
-    q_proj,v_proj."""
+    """Linear layers that get an adapter: all (or all-linear), default (PEFT's choice for the model), layer names such
+    as q_proj,v_proj, or one regular expression for whole paths such as .*layers.1\\d.*_proj (without commas)."""
     lora_target_parameters: tuple[str, ...] = ()
     """Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such as
     mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."""
+    use_rslora: bool = False
+    """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
+    rank_pattern: tuple[str, ...] = ()
+    """Other ranks for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular expression
+    for the end of a path, as in PEFT, and the first that matches counts."""
+    alpha_pattern: tuple[str, ...] = ()
+    """Other values of lora_alpha for some layers, written like rank_pattern."""
     batch_size: int = 1
     """Rows per process in one forward pass; raise it until memory is full."""
     context_length: int = 512
@@ -264,6 +273,13 @@ def resolved_yaml(config: TrainConfig) -> str:
     return yaml.safe_dump(resolved_options(config), sort_keys=False, allow_unicode=True)
 
 
+def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
+    """["q_proj=8"] -> [("q_proj", "8")]; the value of what has no `=` is empty."""
+    return [
+        (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
+    ]
+
+
 def check(config: TrainConfig) -> list[str]:
     """What is wrong with the values of the options and with their combination; needs no model or device."""
     errors = [
@@ -271,7 +287,7 @@ def check(config: TrainConfig) -> list[str]:
         for name, (accepts, allowed) in _LIMITS.items()
         if not accepts(getattr(config, name))
     ]
-    for rules in (_launch_conflicts, _model_conflicts, _data_conflicts, _profiling_conflicts):
+    for rules in (_launch_conflicts, _model_conflicts, _adapter_conflicts, _data_conflicts, _profiling_conflicts):
         errors.extend(rules(config))
     return errors
 
@@ -355,14 +371,6 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
-    lora = _changed(c, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters")
-    if lora and not kind.has_adapter:
-        yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(lora)}, or use --train_type lora.")
-    if c.lora_target_parameters and c.lora_dropout:
-        yield (
-            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
-            "without dropout."
-        )
     quantization = _changed(c, "quant_type", "double_quant", "quant_storage", "allow_unquantized")
     if c.quant_cache not in ("auto", "off"):
         quantization.append("quant_cache")
@@ -375,12 +383,6 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     compute_dtype = c.precision.split("_")[0]
     if kind.quantizer is not None and compute_dtype != "auto":
         yield from filter(None, [quant_storage_error(c.quant_storage, compute_dtype)])
-    special = {"all", "default"}.intersection(c.lora_target_modules)
-    if special and len(c.lora_target_modules) > 1:
-        yield (
-            f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is "
-            f"{','.join(c.lora_target_modules)}."
-        )
     if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
         yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
     if c.use_activation_cpu_offload and not c.use_gradient_checkpointing:
@@ -388,6 +390,69 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
             "--use_activation_cpu_offload moves the activations that checkpointing keeps: it needs "
             "--use_gradient_checkpointing true."
         )
+
+
+def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
+    kind = TRAIN_TYPES[c.train_type]
+    given = _changed(c, *_ADAPTER_OPTIONS)
+    if given and not kind.has_adapter:
+        yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(given)}, or use --train_type lora.")
+    if c.lora_target_parameters and c.lora_dropout:
+        yield (
+            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
+            "without dropout."
+        )
+    if c.lora_target_parameters and kind.adapter == "dora":
+        yield (
+            f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave out "
+            "--lora_target_parameters."
+        )
+    yield from _target_errors(c.lora_target_modules)
+    yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
+    yield from _pattern_errors("alpha_pattern", c.alpha_pattern, float, "a number above 0")
+
+
+_ADAPTER_OPTIONS = (
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora",
+    "rank_pattern", "alpha_pattern",
+)  # fmt: skip
+
+
+def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
+    value = ",".join(targets)
+    if len(targets) > 1:
+        special = [name for name in targets if name in (*ALL, "default")]
+        if special:
+            yield (
+                f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is {value}."
+            )
+        elif any(is_regex(name) for name in targets):
+            yield (
+                "--lora_target_modules: a regular expression is given alone and without commas, but the value is "
+                f"{value}."
+            )
+    elif targets and is_regex(targets[0]) and (reason := _regex_error(targets[0])):
+        yield f"--lora_target_modules: {value} is not a name, and as a regular expression it is wrong: {reason}."
+
+
+def _pattern_errors(option: str, items: tuple[str, ...], number: type, allowed: str) -> Iterator[str]:
+    for name, value in pairs(items):
+        try:
+            good = 0 < number(value) < math.inf
+        except ValueError:
+            good = False
+        if not name or not good:
+            yield f"--{option} needs name=number with {allowed}, but has {name + '=' * bool(value) + value!r}."
+        elif reason := _regex_error(name):
+            yield f"--{option}: {name} is wrong as a regular expression: {reason}."
+
+
+def _regex_error(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return str(error)
+    return None
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:

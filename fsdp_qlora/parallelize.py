@@ -1,7 +1,7 @@
 """From a checkpoint to a sharded model, in this order: quantize, adapt, checkpoint activations, shard, load."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +21,14 @@ from torch.distributed.fsdp import (
 )
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.adapters import adapter_modules, add_experts_lora, add_lora, select_parameters, select_targets
+from fsdp_qlora.adapters import LoraOptions, adapter_modules, add_adapters, add_experts_lora, magnitudes
 from fsdp_qlora.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.experts import quantizable_weights
+from fsdp_qlora.lora_targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.models import build_meta_model, find_blocks, has_tied_embeddings
 from fsdp_qlora.packed import Bnb4bitSettings
+from fsdp_qlora.peft_format import check_fits_peft
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantize import quantize_experts, quantize_linears
 from fsdp_qlora.train_types import TrainType
@@ -58,11 +60,7 @@ def build_model(
     attn_implementation: str,
     quant_type: str,
     double_quant: bool,
-    lora_rank: int,
-    lora_alpha: float,
-    lora_dropout: float,
-    lora_target_modules: list[str],
-    lora_target_parameters: Sequence[str] = (),
+    lora: LoraOptions,
     prequantized: Bnb4bitSettings | None = None,
 ) -> MetaModel:
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
@@ -80,7 +78,7 @@ def build_model(
         compute_dtype=precision.compute_dtype,
         device=device,
         # The other implementations multiply with all experts' weights at once, so they would need them decoded.
-        experts_implementation="eager" if train_type.quantizer or lora_target_parameters else None,
+        experts_implementation="eager" if train_type.quantizer or lora.target_parameters else None,
     )
     everywhere = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears, experts = quantizable_weights(model)
@@ -89,8 +87,7 @@ def build_model(
             f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be quantized or "
             "adapted. Choose a model of another family."
         )
-    targets = select_targets(linears, lora_target_modules, config.model_type) if train_type.adapter else []
-    target_parameters = select_parameters(experts, lora_target_parameters)
+    targets, target_parameters = _select_targets(linears, experts, train_type, lora, config)
     # A model that is in 4 bits already: its settings, and what it left alone stays so; bitsandbytes leaves experts.
     quantized, quantized_experts = linears, experts
     if prequantized:
@@ -105,10 +102,23 @@ def build_model(
         }
         quantize_linears(model, quantized, train_type.quantizer, **options)
         quantize_experts(model, quantized_experts, train_type.quantizer, **options)
-    if train_type.adapter == "lora":
-        add_lora(model, targets, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout)
-        add_experts_lora(model, target_parameters, rank=lora_rank, alpha=lora_alpha)
+    if train_type.adapter:
+        add_adapters(model, train_type.adapter, targets, lora)
+        add_experts_lora(model, target_parameters, lora)
     return MetaModel(model, everywhere, targets, experts, target_parameters)
+
+
+def _select_targets(
+    linears: list[str], experts: list[str], train_type: TrainType, lora: LoraOptions, config: PretrainedConfig
+) -> tuple[list[str], list[str]]:
+    """The linear layers and the expert parameters that get an adapter, when all that is asked of them is possible."""
+    if not train_type.adapter:
+        return [], []
+    targets = select_targets(linears, lora.target_modules, config.model_type)
+    check_patterns("rank_pattern", lora.rank_pattern, targets)
+    check_patterns("alpha_pattern", lora.alpha_pattern, targets)
+    check_fits_peft(train_type.adapter, targets, lora, config)
+    return targets, select_parameters(experts, lora.target_parameters)
 
 
 def checkpoint_activations(model: nn.Module, *, offload: bool) -> None:
@@ -130,7 +140,7 @@ def shard_model(
     """Apply FSDP2: per block one group of adapters and one of the rest, then embeddings, head and root.
 
     The adapters stay gathered from forward to backward: they are small, and so CPU offload and the second
-    gather move frozen bytes only.
+    gather move frozen bytes only. DoRA's magnitudes are a group of their own, which is gathered in fp32.
     """
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
     policy = MixedPrecisionPolicy(
@@ -142,6 +152,9 @@ def shard_model(
         fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
     for block in find_blocks(model):
+        if in_fp32 := magnitudes(block):
+            keep = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+            fully_shard(in_fp32, mesh=mesh, reshard_after_forward=False, mp_policy=keep)
         if adapters := adapter_modules(block):
             fully_shard(adapters, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
         shard(block, reshard=reshard_after_forward)

@@ -27,14 +27,15 @@ from fsdp_qlora import (
     verify,
     weights,
 )
-from fsdp_qlora.adapters import peft_config
+from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.checkpoint_files import Checkpoint
-from fsdp_qlora.config import TrainConfig, needless_lines, resolved_options, resolved_yaml
+from fsdp_qlora.config import TrainConfig, needless_lines, pairs, resolved_options, resolved_yaml
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.metrics import open_metric_log
 from fsdp_qlora.optim import ShardedOptimizer, learning_rate
+from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.profiling import MemoryLog, open_profiler
 from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
@@ -137,11 +138,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         attn_implementation=config.attn_implementation,
         quant_type=config.quant_type,
         double_quant=config.double_quant,
-        lora_rank=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        lora_target_modules=list(config.lora_target_modules),
-        lora_target_parameters=list(config.lora_target_parameters),
+        lora=lora_options(config),
         prequantized=prequantized,
     )
     if train_type.quantizer:
@@ -191,6 +188,20 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         schedule=schedule,
         warmup_steps=warmup_steps,
         num_shards=num_shards,
+    )
+
+
+def lora_options(config: TrainConfig) -> LoraOptions:
+    """The options of the adapter."""
+    return LoraOptions(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        target_parameters=config.lora_target_parameters,
+        use_rslora=config.use_rslora,
+        rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
+        alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
     )
 
 
@@ -315,7 +326,7 @@ def train_and_save(config: TrainConfig, ranks: Ranks, plan: Plan, memory: Memory
 def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
     """Write the adapter, or the whole model where all of it was trained. Every rank calls it."""
     model, output_dir = plan.meta.model, Path(config.output_dir)
-    if not plan.train_type.has_adapter:
+    if plan.train_type.adapter is None:
         dtype = plan.precision.compute_dtype
         export.save_model(
             model,
@@ -331,9 +342,8 @@ def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
         plan.meta.linears,
         plan.meta.targets,
         plan.meta.target_parameters,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
+        plan.train_type.adapter,
+        lora_options(config),
         base_model=hub.public_name(config.model_name),
         model_config=plan.model_config,
     )

@@ -29,6 +29,8 @@ TRAIN_TYPES: dict[str, TrainType] = {
     "full": TrainType(adapter=None, quantizer=None, trains="all"),
     "lora": TrainType(adapter="lora", quantizer=None, trains="adapter"),
     "qlora": TrainType(adapter="lora", quantizer="bnb_4bit", trains="adapter"),
+    "dora": TrainType(adapter="dora", quantizer=None, trains="adapter"),
+    "bnb_dora": TrainType(adapter="dora", quantizer="bnb_4bit", trains="adapter"),
     # In 2024 these two were a second implementation of LoRA; here there is one, and they are its other names.
     "custom_lora": TrainType(adapter="lora", quantizer=None, trains="adapter"),
     "custom_qlora": TrainType(adapter="lora", quantizer="bnb_4bit", trains="adapter"),

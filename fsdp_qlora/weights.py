@@ -11,16 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
+from fsdp_qlora.adapter_init import initialize_adapters
+from fsdp_qlora.adapters import adapter_modules
 from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
-from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
+from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.merged_tensors import MergedTensor
 from fsdp_qlora.models import canonical_name, persistent_buffers
@@ -74,10 +74,7 @@ def load_weights(
         "Loaded %s: rank 0 read its %.2f GB in %.1f s (%.2f GB/s).",
         checkpoint.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
     )  # fmt: skip
-    for name, parameter in adapter_parameters(model):
-        whole = first_adapter_value(name, parameter.shape, seed=seed)
-        first, last = _own_rows(parameter, mesh)
-        _store_rows(parameter, whole[first:last])
+    initialize_adapters(model, mesh, seed=seed)
 
 
 class _Target(NamedTuple):
@@ -110,7 +107,7 @@ def _check_finite(values: torch.Tensor, name: str) -> None:
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     """Name in the checkpoint -> what it fills, for everything that a checkpoint holds."""
     targets: dict[str, _Target] = {}
-    own = {id(parameter) for _, parameter in adapter_parameters(model)}
+    own = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedWeight):
             own.update(id(parameter) for name, parameter in module.named_parameters() if name != "bias")
@@ -170,12 +167,12 @@ def _checked(check: Callable[[torch.Tensor, str], None], name: str) -> _Target:
 
 def _plain(parameter: nn.Parameter) -> _Target:
     def wanted(mesh: DeviceMesh) -> tuple[int, int]:
-        first, last = _own_rows(parameter, mesh)
+        first, last = own_rows(parameter, mesh)
         row = parameter.numel() // max(parameter.shape[0], 1)
         return first * row, last * row
 
     def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-        _store_rows(parameter, values)
+        store_rows(parameter, values)
 
     return _Target(parameter.shape, wanted, store)
 
@@ -185,17 +182,6 @@ def _replicated(buffer: torch.Tensor) -> _Target:
         buffer.copy_(values.view(buffer.shape))
 
     return _Target(buffer.shape, lambda mesh: (0, buffer.numel()), store)
-
-
-def _own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
-    return shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
-
-
-@torch.no_grad()
-def _store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    assert isinstance(parameter, DTensor)
-    local = parameter.to_local()
-    local.copy_(values.view(local.shape))
 
 
 def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, *, packed: bool = False) -> dict[str, str]:

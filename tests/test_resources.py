@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from fsdp_qlora import resources
+from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.parallelize import build_model
 from fsdp_qlora.precision import PRECISIONS
 from fsdp_qlora.train_types import TRAIN_TYPES
@@ -35,10 +36,7 @@ def _needs(train_type: str, device: torch.device, *, cpu_offload: bool, num_shar
         attn_implementation="auto",
         quant_type="nf4",
         double_quant=False,
-        lora_rank=8,
-        lora_alpha=8,
-        lora_dropout=0.0,
-        lora_target_modules=["all"],
+        lora=LoraOptions(rank=8, alpha=8),
     )
     return resources.estimate_needs(
         meta.model, num_shards=num_shards, optimizer="adamw", cpu_offload=cpu_offload, buffer_bytes=7, device=device
