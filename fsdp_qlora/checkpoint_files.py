@@ -7,6 +7,7 @@ import bisect
 import itertools
 import json
 import math
+import mmap
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only poi
 # What bitsandbytes appends to the name of a 4-bit weight: its parts, and the description that marks it as one.
 PACKED_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 PACKED_STATE = ".quant_state.bitsandbytes__"
+_SMALL_BYTES = 2**16  # below, malloc is better than pages of its own
 _READERS = 4  # threads; one cannot keep a network disk busy
 
 
@@ -147,7 +149,7 @@ class Checkpoint:
         Raises:
             UserError: the file cannot be read.
         """
-        part = torch.empty(stop - start, dtype=self.dtype(name))
+        part = _buffer(stop - start, self.dtype(name))
         filled = 0
         for source, first, last in self._whole_tensors(name, start, stop):
             entry = self._entries[source]
@@ -188,6 +190,17 @@ class Checkpoint:
             if path not in self._descriptors:
                 self._descriptors[path] = os.open(path, os.O_RDONLY)
             return self._descriptors[path]
+
+
+def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor whose memory goes back to the system as soon as it is freed.
+
+    malloc keeps what the reading threads allocate and another one frees: 150 MiB and more, whatever is in flight.
+    """
+    size = count * dtype.itemsize
+    if size < _SMALL_BYTES:
+        return torch.empty(count, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
 
 
 def _merge_headers(files: list[Path]) -> dict[str, _Entry]:
