@@ -19,7 +19,7 @@ from fsdp_qlora.experts import ExpertMatrix
 from fsdp_qlora.quantized_weight import QuantizedWeight, write_bytes, write_rows
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
-_PIECE = 2**20  # weights quantized at a time, a multiple of both block sizes
+_PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
 _NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization, same paper
 
 
@@ -185,7 +185,7 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
         return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
     pieces = [
         torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
-        for piece in values.flatten().split(_PIECE)
+        for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else values.numel())
     ]
     return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
 

@@ -46,14 +46,14 @@ def cache_key(
     and what quantizes: the version of bitsandbytes and the device, since its kernels may round differently.
     """
     origins = {weight: checkpoint.origins(sources[weight]) for weight in layers}
-    files = sorted({checkpoint.files[name] for names in origins.values() for name in names})
+    files = sorted({file for tensors in origins.values() for file in tensors.values()})
     identity = {
         "format": FORMAT_VERSION,
         "bitsandbytes": bitsandbytes.__version__,
         "device": _kernels(device),
         "files": [_file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
         "layers": [
-            [weight, origins[weight], list(layer.format), layer.double_quant, type(layer).__name__]
+            [weight, list(origins[weight]), list(layer.format), layer.double_quant, type(layer).__name__]
             for weight, layer in layers.items()
         ],
     }

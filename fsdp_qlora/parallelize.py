@@ -1,7 +1,8 @@
 """From a checkpoint to a sharded model, in this order: quantize, adapt, checkpoint activations, shard, load."""
 
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters import LoraOptions, adapter_modules, add_adapters, add_experts_lora, magnitudes
-from fsdp_qlora.distributed import SHARDING_STRATEGIES
+from fsdp_qlora.distributed import SHARDING_STRATEGIES, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.experts import quantizable_weights
+from fsdp_qlora.host_arena import split_arena
 from fsdp_qlora.lora_targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.models import build_meta_model, find_blocks, has_tied_embeddings
 from fsdp_qlora.packed import Bnb4bitSettings
@@ -168,20 +171,65 @@ def shard_model(
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
-    """Give the sharded meta parameters uninitialized memory: offloaded ones on the CPU, others on `device`.
+    """Give the sharded meta parameters memory: offloaded ones in one arena on the CPU, others on `device`.
 
     Buffers hold real values since construction; they are moved, not emptied. Afterwards the shards are where
     they stay: padded where a split is uneven, pinned where they are offloaded.
     """
     on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
-    # Children first: an FSDP2 module settles its group's shards in its own to_empty, when all of them have memory.
+    modules = [module for module in model.modules() if cpu_offload and id(module) not in on_device]
+    offloaded = {id(parameter): parameter for module in modules for parameter in module.parameters(recurse=False)}
+    places = _offloaded_places(offloaded, pinned=device.type == "cuda")
+
+    def place(parameter: torch.Tensor) -> torch.Tensor:
+        return places[id(parameter)] if id(parameter) in places else torch.empty_like(parameter, device=device)
+
+    # Children first: an FSDP2 module settles its group's shards when it is applied to, and all of them have memory.
     for module in reversed(list(model.modules())):
         buffers = {name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)}
-        offloaded = cpu_offload and id(module) not in on_device
-        module.to_empty(device="cpu" if offloaded else device, recurse=False)
+        module._apply(place, recurse=False)
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
     model.tie_weights()
+    for parameter in offloaded.values():
+        _leave_out_padding(parameter)
+
+
+def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -> dict[int, DTensor]:
+    """For each sharded parameter one whose local tensor lies in a common arena and has FSDP2's padding.
+
+    With the padding FSDP2 takes the local tensor as it is; otherwise it would make a padded copy.
+    """
+    shapes = {key: (_padded_rows(parameter), *parameter.shape[1:]) for key, parameter in parameters.items()}
+    sizes = [math.prod(shape) * parameters[key].element_size() for key, shape in shapes.items()]
+    places = {}
+    for (key, shape), part in zip(shapes.items(), split_arena(sizes, pinned=pinned), strict=True):
+        parameter = parameters[key]
+        assert isinstance(parameter, DTensor)
+        places[key] = DTensor.from_local(
+            part.view(parameter.dtype).view(shape),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return places
+
+
+def _padded_rows(parameter: torch.Tensor) -> int:
+    """What FSDP2 gathers from every rank: as many rows as the first one has."""
+    assert isinstance(parameter, DTensor)
+    return shard_bounds(parameter.shape[0], rank=0, size=shard_size(parameter.device_mesh))[1]
+
+
+@torch.no_grad()
+def _leave_out_padding(parameter: torch.Tensor) -> None:
+    """Make the local tensor of a shard the rows that are its own; FSDP2 keeps its own view with the padding."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    first, last = shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+    parameter._local_tensor = parameter._local_tensor[: last - first]  # as FSDP2 does it
 
 
 def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import hub, models
 from fsdp_qlora.bnb_4bit import Bnb4bitExperts, Bnb4bitWeight, quantize_blocks
 from fsdp_qlora.cache_entries import cache_root, last_used, read_about
 from fsdp_qlora.cache_writer import hold
 from fsdp_qlora.checkpoint_files import Checkpoint, Part, read_ahead
+from fsdp_qlora.decoded_tensors import open_checkpoint, take_format
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.experts import quantizable_weights
 from fsdp_qlora.packed import EXPERTS_KEY, state_name, stored_maps, stored_parameters, take_settings, write_state
@@ -83,8 +84,12 @@ def quantize_model(model_name: str, out: Path, *, quant_type: str, double_quant:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is there already and not empty. Give another folder.")
     folder = hub.find_model_folder(model_name, with_weights=True)
-    checkpoint = Checkpoint(folder)
-    model = _meta_model(folder, model_name, quant_type=quant_type, double_quant=double_quant)
+    config = models.load_config(folder, model_name)
+    stored = take_format(config)
+    if stored:
+        log.info(stored.describe_use(quantizes=True))
+    checkpoint = open_checkpoint(folder, stored)
+    model = _meta_model(config, model_name, quant_type=quant_type, double_quant=double_quant)
     sources = match_tensors(model, checkpoint)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
@@ -102,8 +107,7 @@ def quantize_model(model_name: str, out: Path, *, quant_type: str, double_quant:
     log.info("Saved: %s (%s)", out, format_bytes(size))
 
 
-def _meta_model(folder: Path, name: str, *, quant_type: str, double_quant: bool) -> PreTrainedModel:
-    config = models.load_config(folder, name)
+def _meta_model(config: PretrainedConfig, name: str, *, quant_type: str, double_quant: bool) -> PreTrainedModel:
     if take_settings(config, name):
         raise UserError(f"model_name {name} is quantized to 4 bits already; train.py takes it as it is.")
     model = models.build_meta_model(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_qlora import (
+    decoded_tensors,
     describe,
     distributed,
     export,
@@ -51,7 +52,10 @@ _OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "m
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known before a weight is read. is_packed: the model's files are in 4 bits already."""
+    """All that is known before a weight is read.
+
+    is_packed: the model's files are in 4 bits already. stored: they are in a format that is decoded.
+    """
 
     train_type: TrainType
     precision: Precision
@@ -60,6 +64,7 @@ class Plan:
     tokenizer: PreTrainedTokenizerBase
     meta: parallelize.MetaModel
     is_packed: bool
+    stored: decoded_tensors.StoredFormat | None
     data: RunData
     schedule: Schedule
     warmup_steps: int
@@ -85,7 +90,7 @@ def run(config: TrainConfig) -> None:
         log.info("Options:\n%s", resolved_yaml(config))
         return
     export.check_keeps_model(output_dir, plan.model_folder)
-    checkpoint = Checkpoint(plan.model_folder)
+    checkpoint = decoded_tensors.open_checkpoint(plan.model_folder, plan.stored)
     sources = weights.match_tensors(plan.meta.model, checkpoint, packed=plan.is_packed)
     check_resources(config, ranks, plan)
 
@@ -125,6 +130,9 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         log.info(line)
     folder = hub.find_model_folder(config.model_name, with_weights=not config.dry_run)
     model_config = models.load_config(folder, config.model_name)
+    stored = decoded_tensors.take_format(model_config)
+    if stored:
+        log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
     prequantized = packed.take_settings(model_config, config.model_name)
     if prequantized:
         train_type.check_takes_4bit(config.train_type, config.model_name)
@@ -184,6 +192,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         tokenizer=tokenizer,
         meta=meta,
         is_packed=prequantized is not None,
+        stored=stored,
         data=data,
         schedule=schedule,
         warmup_steps=warmup_steps,
