@@ -155,11 +155,13 @@ class TrainConfig:
 
     # == output ==
     save_model: bool = True
-    """Save the adapter (or the model, for full) at the end; turn it off when only speed is measured."""
+    """Save checkpoints, and the adapter (or the model, for full) at the end; turn it off when only speed is
+    measured."""
     output_dir: str = "output"
-    """Folder for the results: the adapter, the tokenizer, config.yaml and metrics.jsonl."""
+    """Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."""
     overwrite_output_dir: bool = False
-    """Allow output_dir to hold the results of another run, which are replaced."""
+    """Allow output_dir to hold the results of a finished or another run, which are replaced; this run's own,
+    unfinished, is gone on with all the same, unless resume is off."""
     log_to: tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...] = ("tqdm",)
     """Where metrics go, one or more; metrics.jsonl in output_dir is always written."""
     project_name: str = "fsdp_qlora"
@@ -174,6 +176,30 @@ class TrainConfig:
     """Print the model's structure too."""
     dry_run: bool = False
     """Build everything without weights, print sizes, memory per process and steps, and stop."""
+
+    # == never losing a run ==
+    resume: str = "auto"
+    """Where to begin: auto goes on from the newest good checkpoint of this run in output_dir, off starts at zero, and
+    a checkpoint's or another run's folder goes on from there."""
+    save_steps: int = 0
+    """Save a checkpoint every so many optimizer steps, besides save_minutes; 0 is by the clock alone. There is one at
+    the end, at a stop, and after each evaluation that is the best so far, in any case."""
+    save_minutes: float = 15.0
+    """Save a checkpoint every so many minutes; raise it when all weights train and the disk is slow, 0 is never."""
+    save_total_limit: int = 3
+    """Newest checkpoints that are kept, besides the one with the lowest held-out loss."""
+    max_hours: float | None = None
+    """Stop with a checkpoint before the run has taken so many hours, earlier starts of it included."""
+    max_cost_usd: float | None = None
+    """Stop with a checkpoint before the run has cost so much, at price_per_hour."""
+    price_per_hour: float | None = None
+    """US dollars per hour for all machines of the run."""
+    on_nonfinite: Literal["halt", "skip"] = "halt"
+    """What to do when a loss or gradient is not a finite number: end the run, or leave out the step (10 steps or 1% at
+    most)."""
+    hang_minutes: float = 15.0
+    """End the run when a process has not moved for so long, and say which; raise it when one micro-batch, or
+    saving, takes longer, 0 is never."""
 
     # == profiling ==
     profile_memory: bool = False
@@ -287,7 +313,15 @@ def check(config: TrainConfig) -> list[str]:
         for name, (accepts, allowed) in _LIMITS.items()
         if not accepts(getattr(config, name))
     ]
-    for rules in (_launch_conflicts, _model_conflicts, _adapter_conflicts, _data_conflicts, _profiling_conflicts):
+    rule_sets = (
+        _launch_conflicts,
+        _model_conflicts,
+        _adapter_conflicts,
+        _data_conflicts,
+        _budget_conflicts,
+        _profiling_conflicts,
+    )
+    for rules in rule_sets:
         errors.extend(rules(config))
     return errors
 
@@ -348,6 +382,14 @@ _LIMITS: dict[str, _Limit] = {
     "eval_steps": _at_least(0),
     "output_dir": _NOT_EMPTY,
     "log_to": _NOT_EMPTY,
+    "resume": _NOT_EMPTY,
+    "save_steps": _at_least(0),
+    "save_minutes": _at_least(0),
+    "save_total_limit": _at_least(1),
+    "max_hours": _POSITIVE,
+    "max_cost_usd": _POSITIVE,
+    "price_per_hour": _POSITIVE,
+    "hang_minutes": _at_least(0),
     "profiling_output": _NOT_EMPTY,
     "wait_steps": _at_least(0),
     "profiling_warmup_steps": _at_least(0),
@@ -460,6 +502,11 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
     if c.eval_steps > 0 and c.eval_dataset is None and c.eval_fraction == 0:
         yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
+
+
+def _budget_conflicts(c: TrainConfig) -> Iterator[str]:
+    if (c.max_cost_usd is None) != (c.price_per_hour is None):
+        yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
 
 
 def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:

@@ -20,6 +20,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.experts import expert_parameters
 from fsdp_qlora.flush import flush
 from fsdp_qlora.models import canonical_name, persistent_buffers
+from fsdp_qlora.run_folder import LOCK
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -28,7 +29,8 @@ _MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 _RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
-    "additional_chat_templates", ".saving_weights", ".saving",
+    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*.txt",
+    "checkpoints",
 )  # fmt: skip
 
 
@@ -43,7 +45,8 @@ def check_output_dir(output_dir: Path, *, overwrite: bool) -> None:
         raise UserError(f"output_dir {output_dir}: {existing} is a file. Give another folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir {output_dir}: {existing} is not writable. Give another folder.")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
+    is_used = output_dir.is_dir() and any(path.name != LOCK for path in output_dir.iterdir())
+    if is_used and not overwrite:
         raise UserError(
             f"output_dir {output_dir} is not empty: it may hold the results of another run. Give another folder, "
             "or --overwrite_output_dir true to replace them."
@@ -60,8 +63,11 @@ def check_keeps_model(output_dir: Path, model_folder: Path) -> None:
         raise UserError(f"output_dir {output_dir} is the folder of the model itself. Give another folder.")
 
 
-def prepare_output_dir(output_dir: Path, files: Mapping[str, str]) -> None:
+def prepare_output_dir(output_dir: Path, files: Mapping[str, str], *, keep_run: bool = False) -> None:
     """Make the folder, remove an earlier run's results from it, and leave `files` (name -> text) in it. Rank 0 only.
+
+    Args:
+        keep_run: nothing is removed, since the run in the folder goes on.
 
     Called when the model is loaded and verified: a run that cannot start takes nothing away.
     """
@@ -69,7 +75,7 @@ def prepare_output_dir(output_dir: Path, files: Mapping[str, str]) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output_dir {output_dir} cannot be made: {error}") from error
-    for pattern in _RUN_FILES:
+    for pattern in () if keep_run else _RUN_FILES:
         for path in output_dir.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     publish(output_dir, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])

@@ -1,7 +1,7 @@
 """Optimizers over local shards, the learning rate of each step, and the global gradient norm."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class ShardedOptimizer:
                 if parameter.requires_grad and _local(parameter).numel() > 0
             ]
         self.sharded = [parameter for parameter, _ in pairs]
+        self._local_of = {id(parameter): local for parameter, local in pairs}
         self.local = [local for _, local in pairs]
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
         self.optimizer = OPTIMIZERS[name](self.local, lr=lr, weight_decay=weight_decay) if self.local else None
@@ -82,6 +83,25 @@ class ShardedOptimizer:
     def zero_grad(self) -> None:
         for parameter in (*self.sharded, *self.local):
             parameter.grad = None
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's own values for one of the model's parameters, to read or to fill; empty before a step."""
+        local = self._local_of.get(id(parameter))
+        return {} if self.optimizer is None or local is None else self.optimizer.state[local]
+
+    def group_values(self) -> list[dict[str, Any]]:
+        """The plain numbers that the optimizer keeps for all parameters together, by parameter group."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [
+            {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}
+            for group in groups
+        ]
+
+    def set_group_values(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Put back what `group_values` gave."""
+        if self.optimizer is not None:
+            for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update(values)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
