@@ -10,6 +10,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -37,7 +38,7 @@ from fsdp_qlora.metrics import open_metric_log
 from fsdp_qlora.optim import ShardedOptimizer, learning_rate
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.profiling import MemoryLog, open_profiler
-from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
+from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
 from fsdp_qlora.trainer import Schedule, Trainer, train
 
 log = logging.getLogger("fsdp_qlora")
@@ -135,8 +136,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         precision,
         ranks.device,
         attn_implementation=config.attn_implementation,
-        quant_type=config.quant_type,
-        double_quant=config.double_quant,
+        quantizer_options=quantizer_options(config, train_type.quantizer),
         lora_rank=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
@@ -191,6 +191,18 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         warmup_steps=warmup_steps,
         num_shards=num_shards,
     )
+
+
+def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
+    """The options that are the quantizer's own."""
+    options = {
+        "quant_type": config.quant_type,
+        "double_quant": config.double_quant,
+        "n_bits": config.n_bits,
+        "group_size": config.group_size,
+        "int8_threshold": config.int8_threshold,
+    }
+    return {name: options[name] for name in QUANTIZER_OPTIONS.get(quantizer or "", ())}
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
