@@ -95,8 +95,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
         precision,
         ranks.device,
         attn_implementation="sdpa",
-        quant_type="nf4",
-        double_quant=True,
+        quantizer_options={"quant_type": "nf4", "double_quant": True},
         lora=LoraOptions(rank=16, alpha=32),
     )
     checkpoint = Checkpoint(folder)

@@ -5,6 +5,7 @@ A field of `TrainConfig` is the flag, the YAML key and the attribute. The senten
 """
 
 import ast
+import importlib.util
 import inspect
 import itertools
 import math
@@ -18,7 +19,7 @@ import yaml
 
 from fsdp_qlora.lora_targets import ALL, is_regex
 from fsdp_qlora.redact import redact_values
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,12 @@ class TrainConfig:
     train are kept in fp32. Set fp32 to compare runs digit by digit."""
 
     # == training ==
-    train_type: Literal["full", "lora", "qlora", "dora", "bnb_dora", "custom_lora", "custom_qlora"] = "qlora"
-    """What trains: an adapter on a 4-bit base (qlora), on a 16-bit base (lora), a DoRA adapter on either (bnb_dora,
-    dora), or all weights (full); the custom_ names are the 2024 program's and mean the same as those without it."""
+    train_type: Literal[
+        "full", "lora", "qlora", "dora", "bnb_dora", "custom_lora", "custom_qlora", "hqq_lora", "hqq_dora", "int8_lora"
+    ] = "qlora"
+    """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
+    (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), or all weights
+    (full); the custom_ names are the 2024 program's and mean the same as those without it."""
     lora_rank: int = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: int = 32
@@ -124,7 +128,15 @@ class TrainConfig:
     """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
     double_quant: bool = True
     """Quantize the scales too: saves about 0.4 bits per weight."""
-    quant_storage: Literal["auto", "fp32", "bf16"] = "auto"
+    n_bits: int = 4
+    """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
+    group_size: int = 64
+    """Weights that share a scale and a zero in an HQQ base, a multiple of 32; smaller groups are more exact and take
+    32 bits each."""
+    int8_threshold: float = 6.0
+    """Activations as large as this are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0 rounds
+    all, which is faster and less exact."""
+    quant_storage: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
     allow_unquantized: bool = False
     """Go on when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head are
@@ -359,6 +371,9 @@ _LIMITS: dict[str, _Limit] = {
     "master_port": (lambda value: 0 <= value <= 65535, "between 0 and 65535"),
     "model_name": _NOT_EMPTY,
     "quant_cache": _NOT_EMPTY,
+    "n_bits": (lambda value: value in (8, 4, 3, 2), "8, 4, 3 or 2"),
+    "group_size": (lambda value: value >= 32 and value % 32 == 0, "a multiple of 32"),
+    "int8_threshold": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
     "lora_rank": _at_least(1),
     "lora_alpha": _at_least(1),
     "lora_dropout": _SHARE_BELOW_ONE,
@@ -413,7 +428,7 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
-    quantization = _changed(c, "quant_type", "double_quant", "quant_storage", "allow_unquantized")
+    quantization = _changed(c, "quant_storage", "allow_unquantized")
     if c.quant_cache not in ("auto", "off"):
         quantization.append("quant_cache")
     if quantization and kind.quantizer is None:
@@ -421,6 +436,15 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "
             "or use --train_type qlora."
         )
+    for quantizer, names in QUANTIZER_OPTIONS.items():
+        given = _changed(c, *names)
+        if quantizer == "bnb_4bit" and c.quant_cache not in ("auto", "off"):
+            given.append("quant_cache")
+        if given and kind.quantizer != quantizer:
+            takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
+            yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
+    if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
+        yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
     # The name of a precision starts with its compute dtype. What auto comes to is known with the device.
     compute_dtype = c.precision.split("_")[0]
     if kind.quantizer is not None and compute_dtype != "auto":

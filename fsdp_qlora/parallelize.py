@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,8 +62,7 @@ def build_model(
     device: torch.device,
     *,
     attn_implementation: str,
-    quant_type: str,
-    double_quant: bool,
+    quantizer_options: Mapping[str, Any],
     lora: LoraOptions,
     prequantized: Bnb4bitSettings | None = None,
 ) -> MetaModel:
@@ -71,6 +71,7 @@ def build_model(
     Trainable parameters are float32; frozen ones have the precision's dtypes.
 
     Args:
+        quantizer_options: those of the train type's quantizer, as QUANTIZER_OPTIONS names them.
         prequantized: how the checkpoint is quantized already; it then decides which layers are, and how.
     """
     dtype = torch.float32 if train_type.trains == "all" else precision.frozen_dtype
@@ -94,15 +95,11 @@ def build_model(
     # A model that is in 4 bits already: its settings, and what it left alone stays so; bitsandbytes leaves experts.
     quantized, quantized_experts = linears, experts
     if prequantized:
-        quant_type, double_quant = prequantized.quant_type, prequantized.double_quant
+        quantizer_options = {"quant_type": prequantized.quant_type, "double_quant": prequantized.double_quant}
         quantized = [path for path in linears if prequantized.is_quantized(path)]
         quantized_experts = experts if prequantized.has_experts else []
     if train_type.quantizer:
-        options = {
-            "quant_type": quant_type,
-            "double_quant": double_quant,
-            "compute_dtype": precision.compute_dtype,
-        }
+        options = {**quantizer_options, "compute_dtype": precision.compute_dtype}
         quantize_linears(model, quantized, train_type.quantizer, **options)
         quantize_experts(model, quantized_experts, train_type.quantizer, **options)
     if train_type.adapter:

@@ -53,7 +53,7 @@ from fsdp_qlora.progress import Progress
 from fsdp_qlora.run_folder import Status
 from fsdp_qlora.saving import Saver
 from fsdp_qlora.train_state import TrainState
-from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
+from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
 from fsdp_qlora.trainer import Schedule, Trainer, train
 from fsdp_qlora.watchdog import Heartbeat, Watchdog
 
@@ -259,8 +259,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         precision,
         ranks.device,
         attn_implementation=config.attn_implementation,
-        quant_type=config.quant_type,
-        double_quant=config.double_quant,
+        quantizer_options=quantizer_options(config, train_type.quantizer),
         lora=lora_options(config),
         prequantized=prequantized,
     )
@@ -332,6 +331,18 @@ def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
     if config.warmup_steps >= 0:
         return config.warmup_steps
     return math.ceil(config.warmup_ratio * schedule.total_steps)
+
+
+def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
+    """The options that are the quantizer's own."""
+    options = {
+        "quant_type": config.quant_type,
+        "double_quant": config.double_quant,
+        "n_bits": config.n_bits,
+        "group_size": config.group_size,
+        "int8_threshold": config.int8_threshold,
+    }
+    return {name: options[name] for name in QUANTIZER_OPTIONS.get(quantizer or "", ())}
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:

@@ -35,8 +35,7 @@ def _needs(train_type: str, device: torch.device, *, cpu_offload: bool, num_shar
         PRECISIONS["bf16"],
         CPU,
         attn_implementation="auto",
-        quant_type="nf4",
-        double_quant=False,
+        quantizer_options={"quant_type": "nf4", "double_quant": False},
         lora=LoraOptions(rank=8, alpha=8),
     )
     return resources.estimate_needs(
