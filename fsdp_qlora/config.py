@@ -429,8 +429,6 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
     quantization = _changed(c, "quant_storage", "allow_unquantized")
-    if c.quant_cache not in ("auto", "off"):
-        quantization.append("quant_cache")
     if quantization and kind.quantizer is None:
         yield (
             f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "

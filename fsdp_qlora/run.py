@@ -50,6 +50,7 @@ from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.profiling import MemoryLog, open_profiler
 from fsdp_qlora.progress import Progress
+from fsdp_qlora.redact import redact_values
 from fsdp_qlora.run_folder import Status
 from fsdp_qlora.saving import Saver
 from fsdp_qlora.train_state import TrainState
@@ -450,16 +451,15 @@ def train_and_save(
         repeat=config.repeat,
         frequency=config.profiling_frequency,
     )
-    options = resolved_options(config)
     with open_metric_log(
         config.log_to,
         output_dir=output_dir,
         total_steps=schedule.total_steps,
-        config=options,
-        project_name=options["project_name"],
-        name=options["name"],
-        group=options["group"],
-        entity=options["entity"],
+        config=resolved_options(config),
+        project_name=redact_values(config.project_name),
+        name=redact_values(config.name),
+        group=redact_values(config.group),
+        entity=redact_values(config.entity),
         is_rank_0=ranks.is_rank_0,
         run_id=start.run_id,
     ) as metrics:
