@@ -109,7 +109,10 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--lora_target_modules ,", "--lora_target_modules must be given"),
         ("--lora_target_modules all q_proj", "all cannot be combined"),
         ("--train_type full --lora_rank 8", "leave out --lora_rank"),
-        ("--train_type lora --quant_type fp4", "lora does not know --quant_type: that is for qlora, bnb_dora, custom_qlora"),
+        (
+            "--train_type lora --quant_type fp4",
+            "lora does not know --quant_type: that is for qlora, bnb_dora",
+        ),
         ("--train_type lora --allow_unquantized true", "leave out --allow_unquantized"),
         ("--n_bits 3", "qlora does not know --n_bits: that is for hqq_lora"),
         ("--train_type hqq_lora --double_quant false", "hqq_lora does not know --double_quant"),
