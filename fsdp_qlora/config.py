@@ -40,6 +40,9 @@ class TrainConfig:
     # == model ==
     model_name: str = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with your rights; models that transformers does
+    not know need it. Read that code first."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
     SDPA, or eager for models whose attention SDPA cannot compute."""

@@ -59,7 +59,7 @@ def first_line(error: Exception) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
-def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
+def find_model_folder(model_name: str, *, with_weights: bool, with_code: bool = False) -> Path:
     """The local folder of a model: the given one, or the hub's snapshot, downloaded when it is not there.
 
     Raises:
@@ -75,7 +75,7 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
     refusal = ask_hub(model_name, "model")
     if refusal is not None:
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
-    patterns = [*SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
+    patterns = [*SMALL_FILES, *["*.safetensors"] * with_weights, *["*.py"] * with_code]
     try:
         return Path(
             snapshot_download(

@@ -65,6 +65,7 @@ def build_model(
     quantizer_options: Mapping[str, Any],
     lora: LoraOptions,
     prequantized: Bnb4bitSettings | None = None,
+    trust_remote_code: bool = False,
 ) -> MetaModel:
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
 
@@ -73,6 +74,7 @@ def build_model(
     Args:
         quantizer_options: those of the train type's quantizer, as QUANTIZER_OPTIONS names them.
         prequantized: how the checkpoint is quantized already; it then decides which layers are, and how.
+        trust_remote_code: build with code that came with the configuration.
     """
     dtype = torch.float32 if train_type.trains == "all" else precision.frozen_dtype
     model = build_meta_model(
@@ -83,6 +85,7 @@ def build_model(
         device=device,
         # The other implementations multiply with all experts' weights at once, so they would need them decoded.
         experts_implementation="eager" if train_type.quantizer or lora.target_parameters else None,
+        trust_remote_code=trust_remote_code,
     )
     everywhere = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears, experts = quantizable_weights(model)

@@ -46,7 +46,13 @@ def main(argv: list[str]) -> int:
     elif args.prune:
         prune(root, args.prune)
     elif args.model and args.out:
-        quantize_model(args.model, Path(args.out), quant_type=args.quant_type, double_quant=args.double_quant == "true")
+        quantize_model(
+            args.model,
+            Path(args.out),
+            quant_type=args.quant_type,
+            double_quant=args.double_quant == "true",
+            trust_remote_code=args.trust_remote_code == "true",
+        )
     else:
         raise UserError("Give MODEL and --out DIR, or --list, or --prune. See --help.")
     return 0
@@ -65,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--double_quant", choices=["true", "false"], default="true", help="quantize the scales too (default: true)"
     )
+    parser.add_argument(
+        "--trust_remote_code", choices=["true", "false"], default="false", help="as in train.py (default: false)"
+    )
     parser.add_argument("--list", action="store_true", help="show the cache's entries and their sizes")
     parser.add_argument("--json", action="store_true", help="with --list: for programs")
     parser.add_argument("--prune", nargs="+", metavar="KEY", help="remove entries of the cache: their keys, or all")
@@ -75,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
 # ---- a model in 4 bits -----------------------------------------------------------------------------------
 
 
-def quantize_model(model_name: str, out: Path, *, quant_type: str, double_quant: bool) -> None:
+def quantize_model(
+    model_name: str, out: Path, *, quant_type: str, double_quant: bool, trust_remote_code: bool = False
+) -> None:
     """Write a model folder in 4 bits: what a run with train type qlora would quantize.
 
     Raises:
@@ -83,13 +94,15 @@ def quantize_model(model_name: str, out: Path, *, quant_type: str, double_quant:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is there already and not empty. Give another folder.")
-    folder = hub.find_model_folder(model_name, with_weights=True)
-    config = models.load_config(folder, model_name)
+    folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
+    config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
     stored = take_format(config)
     if stored:
         log.info(stored.describe_use(quantizes=True))
     checkpoint = open_checkpoint(folder, stored)
-    model = _meta_model(config, model_name, quant_type=quant_type, double_quant=double_quant)
+    model = _meta_model(
+        config, model_name, quant_type=quant_type, double_quant=double_quant, trust_remote_code=trust_remote_code
+    )
     sources = match_tensors(model, checkpoint)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
@@ -107,7 +120,9 @@ def quantize_model(model_name: str, out: Path, *, quant_type: str, double_quant:
     log.info("Saved: %s (%s)", out, format_bytes(size))
 
 
-def _meta_model(config: PretrainedConfig, name: str, *, quant_type: str, double_quant: bool) -> PreTrainedModel:
+def _meta_model(
+    config: PretrainedConfig, name: str, *, quant_type: str, double_quant: bool, trust_remote_code: bool
+) -> PreTrainedModel:
     if take_settings(config, name):
         raise UserError(f"model_name {name} is quantized to 4 bits already; train.py takes it as it is.")
     model = models.build_meta_model(
@@ -116,6 +131,7 @@ def _meta_model(config: PretrainedConfig, name: str, *, quant_type: str, double_
         dtype=torch.bfloat16,
         compute_dtype=torch.bfloat16,
         device=torch.device("cpu"),
+        trust_remote_code=trust_remote_code,
     )
     linears, experts = quantizable_weights(model)
     options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}
@@ -196,7 +212,7 @@ def _write_description(
     source: Path, folder: Path, model: PreTrainedModel, *, quant_type: str, double_quant: bool
 ) -> None:
     """The tokenizer's and other small files as they are, and config.json with the quantization in it."""
-    for path in {path for pattern in hub.SMALL_FILES for path in source.glob(pattern)}:
+    for path in {path for pattern in [*hub.SMALL_FILES, "*.py"] for path in source.glob(pattern)}:
         if path.is_file() and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
     quantization = BitsAndBytesConfig(

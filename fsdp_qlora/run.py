@@ -244,8 +244,10 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     log.info(describe.describe_device(ranks.device, world_size))
     for line in needless_lines(config):
         log.info(line)
-    folder = hub.find_model_folder(config.model_name, with_weights=not config.dry_run)
-    model_config = models.load_config(folder, config.model_name)
+    folder = hub.find_model_folder(
+        config.model_name, with_weights=not config.dry_run, with_code=config.trust_remote_code
+    )
+    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     stored = decoded_tensors.take_format(model_config)
     if stored:
         log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
@@ -253,7 +255,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     if prequantized:
         train_type.check_takes_4bit(config.train_type, config.model_name)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    tokenizer = models.load_tokenizer(folder, config.model_name)
+    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     meta = parallelize.build_model(
         model_config,
         train_type,
@@ -263,6 +265,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         quantizer_options=quantizer_options(config, train_type.quantizer),
         lora=lora_options(config),
         prequantized=prequantized,
+        trust_remote_code=config.trust_remote_code,
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)

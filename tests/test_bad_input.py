@@ -65,7 +65,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "model that needs code of its own": (
         {"model_name": "remote_code"},
-        ["remote_code/config.json", "model_type 'mine'", "code of their own are not supported"],
+        ["model_name remote_code needs Python code of its own", "--trust_remote_code true runs it with your rights"],
     ),
     "encoder-decoder model": ({"model_name": "t5"}, ["model_name t5", "'t5'", "not a decoder-only", "llama"]),
     "target modules that match nothing": (
