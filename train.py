@@ -16,6 +16,8 @@ from fsdp_qlora.redact import guard_output, redact_values
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 only when the run is finished, else as in errors.ENDINGS."""
     guard_output()
+    # A rank that is gone is one sentence from us; torch would add pages of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if (end := restarts.earlier_end()) is not None:
         status, message = end
         return report(f"not restarted, since the end of the attempt before was final: {message}", status)

@@ -42,16 +42,20 @@ _SAME_KEY_PRESS_SECONDS = 0.5
 
 @dataclass
 class Budget:
-    """How long a run may go on; `used_seconds` were used by earlier starts of it."""
+    """How long a run may go on.
+
+    used_seconds: by earlier starts of it. reserve_seconds: what the last of them kept for a step and a save.
+    """
 
     max_hours: float | None = None
     max_cost_usd: float | None = None
     price_per_hour: float | None = None
     used_seconds: float = 0.0
+    reserve_seconds: float = 0.0
 
     def check(self) -> None:
         """Raise RunStopped where earlier starts have used it up: nothing is loaded for no step."""
-        if index := self.exceeded(0.0):
+        if index := self.exceeded(self.reserve_seconds):
             stop = STOPS[index]
             assert stop is not None
             raise RunStopped(stop.state, f"Not started: {stop.reason} by this run's earlier starts. Raise it to go on.")
@@ -121,6 +125,10 @@ class Control:
 
     # --- agreement ---
 
+    def reserve_seconds(self) -> float:
+        """What the rest of this step, another step and a save may take, with some air."""
+        return 2 * self._longest_step + 1.5 * self._longest_save
+
     def used_seconds(self) -> float:
         """How long the run has gone on, earlier starts of it included."""
         return self.budget.used_seconds + time.monotonic() - self.started
@@ -130,9 +138,7 @@ class Control:
         if not self.is_rank_0:
             return [step, self._wish, 0]
         now = time.monotonic()
-        # What the rest of this step, another step and a save may take, with some air.
-        margin = 2 * self._longest_step + 1.5 * self._longest_save
-        over_budget = self.budget.exceeded(now - self.started + margin)
+        over_budget = self.budget.exceeded(now - self.started + self.reserve_seconds())
         is_due = 0 < self.save_seconds <= now - self._saved_at
         return [step, max(self._wish, over_budget), is_due]
 

@@ -127,10 +127,7 @@ def describe_result(summary: dict[str, float], output_dir: Path, seconds: float,
         lines.append(f"  held-out loss {summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}")
     rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
     lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
-    files = (
-        sorted(path.name for path in output_dir.iterdir() if path.is_file() and path.name[0] != ".")
-        if output_dir.is_dir()
-        else []
-    )
+    entries = output_dir.iterdir() if output_dir.is_dir() else ()
+    files = sorted(path.name for path in entries if path.is_file() and not path.name.startswith("."))
     lines.append(f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ ({', '.join(files)})")
     return "\n".join(lines)

@@ -26,32 +26,29 @@ def recorded(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Ite
         LostRank: instead of an error in a collective, since the reason lies with another rank.
     """
 
-    def note(state: str, reason: str | None) -> None:
-        status.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
-
     try:
         yield
     except RunStopped as stopped:
-        note(stopped.ending.state, str(stopped))
+        status.end(stopped.ending.state, str(stopped))
         raise
     except (UserError, TrainingError) as error:
-        note("bad_input" if isinstance(error, UserError) else "failed", str(error))
+        status.end("bad_input" if isinstance(error, UserError) else "failed", str(error))
         raise
     except Exception as error:
         if _is_out_of_memory(error):
             watchdog.end_others()
             message = _describe_out_of_memory(error, watchdog, memory_settings)
-            note("failed", message)
+            status.end("failed", message)
             raise OutOfMemory(message) from error
         if _is_lost(error):
             if watchdog.is_ending(seconds=3):
                 os._exit(ENDINGS["failed"].exit_code)  # the rank that has the reason says it
             message = f"The connection to another rank was lost in step {watchdog.heartbeat.step + 1}: it has ended."
-            note("failed", message)
+            status.end("failed", message)
             raise LostRank(message) from error
-        note("failed", f"{type(error).__name__}: {error}")
+        status.end("failed", f"{type(error).__name__}: {error}")
         raise
-    note("finished", None)
+    status.end("finished", None)
 
 
 def memory_settings(options: Mapping[str, Any]) -> str:

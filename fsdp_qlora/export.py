@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,11 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.adapters import adapter_parameters
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.experts import expert_parameters
 from fsdp_qlora.flush import flush
 from fsdp_qlora.models import canonical_name, persistent_buffers
-from fsdp_qlora.run_folder import LOCK
+from fsdp_qlora.run_folder import CHECKPOINTS, LOCK
+from fsdp_qlora.saving import delete_oldest, is_full
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -84,8 +86,27 @@ def prepare_output_dir(output_dir: Path, files: Mapping[str, str], *, keep_run: 
 def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
 
-    A reader sees each file whole or not at all.
+    A reader sees each file whole or not at all. Where the disk is full, the oldest checkpoints make room.
+
+    Raises:
+        TrainingError: it could not be written even so.
     """
+    while True:
+        try:
+            _publish(output_dir, write)
+            return
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(output_dir / ".saving", ignore_errors=True)
+            freed = delete_oldest(output_dir / CHECKPOINTS) if is_full(error) else None
+            if freed is None:
+                raise TrainingError(
+                    f"The result cannot be saved in {output_dir} ({error}). The last checkpoint holds all of it: make "
+                    "room there, and the same command saves it without training again."
+                ) from error
+            log.warning("The disk is full (%s). To make room for the result, %s was deleted.", error, freed)
+
+
+def _publish(output_dir: Path, write: Callable[[Path], object]) -> None:
     staging = output_dir / ".saving"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

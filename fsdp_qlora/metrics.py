@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -242,6 +243,12 @@ class JsonlSink(Sink):
         except OSError as error:
             return error.strerror
         return None
+
+
+def copy_metrics(source: Path, output_dir: Path) -> None:
+    """Begin metrics.jsonl with that of the run that is gone on from, where it has one."""
+    if (source / METRICS_FILE).is_file():
+        shutil.copyfile(source / METRICS_FILE, output_dir / METRICS_FILE)
 
 
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:

@@ -1,5 +1,6 @@
 """Where a run begins: at its start, or at the newest checkpoint that is whole, and only if the run is the same."""
 
+import dataclasses
 import json
 import logging
 import secrets
@@ -45,7 +46,8 @@ class Start:
     """Where a run begins, the same on all ranks.
 
     folder: the checkpoint, None for the beginning. is_new: nothing of an earlier start is kept. progress, tensors: of
-    the checkpoint. global_batch_size: rows per optimizer step. used_seconds: by earlier starts.
+    the checkpoint. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: of
+    control.Budget.
     deaths: starts in a row that made no progress.
     """
 
@@ -56,6 +58,7 @@ class Start:
     is_finished: bool = False
     global_batch_size: int | None = None
     used_seconds: float = 0.0
+    reserve_seconds: float = 0.0
     deaths: int = 0
     progress: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -167,8 +170,8 @@ def _from_output_dir(output_dir: Path, about: Mapping[str, Any], *, overwrite: b
             f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Start it by hand when that "
             "is mended, perhaps with a smaller --save_minutes.",
         )
-    values = {**asdict(start), "deaths": deaths, "used_seconds": float(status.get("seconds", 0.0))}
-    return Start(**values)
+    used = {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
+    return dataclasses.replace(start, deaths=deaths, **used)
 
 
 def _from_path(path: Path, output_dir: Path, about: Mapping[str, Any]) -> Start:
@@ -189,7 +192,7 @@ def _from_path(path: Path, output_dir: Path, about: Mapping[str, Any]) -> Start:
             raise UserError(f"--resume {path}: there is no checkpoint in it.")
         start = newest
     if Path(str(start.folder)).resolve().parent != (output_dir / CHECKPOINTS).resolve():
-        return Start(**{**asdict(start), "run_id": secrets.token_hex(4), "is_new": True})
+        return dataclasses.replace(start, run_id=secrets.token_hex(4), is_new=True)
     # An earlier one of this very folder: what came after it belongs to a course that is given up.
     for step, folder in checkpoint.published(output_dir / CHECKPOINTS).items():
         if step > start.step:

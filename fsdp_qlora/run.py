@@ -41,10 +41,9 @@ from fsdp_qlora.config import TrainConfig, needless_lines, pairs, resolved_optio
 from fsdp_qlora.control import Budget, Control
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.errors import ENDINGS
 from fsdp_qlora.fingerprint import fingerprint_files
 from fsdp_qlora.launch import planned_processes
-from fsdp_qlora.metrics import cut_metrics, open_metric_log
+from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
 from fsdp_qlora.optim import ShardedOptimizer, learning_rate
 from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
@@ -143,7 +142,9 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         log.info("This run is finished already: nothing to do. Its results are in %s.", output_dir)
         distributed.stop_process_group()
         return
-    budget = Budget(config.max_hours, config.max_cost_usd, config.price_per_hour, start.used_seconds)
+    budget = Budget(
+        config.max_hours, config.max_cost_usd, config.price_per_hour, start.used_seconds, start.reserve_seconds
+    )
     budget.check()
     plan, about = go_on_with(config, plan, about, start)
     mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
@@ -179,7 +180,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         ranks,
         hang_minutes=config.hang_minutes,
         output_dir=output_dir,
-        on_hang=lambda reason: status.update(state="hung", reason=reason, exit_code=ENDINGS["hung"].exit_code),
+        on_end=status.end,
     )
     with endings.recorded(status, watchdog, memory_settings=endings.memory_settings(resolved_options(config))):
         summary = train_and_save(config, ranks, plan, mesh, memory, start, about, status, control, watchdog)
@@ -438,7 +439,9 @@ def train_and_save(
     if start.folder:
         state.load(Path(start.folder), start.tensors)
     progress = Progress.from_dict(start.progress)
-    if ranks.is_rank_0 and not start.is_new:
+    if ranks.is_rank_0 and start.folder:
+        if start.is_new:
+            copy_metrics(Path(start.folder).parents[1], output_dir)
         cut_metrics(output_dir, progress.step, progress.last_eval_step)
     profiler = open_profiler(
         enabled=config.profile,
@@ -496,13 +499,15 @@ def train_and_save(
                 profiler=profiler,
                 memory=memory,
                 on_step=lambda progress: status.keep(
-                    step=progress.step, saved_step=saver.saved_step, seconds=control.used_seconds()
+                    step=progress.step,
+                    saved_step=saver.saved_step,
+                    seconds=control.used_seconds(),
+                    reserve_seconds=control.reserve_seconds(),
                 ),
             )
         profiler.close()
         if config.save_model:
             save(config, ranks, plan)
-        status.keep(step=progress.step, saved_step=saver.saved_step, seconds=control.used_seconds())
         summary = progress.summary()
         metrics.summary(summary)
     return summary

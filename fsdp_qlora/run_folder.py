@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import ENDINGS, UserError
 from fsdp_qlora.flush import flush
 
 log = logging.getLogger("fsdp_qlora")
@@ -101,6 +101,10 @@ class Status:
         if self._path is not None:
             with contextlib.suppress(OSError):
                 write_atomically(self._path, self.values)
+
+    def end(self, state: str, reason: str | None) -> None:
+        """Note how the run has ended. state: a key of errors.ENDINGS."""
+        self.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
 
     def keep(self, **values: Any) -> None:
         """Take values that change in every step; they are written every few seconds, and with the next update."""

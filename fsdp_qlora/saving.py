@@ -123,7 +123,7 @@ class Saver:
 
     def _all_ok(self, error: OSError | None) -> tuple[bool, str] | None:
         """Whether all ranks have come this far: None, or (the disk is full, why) the same on all."""
-        code = 0 if error is None else 1 if error.errno in _FULL else 2
+        code = 0 if error is None else 1 if is_full(error) else 2
         codes = gather_numbers([float(code)], self.ranks.device).flatten().tolist()
         if not any(codes):
             return None
@@ -172,8 +172,11 @@ def delete_oldest(root: Path) -> str | None:
     return None
 
 
-def is_full(error: OSError) -> bool:
-    return error.errno in _FULL
+def is_full(error: Exception) -> bool:
+    """Whether there was no room for a file. The safetensors library passes the system's error on as text."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return any(f"os error {number}" in str(error) for number in _FULL)
 
 
 def best_step(folders: Mapping[int, Path]) -> int | None:

@@ -297,7 +297,7 @@ def train(
     Args:
         progress: where to begin; it is kept up to date.
         saver: None where no checkpoints are wanted.
-        on_step: called after each step.
+        on_step: called after each step and each save.
     Raises:
         RunStopped: all ranks have agreed to stop, and saved.
         TrainingError: the run cannot go on.
@@ -322,6 +322,7 @@ def train(
             trainer.heartbeat.beat(progress.step, "save")
             saver.save(progress)
             control.saved(saver.seconds)
+            on_step(progress)
 
     def stop_if_asked() -> None:
         if control.stop:

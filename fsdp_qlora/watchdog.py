@@ -23,6 +23,8 @@ from fsdp_qlora.errors import ENDINGS
 
 _ABORT = "abort"
 _POLL_SECONDS = 0.5
+_PULSE_SECONDS = 2.0  # between signs of life
+_SILENT_SECONDS = 30.0  # without one, after which a rank is taken for dead: NCCL alone would wait for many minutes
 _ANSWER_SECONDS = 5.0  # for the other ranks to say where they are
 # In their order within a step: a rank in an earlier one keeps the others waiting.
 PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
@@ -46,7 +48,7 @@ class Watchdog:
         store: seen by all ranks, and used by this thread alone.
         hang_minutes: without a beat, after which the process ends; 0 for no limit.
         output_dir: gets hang_rank_N.txt.
-        on_hang: called on one rank with the message.
+        on_end: called with a key of errors.ENDINGS and the reason before this thread ends the process.
     """
 
     def __init__(
@@ -57,11 +59,14 @@ class Watchdog:
         *,
         hang_minutes: float,
         output_dir: Path,
-        on_hang: Callable[[str], None],
+        on_end: Callable[[str, str], None],
     ) -> None:
         self.heartbeat, self.store, self.ranks = heartbeat, store, ranks
         self.hang_seconds = hang_minutes * 60
-        self.output_dir, self.on_hang = output_dir, on_hang
+        self.output_dir, self.on_end = output_dir, on_end
+        self._neighbour = (ranks.rank + 1) % ranks.world_size  # each rank watches one other
+        self._pulse_at = self._heard_at = time.monotonic()
+        self._heard = b""
         self._lock = threading.Lock()  # one request to the store at a time
         self._stopped = threading.Event()
 
@@ -78,7 +83,7 @@ class Watchdog:
 
     def end_others(self) -> None:
         """Let all other ranks end quietly: this one is about to say why."""
-        with contextlib.suppress(Exception), self._lock:
+        with self._talking():
             self.store.set(_ABORT, str(self.ranks.rank))
 
     def is_ending(self, seconds: float) -> bool:
@@ -90,17 +95,52 @@ class Watchdog:
             time.sleep(0.1)
         return False
 
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Use the store, which may have died with its host; it is then left alone."""
+        with self._lock:
+            try:
+                yield
+            except Exception:
+                self.store = dist.HashStore()  # empty, and nobody else's
+
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
             if self._abort_from_another():
                 os._exit(ENDINGS["failed"].exit_code)
+            if self.ranks.world_size > 1 and not self._neighbour_lives():
+                self._end_alone()
             if self.hang_seconds and time.monotonic() - self.heartbeat.at > self.hang_seconds:
                 self._end_hanging()
 
     def _abort_from_another(self) -> bool:
-        with contextlib.suppress(Exception), self._lock:  # the store may have died with its host
+        with self._talking():
             return self.store.check([_ABORT]) and self.store.get(_ABORT) != str(self.ranks.rank).encode()
         return False
+
+    def _neighbour_lives(self) -> bool:
+        """Give a sign of life every few seconds, and look for the neighbour's."""
+        now = time.monotonic()
+        if now - self._pulse_at > _PULSE_SECONDS:
+            self._pulse_at = now
+            with self._talking():
+                self.store.set(f"alive/{self.ranks.rank}", str(now))
+                if self.store.check([f"alive/{self._neighbour}"]):
+                    heard = self.store.get(f"alive/{self._neighbour}")
+                    if heard != self._heard:
+                        self._heard, self._heard_at = heard, now
+        return now - self._heard_at < _SILENT_SECONDS
+
+    def _end_alone(self) -> None:
+        beat = self.heartbeat
+        message = (
+            f"Rank {self._neighbour} has given no sign of life for {_SILENT_SECONDS:.0f} s, at step {beat.step + 1}: "
+            "its process has ended or is stopped, or its machine is out of reach."
+        )
+        print(f"[rank {self.ranks.rank}] error: {message}", file=sys.stderr, flush=True)
+        self.on_end("failed", message)
+        self.end_others()
+        os._exit(ENDINGS["failed"].exit_code)
 
     def _end_hanging(self) -> None:
         stacks = self.output_dir / f"hang_rank_{self.ranks.rank}.txt"
@@ -112,7 +152,7 @@ class Watchdog:
         message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
         if self.ranks.rank == min(everyone):  # one message; not rank 0's where that is the one that is gone
             print(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}", file=sys.stderr, flush=True)
-            self.on_hang(message)
+            self.on_end("hung", message)
         os._exit(ENDINGS["hung"].exit_code)
 
     def _ask_where_all_are(self) -> dict[int, dict[str, Any]]:
@@ -122,7 +162,7 @@ class Watchdog:
         own = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
         everyone = {self.ranks.rank: own}
         end = time.monotonic() + _ANSWER_SECONDS
-        with contextlib.suppress(Exception), self._lock:
+        with self._talking():
             self.store.set(f"hang/{self.ranks.rank}", json.dumps(own))
             while len(everyone) < self.ranks.world_size and time.monotonic() < end:
                 for rank in set(range(self.ranks.world_size)) - everyone.keys():
