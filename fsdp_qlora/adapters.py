@@ -23,6 +23,7 @@ class LoraOptions:
 
     rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> its own rank or alpha.
     use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
+    init: first values: true (A random, B zero), pissa, pissa_niter_N, olora or loftq.
     """
 
     rank: int = 16
@@ -33,6 +34,7 @@ class LoraOptions:
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    init: str = "true"
 
     def rank_of(self, path: str) -> int:
         """The rank of the adapter on the layer at `path`."""

@@ -71,6 +71,10 @@ class TrainConfig:
     mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."""
     use_rslora: bool = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
+    init_lora_weights: str = "true"
+    """First values of the adapter: true (A random, B zero), or read off each weight: pissa or olora (its main
+    directions, which the base then lacks), pissa_niter_16 (pissa, approximate and much quicker), loftq (what
+    quantization lost)."""
     rank_pattern: tuple[str, ...] = ()
     """Other ranks for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular expression
     for the end of a path, as in PEFT, and the first that matches counts."""
@@ -96,8 +100,14 @@ class TrainConfig:
     """Share of the steps over which the learning rate rises from 0."""
     warmup_steps: int = -1
     """Optimizer steps over which the learning rate rises from 0; 0 or more replaces warmup_ratio."""
-    optimizer: Literal["adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam"] = "adamw"
-    """Optimizer; the fused ones are faster when many weights train on a GPU."""
+    optimizer: Literal[
+        "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
+        "lion_8bit", "adafactor", "muon", "schedule_free_adamw",
+    ] = "adamw"  # fmt: skip
+    """Optimizer; the fused ones are faster when many weights train on a GPU, the 8-bit ones and adafactor need less
+    memory, paged ones move what does not fit to the host, muon is for LoRA alone."""
+    loraplus_lr_ratio: float = 1.0
+    """Learning rate of the adapter's B over that of A (LoRA+); 16 with a lower lr often learns faster."""
     wd: float = 0.0
     """Weight decay; 0.01 to 0.1 is usual when all weights train."""
     apply_gradient_clipping: bool = True
@@ -332,6 +342,7 @@ def check(config: TrainConfig) -> list[str]:
         _launch_conflicts,
         _model_conflicts,
         _adapter_conflicts,
+        _optimizer_conflicts,
         _data_conflicts,
         _budget_conflicts,
         _profiling_conflicts,
@@ -390,6 +401,7 @@ _LIMITS: dict[str, _Limit] = {
     "lr": _POSITIVE,
     "warmup_ratio": _SHARE,
     "warmup_steps": _at_least(-1),
+    "loraplus_lr_ratio": _POSITIVE,
     "wd": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
     "grad_norm": _POSITIVE,
     "seed": (lambda value: 0 <= value < 2**32, "between 0 and 4294967295"),
@@ -474,6 +486,7 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave out "
             "--lora_target_parameters."
         )
+    yield from _init_errors(c)
     yield from _target_errors(c.lora_target_modules)
     yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
     yield from _pattern_errors("alpha_pattern", c.alpha_pattern, float, "a number above 0")
@@ -481,8 +494,29 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
 
 _ADAPTER_OPTIONS = (
     "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora",
-    "rank_pattern", "alpha_pattern",
+    "init_lora_weights", "rank_pattern", "alpha_pattern", "loraplus_lr_ratio",
 )  # fmt: skip
+
+
+def _init_errors(c: TrainConfig) -> Iterator[str]:
+    kind, init = TRAIN_TYPES[c.train_type], c.init_lora_weights
+    if init == "eva":
+        yield (
+            "--init_lora_weights eva would need the data to pass through the model before the adapter is made, which "
+            "this program does not do. Take pissa_niter_16, which starts from the weights."
+        )
+    elif re.fullmatch(r"true|pissa|pissa_niter_[1-9]\d*|olora|loftq", init) is None:
+        yield f"--init_lora_weights is {init!r}; choices: true, pissa, pissa_niter_N, olora, loftq."
+    if init == "true":
+        return
+    if init == "loftq" and kind.has_adapter and kind.quantizer is None:
+        yield f"--init_lora_weights loftq makes up for quantization, but --train_type {c.train_type} does not quantize."
+    if kind.adapter == "dora":
+        yield f"--train_type {c.train_type} starts from the base model's own rows: leave --init_lora_weights at true."
+    if c.lora_target_parameters:
+        yield f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
+    if init.startswith(("pissa", "olora")) and c.quant_cache not in ("auto", "off"):
+        yield f"--init_lora_weights {init} changes the base, so its weights are not cached: leave out --quant_cache."
 
 
 def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
@@ -522,6 +556,22 @@ def _regex_error(pattern: str) -> str | None:
     return None
 
 
+def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
+    kind = TRAIN_TYPES[c.train_type]
+    if c.optimizer == "muon" and (kind.adapter != "lora" or c.lora_target_parameters):
+        yield (
+            "--optimizer muon makes whole matrices orthogonal, which here are LoRA's A and B: it cannot be used with "
+            f"--train_type {c.train_type}{' and --lora_target_parameters' * bool(c.lora_target_parameters)}."
+        )
+    if c.optimizer == "schedule_free_adamw" and c.lr_scheduler != "constant":
+        yield (
+            f"--optimizer schedule_free_adamw takes the place of a schedule, but --lr_scheduler is {c.lr_scheduler}: "
+            "give --lr_scheduler constant (the warm-up stays)."
+        )
+    if c.optimizer.startswith("paged_") and c.use_cpu_offload and not kind.has_adapter:
+        yield f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves nothing: use adamw_8bit."
+
+
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.eval_dataset is not None and c.eval_fraction > 0:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
@@ -541,6 +591,16 @@ def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--profiling_frequency is {c.profiling_frequency}, but a cycle of --profiling_warmup_steps and "
             f"--active_steps takes {steps} steps."
         )
+
+
+_RULES = (
+    _launch_conflicts,
+    _model_conflicts,
+    _adapter_conflicts,
+    _optimizer_conflicts,
+    _data_conflicts,
+    _profiling_conflicts,
+)
 
 
 def _flags(names: list[str]) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdp_qlora.adapters import adapter_parameters
+from fsdp_qlora.adapter_init import saved_parameters
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.experts import expert_parameters
 from fsdp_qlora.flush import flush
@@ -128,7 +128,7 @@ def save_adapter(
     model: nn.Module, config: LoraConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path, *, is_rank_0: bool
 ) -> None:
     """Gather the adapter and save it as PEFT does. Every rank calls it; rank 0 holds and writes it."""
-    state = _gather_all(adapter_parameters(model), torch.float32, keep=is_rank_0)
+    state = _gather_all(saved_parameters(model), torch.float32, keep=is_rank_0)
 
     def write(folder: Path) -> None:
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})

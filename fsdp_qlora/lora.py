@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.experts import AdaptedMatrix, is_transposed
 
@@ -27,13 +28,35 @@ class LoraAdapter(nn.Module):
         return self.lora_B(self.lora_A(self.dropout(x)))
 
 
+class KeptShard:
+    """A copy of a sharded parameter's present values: this rank's rows, in host memory."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, DTensor)
+        self._local = parameter.to_local().to("cpu", copy=True)
+        self._device, self._mesh = parameter.to_local().device, parameter.device_mesh
+        self._placements, self._shape, self._stride = parameter.placements, parameter.shape, parameter.stride()
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, on the parameter's device. Every rank calls it."""
+        local = self._local.to(self._device)
+        sharded = DTensor.from_local(local, self._mesh, self._placements, shape=self._shape, stride=self._stride)
+        return sharded.full_tensor()
+
+
 class LoraLinear(nn.Module):
-    """base_layer(x) + scaling * B A x."""
+    """base_layer(x) + scaling * B A x.
+
+    is_decomposed: A and B have first values that were read off the weight.
+    subtracted: the A and B that the base lost on loading.
+    """
 
     def __init__(self, base_layer: nn.Module, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.scaling = scaling
+        self.is_decomposed = False
+        self.subtracted: tuple[KeptShard, KeptShard] | None = None
         self.lora = LoraAdapter(
             base_layer.in_features,  # type: ignore[arg-type]
             base_layer.out_features,  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """The adapter's configuration as PEFT writes it, so that PEFT puts the saved weights where they were trained."""
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ from peft import LoraConfig, TaskType
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PretrainedConfig
 
+from fsdp_qlora.adapter_init import reduces_base
 from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.errors import UserError
 
@@ -57,7 +59,9 @@ def peft_config(
     base_model: str,
     model_config: PretrainedConfig,
 ) -> LoraConfig:
-    """The adapter's PEFT configuration. Layers are named by their last component where that is unambiguous.
+    """The PEFT configuration of the adapter as `adapter_init.saved_parameters` gives it.
+
+    Layers are named by their last component where that is unambiguous.
 
     Args:
         linears: paths of all linear layers of the blocks. targets: those with an adapter.
@@ -68,17 +72,19 @@ def peft_config(
     target_parameters = [*(f"{path}.weight" for path in by_weight), *parameters]
     leaves = {path.rsplit(".", 1)[-1] for path in targets}
     named = [path for path in linears if path.rsplit(".", 1)[-1] in leaves]
+    # Twice the rank with the same factor.
+    rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
     return LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
+        r=rank_ratio * options.rank,
+        lora_alpha=alpha_ratio * options.alpha,  # type: ignore[arg-type]
         # Only training knows dropout, and PEFT refuses it beside parameters.
         lora_dropout=0.0 if target_parameters else options.dropout,
         target_modules=sorted(leaves) if len(named) == len(targets) else list(targets),
         target_parameters=target_parameters or None,
         use_dora=kind == "dora",
         use_rslora=options.use_rslora,
-        rank_pattern=dict(options.rank_pattern),
-        alpha_pattern=dict(options.alpha_pattern),
+        rank_pattern={name: rank_ratio * rank for name, rank in options.rank_pattern.items()},
+        alpha_pattern={name: alpha_ratio * alpha for name, alpha in options.alpha_pattern.items()},
         bias="none",
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base_model,

@@ -42,7 +42,7 @@ def estimate_needs(
     moves = sum(part.largest_shard for part in counts.values()) - stays
     # Gradients and optimizer state lie where the weights they belong to lie.
     extra = 1 + OPTIMIZER_STATES[optimizer]
-    training = counts["trainable"].largest_shard * extra
+    training = int(counts["trainable"].largest_shard * extra)
     on_host = (moves + (training if not stays else 0)) if cpu_offload else 0
     on_device = moves + stays + training - on_host
     if device.type == "cpu":

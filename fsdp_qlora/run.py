@@ -35,6 +35,7 @@ from fsdp_qlora import (
     verify,
     weights,
 )
+from fsdp_qlora.adapter_init import decompose_weights, reduces_base
 from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.config import TrainConfig, needless_lines, pairs, resolved_options, resolved_yaml
@@ -44,7 +45,7 @@ from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.fingerprint import fingerprint_files
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
-from fsdp_qlora.optim import ShardedOptimizer, learning_rate
+from fsdp_qlora.optim import ShardedOptimizer, check_optimizer, learning_rate
 from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.profiling import MemoryLog, open_profiler
@@ -241,6 +242,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     precision_name = choose_precision(config.precision, ranks.device)
     precision = PRECISIONS[precision_name]
     precision.check_storage(config.quant_storage)
+    check_optimizer(config.optimizer, ranks.device)
     world_size = planned_processes(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(ranks.device, world_size))
     for line in needless_lines(config):
@@ -329,6 +331,7 @@ def lora_options(config: TrainConfig) -> LoraOptions:
         use_rslora=config.use_rslora,
         rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
         alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
+        init=config.init_lora_weights,
     )
 
 
@@ -386,6 +389,12 @@ def shard_and_load(
     )
     log.debug("%s", model)
     parallelize.materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
+    init, cache_folder = config.init_lora_weights, config.quant_cache
+    if init != "true":
+        decompose_weights(model, checkpoint, sources, mesh, ranks.device, init=init, seed=config.seed)
+    if reduces_base(init) and plan.train_type.quantizer:
+        cache_folder = "off"
+        log.info("The quantized weights are not kept for the next start: with %s they belong to this adapter.", init)
     load_weights = functools.partial(
         weights.load_weights,
         model,
@@ -396,7 +405,7 @@ def shard_and_load(
         show_progress=ranks.is_rank_0,
     )
     layers = {} if plan.is_packed else weights.quantized_layers(model)
-    cache = quant_cache.open_cache(config.quant_cache, layers, checkpoint, sources, ranks, mesh)
+    cache = quant_cache.open_cache(cache_folder, layers, checkpoint, sources, ranks, mesh)
     if cache:
         cache.load(load_weights)
     else:
@@ -417,7 +426,13 @@ def train_and_save(
 ) -> dict[str, float]:
     """Run the steps that are left and save the result; returns the run's summary."""
     model, schedule, output_dir = plan.meta.model, plan.schedule, Path(config.output_dir)
-    optimizer = ShardedOptimizer(model, config.optimizer, lr=config.learning_rate, weight_decay=config.wd)
+    optimizer = ShardedOptimizer(
+        model,
+        config.optimizer,
+        lr=config.learning_rate,
+        weight_decay=config.wd,
+        lr_ratio_B=config.loraplus_lr_ratio,
+    )
     trainer = Trainer(
         model,
         optimizer,
@@ -507,7 +522,8 @@ def train_and_save(
             )
         profiler.close()
         if config.save_model:
-            save(config, ranks, plan)
+            with trainer.optimizer.averaged():
+                save(config, ranks, plan)
         summary = progress.summary()
         metrics.summary(summary)
     return summary

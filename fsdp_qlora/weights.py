@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from fsdp_qlora.adapter_init import initialize_adapters
+from fsdp_qlora.adapter_init import adapted_weights, initialize_adapters, subtract
 from fsdp_qlora.adapters import adapter_modules
 from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.lora import LoraLinear
 from fsdp_qlora.merged_tensors import MergedTensor
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.packed import Stored, byte_range, check_map, load_state, state_name, stored_maps, stored_parameters
@@ -57,6 +58,9 @@ def load_weights(
         UserError: a file cannot be read, or a weight is not finite.
     """
     targets = _targets(model, packed=packed)
+    for name, layer in adapted_weights(model).items():
+        if layer.subtracted is not None:
+            targets[name] = _reduced(targets[name], layer)
     names = sorted(targets, key=lambda name: str(checkpoint.files[sources[name]]))
     parts = [_part(checkpoint, sources[name], targets[name], mesh) for name in names]
     sizes = [(part.stop - part.start) * checkpoint.dtype(part.name).itemsize for part in parts]
@@ -87,6 +91,16 @@ class _Target(NamedTuple):
     shape: torch.Size | None
     wanted: Callable[[DeviceMesh], tuple[int, int]] | None
     store: Callable[[torch.Tensor, DeviceMesh, torch.device], None]
+
+
+def _reduced(target: _Target, layer: LoraLinear) -> _Target:
+    """The same weight, less what the adapter starts from."""
+
+    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
+        assert target.wanted is not None
+        target.store(subtract(layer, values.to(device), target.wanted(mesh)[0]), mesh, device)
+
+    return target._replace(store=store)
 
 
 def _part(checkpoint: Checkpoint, source: str, target: _Target, mesh: DeviceMesh) -> Part:

@@ -51,11 +51,15 @@ def load_decoded_base(folder: Path, linears: Sequence[str] = LINEARS) -> torch.n
     model = load_base(folder, four_bit=False)
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in linears:
-            blocks = module.weight.data.view(-1, 64)
-            options = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
-            codes, state = bnb.functional.quantize_4bit(blocks, **options)
-            module.weight.copy_(bnb.functional.dequantize_4bit(codes, state).view(module.weight.shape))
+            module.weight.copy_(decode(module.weight))
     return model
+
+
+def decode(weight: torch.Tensor) -> torch.Tensor:
+    """What NF4 with double quantization keeps of a weight of whole blocks."""
+    options = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    codes, state = bnb.functional.quantize_4bit(weight.view(-1, 64), **options)
+    return bnb.functional.dequantize_4bit(codes, state).view(weight.shape)
 
 
 def load_adapter(base: torch.nn.Module, folder: Path) -> PeftModel:
