@@ -107,8 +107,7 @@ def build_run(
         chosen,
         ranks.device,
         attn_implementation=attn_implementation,
-        quant_type="nf4",
-        double_quant=True,
+        quantizer_options={"quant_type": "nf4", "double_quant": True},
         lora=LoraOptions(rank=lora_rank, alpha=2 * lora_rank),
     )
     model = meta.model

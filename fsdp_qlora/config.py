@@ -5,6 +5,7 @@ A field of `TrainConfig` is the flag, the YAML key and the attribute. The senten
 """
 
 import ast
+import importlib.util
 import inspect
 import itertools
 import math
@@ -17,7 +18,8 @@ from typing import Any, Literal
 import yaml
 
 from fsdp_qlora.lora_targets import ALL, is_regex
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.redact import redact_values
+from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class TrainConfig:
     # == model ==
     model_name: str = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with your rights; models that transformers does
+    not know need it. Read that code first."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
     SDPA, or eager for models whose attention SDPA cannot compute."""
@@ -46,9 +51,12 @@ class TrainConfig:
     train are kept in fp32. Set fp32 to compare runs digit by digit."""
 
     # == training ==
-    train_type: Literal["full", "lora", "qlora", "dora", "bnb_dora", "custom_lora", "custom_qlora"] = "qlora"
-    """What trains: an adapter on a 4-bit base (qlora), on a 16-bit base (lora), a DoRA adapter on either (bnb_dora,
-    dora), or all weights (full); the custom_ names are the 2024 program's and mean the same as those without it."""
+    train_type: Literal[
+        "full", "lora", "qlora", "dora", "bnb_dora", "custom_lora", "custom_qlora", "hqq_lora", "hqq_dora", "int8_lora"
+    ] = "qlora"
+    """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
+    (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), or all weights
+    (full); the custom_ names are the 2024 program's and mean the same as those without it."""
     lora_rank: int = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: int = 32
@@ -136,7 +144,15 @@ class TrainConfig:
     """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
     double_quant: bool = True
     """Quantize the scales too: saves about 0.4 bits per weight."""
-    quant_storage: Literal["auto", "fp32", "bf16"] = "auto"
+    n_bits: int = 4
+    """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
+    group_size: int = 64
+    """Weights that share a scale and a zero in an HQQ base, a multiple of 32; smaller groups are more exact and take
+    32 bits each."""
+    int8_threshold: float = 6.0
+    """Activations as large as this are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0 rounds
+    all, which is faster and less exact."""
+    quant_storage: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
     allow_unquantized: bool = False
     """Go on when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head are
@@ -153,8 +169,11 @@ class TrainConfig:
     """Use only the first so many rows; by default all of them (alpaca_sample and dummy have a size of their own)."""
     dataset_format: Literal["auto", "alpaca"] = "auto"
     """Meaning of the columns; auto tells it from their names."""
+    on_bad_row: Literal["skip", "error"] = "skip"
+    """What to do with a row that cannot be used (malformed, no output, or no room for one): skip leaves it out and
+    lists it in rejected.jsonl, error stops."""
     max_bad_rows: float = 0.01
-    """Share of the rows that may be unusable (no output, or no room for one) before the run refuses."""
+    """Share of the rows that on_bad_row skip may leave out before the run refuses."""
     eval_fraction: float = 0.0
     """Share of the rows held out to measure the loss on."""
     eval_dataset: str | None = None
@@ -164,11 +183,13 @@ class TrainConfig:
 
     # == output ==
     save_model: bool = True
-    """Save the adapter (or the model, for full) at the end; turn it off when only speed is measured."""
+    """Save checkpoints, and the adapter (or the model, for full) at the end; turn it off when only speed is
+    measured."""
     output_dir: str = "output"
-    """Folder for the results: the adapter, the tokenizer, config.yaml and metrics.jsonl."""
+    """Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."""
     overwrite_output_dir: bool = False
-    """Allow output_dir to hold the results of another run, which are replaced."""
+    """Allow output_dir to hold the results of a finished or another run, which are replaced; this run's own,
+    unfinished, is gone on with all the same, unless resume is off."""
     log_to: tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...] = ("tqdm",)
     """Where metrics go, one or more; metrics.jsonl in output_dir is always written."""
     project_name: str = "fsdp_qlora"
@@ -183,6 +204,30 @@ class TrainConfig:
     """Print the model's structure too."""
     dry_run: bool = False
     """Build everything without weights, print sizes, memory per process and steps, and stop."""
+
+    # == never losing a run ==
+    resume: str = "auto"
+    """Where to begin: auto goes on from the newest good checkpoint of this run in output_dir, off starts at zero, and
+    a checkpoint's or another run's folder goes on from there."""
+    save_steps: int = 0
+    """Save a checkpoint every so many optimizer steps, besides save_minutes; 0 is by the clock alone. There is one at
+    the end, at a stop, and after each evaluation that is the best so far, in any case."""
+    save_minutes: float = 15.0
+    """Save a checkpoint every so many minutes; raise it when all weights train and the disk is slow, 0 is never."""
+    save_total_limit: int = 3
+    """Newest checkpoints that are kept, besides the one with the lowest held-out loss."""
+    max_hours: float | None = None
+    """Stop with a checkpoint before the run has taken so many hours, earlier starts of it included."""
+    max_cost_usd: float | None = None
+    """Stop with a checkpoint before the run has cost so much, at price_per_hour."""
+    price_per_hour: float | None = None
+    """US dollars per hour for all machines of the run."""
+    on_nonfinite: Literal["halt", "skip"] = "halt"
+    """What to do when a loss or gradient is not a finite number: end the run, or leave out the step (10 steps or 1% at
+    most)."""
+    hang_minutes: float = 15.0
+    """End the run when a process has not moved for so long, and say which; raise it when one micro-batch, or
+    saving, takes longer, 0 is never."""
 
     # == profiling ==
     profile_memory: bool = False
@@ -269,9 +314,12 @@ def option_help() -> dict[str, dict[str, str]]:
 
 
 def resolved_options(config: TrainConfig) -> dict[str, Any]:
-    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans."""
+    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans.
+
+    For files, logs and other machines: secrets are taken out.
+    """
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
-    return options | {"lr": config.learning_rate, "dry_run": False}
+    return redact_values(options | {"lr": config.learning_rate, "dry_run": False})
 
 
 def resolved_yaml(config: TrainConfig) -> str:
@@ -293,14 +341,16 @@ def check(config: TrainConfig) -> list[str]:
         for name, (accepts, allowed) in _LIMITS.items()
         if not accepts(getattr(config, name))
     ]
-    for rules in (
+    rule_sets = (
         _launch_conflicts,
         _model_conflicts,
         _adapter_conflicts,
         _optimizer_conflicts,
         _data_conflicts,
+        _budget_conflicts,
         _profiling_conflicts,
-    ):
+    )
+    for rules in rule_sets:
         errors.extend(rules(config))
     return errors
 
@@ -338,6 +388,9 @@ _LIMITS: dict[str, _Limit] = {
     "master_port": (lambda value: 0 <= value <= 65535, "between 0 and 65535"),
     "model_name": _NOT_EMPTY,
     "quant_cache": _NOT_EMPTY,
+    "n_bits": (lambda value: value in (8, 4, 3, 2), "8, 4, 3 or 2"),
+    "group_size": (lambda value: value >= 32 and value % 32 == 0, "a multiple of 32"),
+    "int8_threshold": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
     "lora_rank": _at_least(1),
     "lora_alpha": _at_least(1),
     "lora_dropout": _SHARE_BELOW_ONE,
@@ -362,6 +415,14 @@ _LIMITS: dict[str, _Limit] = {
     "eval_steps": _at_least(0),
     "output_dir": _NOT_EMPTY,
     "log_to": _NOT_EMPTY,
+    "resume": _NOT_EMPTY,
+    "save_steps": _at_least(0),
+    "save_minutes": _at_least(0),
+    "save_total_limit": _at_least(1),
+    "max_hours": _POSITIVE,
+    "max_cost_usd": _POSITIVE,
+    "price_per_hour": _POSITIVE,
+    "hang_minutes": _at_least(0),
     "profiling_output": _NOT_EMPTY,
     "wait_steps": _at_least(0),
     "profiling_warmup_steps": _at_least(0),
@@ -385,14 +446,21 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
-    quantization = _changed(c, "quant_type", "double_quant", "quant_storage", "allow_unquantized")
-    if c.quant_cache not in ("auto", "off"):
-        quantization.append("quant_cache")
+    quantization = _changed(c, "quant_storage", "allow_unquantized")
     if quantization and kind.quantizer is None:
         yield (
             f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "
             "or use --train_type qlora."
         )
+    for quantizer, names in QUANTIZER_OPTIONS.items():
+        given = _changed(c, *names)
+        if quantizer == "bnb_4bit" and c.quant_cache not in ("auto", "off"):
+            given.append("quant_cache")
+        if given and kind.quantizer != quantizer:
+            takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
+            yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
+    if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
+        yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
     # The name of a precision starts with its compute dtype. What auto comes to is known with the device.
     compute_dtype = c.precision.split("_")[0]
     if kind.quantizer is not None and compute_dtype != "auto":
@@ -515,6 +583,11 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
     if c.eval_steps > 0 and c.eval_dataset is None and c.eval_fraction == 0:
         yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
+
+
+def _budget_conflicts(c: TrainConfig) -> Iterator[str]:
+    if (c.max_cost_usd is None) != (c.price_per_hour is None):
+        yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
 
 
 def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:

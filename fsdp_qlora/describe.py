@@ -42,7 +42,7 @@ def count_parameters(meta: MetaModel) -> dict[str, int]:
 
 
 def check_quantized_share(meta: MetaModel, *, allow_unquantized: bool) -> None:
-    """Refuse a 4-bit base of which too much would stay in 16 bits. Embeddings and head, never quantized, do not count.
+    """Refuse a quantized base of which too much would stay in 16 bits. Embeddings and head do not count.
 
     Raises:
         UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
@@ -86,7 +86,7 @@ def describe_memory(meta: MetaModel, *, num_shards: int, optimizer: str) -> list
     counts = count_bytes(meta.model, num_shards)
     trainable = counts["trainable"].largest_shard
     parts = {
-        "4-bit codes": counts["codes"].largest_shard if "codes" in counts else 0,
+        "quantized weights": counts["codes"].largest_shard if "codes" in counts else 0,
         "their statistics": counts["statistics"].largest_shard if "statistics" in counts else 0,
         "other frozen weights": counts["frozen"].largest_shard if "frozen" in counts else 0,
         "trainable weights (fp32)": trainable,
@@ -126,6 +126,7 @@ def describe_result(summary: dict[str, float], output_dir: Path, seconds: float,
         lines.append(f"  held-out loss {summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}")
     rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
     lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
-    files = sorted(path.name for path in output_dir.iterdir() if path.is_file()) if output_dir.is_dir() else []
+    entries = output_dir.iterdir() if output_dir.is_dir() else ()
+    files = sorted(path.name for path in entries if path.is_file() and not path.name.startswith("."))
     lines.append(f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ ({', '.join(files)})")
     return "\n".join(lines)

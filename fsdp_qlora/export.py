@@ -4,11 +4,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -16,10 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.adapter_init import saved_parameters
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.experts import expert_parameters
 from fsdp_qlora.flush import flush
 from fsdp_qlora.models import canonical_name, persistent_buffers
+from fsdp_qlora.run_folder import CHECKPOINTS, LOCK
+from fsdp_qlora.saving import delete_oldest, is_full
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -27,8 +30,9 @@ _MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 # What a run leaves in its folder; --overwrite_output_dir removes these and touches nothing else.
 _RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
-    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json",
-    "additional_chat_templates", ".saving_weights", ".saving",
+    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
+    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*.txt",
+    "checkpoints",
 )  # fmt: skip
 
 
@@ -43,7 +47,8 @@ def check_output_dir(output_dir: Path, *, overwrite: bool) -> None:
         raise UserError(f"output_dir {output_dir}: {existing} is a file. Give another folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir {output_dir}: {existing} is not writable. Give another folder.")
-    if output_dir.is_dir() and any(output_dir.iterdir()) and not overwrite:
+    is_used = output_dir.is_dir() and any(path.name != LOCK for path in output_dir.iterdir())
+    if is_used and not overwrite:
         raise UserError(
             f"output_dir {output_dir} is not empty: it may hold the results of another run. Give another folder, "
             "or --overwrite_output_dir true to replace them."
@@ -60,8 +65,11 @@ def check_keeps_model(output_dir: Path, model_folder: Path) -> None:
         raise UserError(f"output_dir {output_dir} is the folder of the model itself. Give another folder.")
 
 
-def prepare_output_dir(output_dir: Path, options: str) -> None:
-    """Make the folder, remove an earlier run's results from it, and leave the options in it. Rank 0 only.
+def prepare_output_dir(output_dir: Path, files: Mapping[str, str], *, keep_run: bool = False) -> None:
+    """Make the folder, remove an earlier run's results from it, and leave `files` (name -> text) in it. Rank 0 only.
+
+    Args:
+        keep_run: nothing is removed, since the run in the folder goes on.
 
     Called when the model is loaded and verified: a run that cannot start takes nothing away.
     """
@@ -69,17 +77,36 @@ def prepare_output_dir(output_dir: Path, options: str) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"output_dir {output_dir} cannot be made: {error}") from error
-    for pattern in _RUN_FILES:
+    for pattern in () if keep_run else _RUN_FILES:
         for path in output_dir.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    publish(output_dir, lambda folder: (folder / "config.yaml").write_text(options))
+    publish(output_dir, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
 
 
 def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
 
-    A reader sees each file whole or not at all.
+    A reader sees each file whole or not at all. Where the disk is full, the oldest checkpoints make room.
+
+    Raises:
+        TrainingError: it could not be written even so.
     """
+    while True:
+        try:
+            _publish(output_dir, write)
+            return
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(output_dir / ".saving", ignore_errors=True)
+            freed = delete_oldest(output_dir / CHECKPOINTS) if is_full(error) else None
+            if freed is None:
+                raise TrainingError(
+                    f"The result cannot be saved in {output_dir} ({error}). The last checkpoint holds all of it: make "
+                    "room there, and the same command saves it without training again."
+                ) from error
+            log.warning("The disk is full (%s). To make room for the result, %s was deleted.", error, freed)
+
+
+def _publish(output_dir: Path, write: Callable[[Path], object]) -> None:
     staging = output_dir / ".saving"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

@@ -5,6 +5,7 @@ becomes a launcher: it starts the workers through torchrun's own agent and waits
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -15,15 +16,21 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.config import TrainConfig
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import ENDINGS, UserError
 
 if TYPE_CHECKING:  # torch is imported where it is needed: --help and bad options should not wait for it
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
+# SIGUSR1 is how Slurm says that the time is nearly over.
+_STATUS_OF_SIGNAL = {
+    signal.SIGTERM: ENDINGS["preempted"].exit_code,
+    signal.SIGUSR1: ENDINGS["preempted"].exit_code,
+    signal.SIGINT: ENDINGS["interrupted"].exit_code,
+}
 _LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
 
 # What an agent sets for its workers, besides the variables that start with TORCHELASTIC_. An outer agent's
@@ -56,7 +63,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
         argv: the arguments after the program's name; the workers get the same.
     Returns:
         None where this process is a worker and should go on, else the status to exit with: that of the first
-        worker that failed, 128 + the signal's number where a signal ended the run, or 0.
+        worker that failed, that of errors.ENDINGS where a signal ended the run, or 0.
     Raises:
         UserError: more processes are asked for than there are visible GPUs, the number differs from
             torchrun's, or the meeting point of the processes cannot be opened.
@@ -173,7 +180,7 @@ def _run_workers(processes: int, argv: list[str], *, master_addr: str, master_po
             return _report_failure(*_cause(error.failures))
         except SignalException as error:
             print(f"Stopped by {error.sigval.name}; all processes have ended.", file=sys.stderr, flush=True)
-            return 128 + error.sigval
+            return _STATUS_OF_SIGNAL.get(error.sigval, 128 + error.sigval)
     return 0
 
 
@@ -181,6 +188,9 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    more: dict[str, Any] = {}
+    if "signals_to_handle" in LaunchConfig.__dataclass_fields__:  # of newer versions than the oldest we take
+        more["signals_to_handle"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -193,18 +203,20 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
         local_addr=master_addr,  # torch's default, the machine's full name, cannot be resolved everywhere
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=folder),  # ours to delete; the agent leaves its own behind
+        **more,
     )
 
 
 def _prepare_environment() -> None:
     """Make this process's environment, which the workers inherit, that of a launcher."""
+    # A stop waits for the step and its checkpoint, but for less than the 30 s after which an outer agent kills us.
+    is_nested = "TORCHELASTIC_RUN_ID" in os.environ
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if is_nested else "600")
     for name in filter(is_from_an_agent, list(os.environ)):
         del os.environ[name]
     os.environ[_LAUNCHER_PID] = str(os.getpid())
     # As torchrun does, which says so at length: several processes with a thread per core each would fight.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Less than the 30 s after which an outer agent kills us: ours must have ended its workers by then.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20")
     # The agent logs each failed or stopped worker; one line from us says it.
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
@@ -229,7 +241,9 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
 def _report_failure(rank: int, exit_code: int) -> int:
     """Say which rank failed and return the launcher's own exit status."""
     if exit_code > 0:
-        message, status = f"failed with exit code {exit_code}; its error is above.", exit_code
+        has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
+        ended, why = ("stopped", "reason") if has_stopped else ("failed", "error")
+        message, status = f"{ended} with exit code {exit_code}; its {why} is above.", exit_code
     else:
         message, status = f"was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
         if -exit_code == signal.SIGKILL:
@@ -242,10 +256,19 @@ def _report_failure(rank: int, exit_code: int) -> int:
 
 
 def _end_with_launcher() -> None:
-    """End this worker soon after its launcher has died without ending it, as under SIGKILL."""
-    launcher = os.environ.get(_LAUNCHER_PID)
-    if launcher is not None:
-        threading.Thread(target=_watch, args=(int(launcher),), daemon=True).start()
+    """End this worker soon after its launcher, or torchrun, has died without ending it, as under SIGKILL."""
+    parent = os.environ.get(_LAUNCHER_PID)
+    if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    _ask_for_signal_on_death_of_parent()
+    threading.Thread(target=_watch, args=(int(parent or os.getppid()),), daemon=True).start()
+
+
+def _ask_for_signal_on_death_of_parent() -> None:
+    """Let Linux send SIGTERM, which saves and ends, at once; elsewhere the thread that looks each second does."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _watch(launcher: int) -> None:

@@ -6,10 +6,12 @@ stop or stall training: wandb most of all, which is reached over a network (see 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
 import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +21,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.flush import flush
 from fsdp_qlora.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain, say
 from fsdp_qlora.wandb_sink import WANDB_FLOOR, WandbSink, wandb_problem
 
@@ -95,6 +98,11 @@ class MetricLog:
         if self._sinks:
             say(text)
 
+    def flush(self) -> None:
+        """Make every record so far durable: a checkpoint must not survive what it follows on."""
+        for sink in self._sinks:
+            sink.flush()
+
     def summary(self, values: Record) -> None:
         """Set the run's final values (wandb's summary)."""
         values = plain(values)
@@ -132,6 +140,7 @@ def open_metric_log(
     group: str | None,
     entity: str | None,
     is_rank_0: bool,
+    run_id: str | None = None,
 ) -> MetricLog:
     """Open the sinks named in `sinks`, and metrics.jsonl in any case.
 
@@ -141,6 +150,7 @@ def open_metric_log(
         config: the resolved options, shown in wandb; no secrets.
         project_name, name, group, entity: wandb's; None leaves each to wandb and its environment variables.
         is_rank_0: only rank 0 opens anything; the other ranks get a log that does nothing.
+        run_id: the same for every start of one run, so that wandb goes on with it.
     Raises:
         UserError: an unknown sink, or wandb is asked for and not installed. Nothing was opened.
     """
@@ -149,7 +159,7 @@ def open_metric_log(
     if not is_rank_0:
         return MetricLog([], total_steps=total_steps)
     output_dir.mkdir(parents=True, exist_ok=True)
-    options = SinkOptions(output_dir, total_steps, config, project_name, name, group, entity)
+    options = SinkOptions(output_dir, total_steps, config, project_name, name, group, entity, run_id)
     names = dict.fromkeys(["jsonl", *sinks])  # the record first; each sink once
     return MetricLog([SINKS[sink](options) for sink in names], total_steps=total_steps)
 
@@ -193,12 +203,16 @@ def _clock(seconds: float) -> str:
 
 
 class JsonlSink(Sink):
-    """metrics.jsonl: one JSON object per record, in the file as soon as the call returns."""
+    """metrics.jsonl: one JSON object per record, in the file as soon as the call returns.
+
+    What a full disk does not take is kept and written with the next record, so the file has no holes.
+    """
 
     def __init__(self, options: SinkOptions) -> None:
         path = options.output_dir / METRICS_FILE
         _cut_torn_line(path)
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._pending = b""
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
         self._write(record)
@@ -206,11 +220,56 @@ class JsonlSink(Sink):
     def evaluation(self, record: Record) -> None:
         self._write(record)
 
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            os.fsync(self._descriptor)
+
     def close(self, exit_code: int) -> None:
-        self._file.close()
+        self._write_pending()
+        os.close(self._descriptor)
 
     def _write(self, record: Record) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        was_behind = bool(self._pending)
+        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
+        error = self._write_pending()
+        if error and not was_behind:
+            say(f"{METRICS_FILE} cannot be written ({error}). Its lines are kept, and written when there is room.")
+
+    def _write_pending(self) -> str | None:
+        """Write what there is, a part of it if need be; returns what stopped it."""
+        try:
+            while self._pending:
+                self._pending = self._pending[os.write(self._descriptor, self._pending) :]
+        except OSError as error:
+            return error.strerror
+        return None
+
+
+def copy_metrics(source: Path, output_dir: Path) -> None:
+    """Begin metrics.jsonl with that of the run that is gone on from, where it has one."""
+    if (source / METRICS_FILE).is_file():
+        shutil.copyfile(source / METRICS_FILE, output_dir / METRICS_FILE)
+
+
+def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
+    """Take out of metrics.jsonl, in one go, what came after a checkpoint: it is going to come again.
+
+    Args:
+        step: the checkpoint's. last_eval_step: after which was last evaluated when it was saved.
+    """
+    path = output_dir / METRICS_FILE
+    if not path.exists():
+        return
+    _cut_torn_line(path)
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        record = json.loads(line)
+        if record["step"] <= (last_eval_step if "eval_loss" in record else step):
+            kept.append(line)
+    partial = path.with_name(f".{METRICS_FILE}.partial")
+    partial.write_bytes(b"".join(kept))
+    flush(partial)
+    partial.replace(path)
 
 
 def _cut_torn_line(path: Path) -> None:

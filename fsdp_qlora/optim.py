@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import bitsandbytes
@@ -106,6 +106,7 @@ class ShardedOptimizer:
                 {"params": [local for path, (_, local) in trained.items() if is_B[path] == second], "lr_scale": scale}
                 for second, scale in ((False, 1.0), (True, lr_ratio_B))
             ]
+        self._local_of = {id(parameter): local for parameter, local in trained.values()}
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
         self.optimizer = build(groups, lr=lr, weight_decay=weight_decay) if self.local else None
         if isinstance(self.optimizer, MatrixOptimizer):
@@ -155,6 +156,25 @@ class ShardedOptimizer:
     def zero_grad(self) -> None:
         for parameter in (*self.sharded, *self.local):
             parameter.grad = None
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's own values for one of the model's parameters, to read or to fill; empty before a step."""
+        local = self._local_of.get(id(parameter))
+        return {} if self.optimizer is None or local is None else self.optimizer.state[local]
+
+    def group_values(self) -> list[dict[str, Any]]:
+        """The plain numbers that the optimizer keeps for all parameters together, by parameter group."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [
+            {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}
+            for group in groups
+        ]
+
+    def set_group_values(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Put back what `group_values` gave."""
+        if self.optimizer is not None:
+            for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update(values)
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""

@@ -47,19 +47,7 @@ def estimate_needs(
     on_device = moves + stays + training - on_host
     if device.type == "cpu":
         return Needs(device=0, host=on_device + on_host + buffer_bytes)
-    if cpu_offload:
-        on_host += _pinned_rounding(model, num_shards)
     return Needs(device=on_device, host=on_host + buffer_bytes)
-
-
-def _pinned_rounding(model: nn.Module, num_shards: int) -> int:
-    """What pinned memory takes beyond the offloaded shards: torch rounds each up to a power of two."""
-    pinned = {id(parameter): parameter for parameter in model.parameters()}
-    for adapter in adapter_modules(model):  # they stay on the GPU
-        for parameter in adapter.parameters():
-            pinned.pop(id(parameter), None)
-    sizes = [-(-parameter.nbytes // num_shards) for parameter in pinned.values()]
-    return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 
 
 def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:

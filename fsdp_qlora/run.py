@@ -4,19 +4,24 @@ Besides the command line this is the one place that sees the options; everything
 The training step is `Trainer.train_step` in trainer.py.
 """
 
+import contextlib
+import dataclasses
 import functools
 import logging
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_qlora import (
+    decoded_tensors,
     describe,
     distributed,
+    endings,
     export,
     hub,
     models,
@@ -24,6 +29,9 @@ from fsdp_qlora import (
     parallelize,
     quant_cache,
     resources,
+    restarts,
+    resume,
+    run_folder,
     verify,
     weights,
 )
@@ -31,16 +39,24 @@ from fsdp_qlora.adapter_init import decompose_weights, reduces_base
 from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.config import TrainConfig, needless_lines, pairs, resolved_options, resolved_yaml
+from fsdp_qlora.control import Budget, Control
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.fingerprint import fingerprint_files
 from fsdp_qlora.launch import planned_processes
-from fsdp_qlora.metrics import open_metric_log
+from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
 from fsdp_qlora.optim import ShardedOptimizer, check_optimizer, learning_rate
 from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.profiling import MemoryLog, open_profiler
-from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
+from fsdp_qlora.progress import Progress
+from fsdp_qlora.redact import redact_values
+from fsdp_qlora.run_folder import Status
+from fsdp_qlora.saving import Saver
+from fsdp_qlora.train_state import TrainState
+from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
 from fsdp_qlora.trainer import Schedule, Trainer, train
+from fsdp_qlora.watchdog import Heartbeat, Watchdog
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -48,19 +64,25 @@ log = logging.getLogger("fsdp_qlora")
 # Options that may differ between nodes: paths, and how each was started.
 _OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
 _OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
+_OWN |= {"resume"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known before a weight is read. is_packed: the model's files are in 4 bits already."""
+    """All that is known before a weight is read.
+
+    is_packed: the model's files are in 4 bits already. stored: they are in a format that is decoded.
+    """
 
     train_type: TrainType
     precision: Precision
+    precision_name: str
     model_folder: Path
     model_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     meta: parallelize.MetaModel
     is_packed: bool
+    stored: decoded_tensors.StoredFormat | None
     data: RunData
     schedule: Schedule
     warmup_steps: int
@@ -73,32 +95,59 @@ def run(config: TrainConfig) -> None:
     Raises:
         UserError: the options, the model or the data cannot be used.
         TrainingError: the run cannot go on.
+        RunStopped: it was asked to stop, and will go on from there when it is started again.
+        LostRank: another rank has ended.
     """
-    started = time.perf_counter()
     ranks = distributed.read_ranks()
     distributed.set_up_logging(ranks, verbose=config.verbose)
-    output_dir = Path(config.output_dir)
-    # Only rank 0 writes; the ranks beside it say so too.
-    if not config.dry_run and ranks.rank < ranks.local_world_size:
-        export.check_output_dir(output_dir, overwrite=config.overwrite_output_dir)
-    plan = make_plan(config, ranks)
     if config.dry_run:
+        make_plan(config, ranks)
         log.info("Options:\n%s", resolved_yaml(config))
         return
+    output_dir = Path(config.output_dir)
+    # Only rank 0 writes; the ranks beside it say so too.
+    if ranks.rank < ranks.local_world_size:
+        check_output_dir(config, output_dir, ranks)
+    with run_folder.locked(output_dir) if ranks.is_rank_0 else contextlib.nullcontext():
+        run_locked(config, ranks, output_dir)
+
+
+def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
+    """The run itself, while no other may write into its folder."""
+    started = time.monotonic()
+    plan = make_plan(config, ranks)
     export.check_keeps_model(output_dir, plan.model_folder)
-    checkpoint = Checkpoint(plan.model_folder)
+    checkpoint = decoded_tensors.open_checkpoint(plan.model_folder, plan.stored)
     sources = weights.match_tensors(plan.meta.model, checkpoint, packed=plan.is_packed)
     check_resources(config, ranks, plan)
 
-    distributed.start_process_group(ranks)
+    store = distributed.start_process_group(ranks, timeout_minutes=max(30, 2 * config.hang_minutes))
     distributed.check_agreement(
         {
             "the options": {name: value for name, value in resolved_options(config).items() if name not in _OWN},
-            "the rows": (plan.data.train.digest(), plan.data.evaluation.digest(), len(plan.data.eval_rows)),
+            "the rows": rows_digest(plan.data),
             "the model": ({**plan.model_config.to_dict(), "_name_or_path": None}, sorted(sources)),
         },
         ranks.device,
     )
+    about = describe_run(config, ranks, plan, checkpoint)
+    start = resume.choose_start(
+        output_dir,
+        about,
+        ranks,
+        resume=config.resume,
+        overwrite=config.overwrite_output_dir,
+        is_unattended=restarts.is_unattended(),
+    )
+    if start.is_finished:
+        log.info("This run is finished already: nothing to do. Its results are in %s.", output_dir)
+        distributed.stop_process_group()
+        return
+    budget = Budget(
+        config.max_hours, config.max_cost_usd, config.price_per_hour, start.used_seconds, start.reserve_seconds
+    )
+    budget.check()
+    plan, about = go_on_with(config, plan, about, start)
     mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
     memory = MemoryLog(ranks.device, enabled=config.profile_memory)
     shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
@@ -106,12 +155,85 @@ def run(config: TrainConfig) -> None:
     verify.check_byte_account(plan.meta.model, mesh)
     verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
-        export.prepare_output_dir(output_dir, resolved_yaml(config))
+        files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
+        export.prepare_output_dir(output_dir, files, keep_run=not start.is_new)
+        run_folder.write_atomically(output_dir / run_folder.RUN, {**about, "run_id": start.run_id})
 
-    summary = train_and_save(config, ranks, plan, memory)
-    seconds = time.perf_counter() - started
-    log.info(describe.describe_result(summary, output_dir, seconds, saved=config.save_model))
+    status = Status(
+        output_dir,
+        is_rank_0=ranks.is_rank_0,
+        state="running",
+        run_id=start.run_id,
+        start_step=start.step,
+        step=start.step,
+        saved_step=start.step if start.folder and not start.is_new else -1,
+        total_steps=plan.schedule.total_steps,
+        deaths=start.deaths,
+        seconds=start.used_seconds,
+        reason=None,
+        exit_code=None,
+    )
+    status.update()
+    control = Control(is_rank_0=ranks.is_rank_0, budget=budget, save_seconds=60 * config.save_minutes, started=started)
+    watchdog = Watchdog(
+        Heartbeat(),
+        store,
+        ranks,
+        hang_minutes=config.hang_minutes,
+        output_dir=output_dir,
+        on_end=status.end,
+    )
+    with endings.recorded(status, watchdog, memory_settings=endings.memory_settings(resolved_options(config))):
+        summary = train_and_save(config, ranks, plan, mesh, memory, start, about, status, control, watchdog)
+    log.info(describe.describe_result(summary, output_dir, time.monotonic() - started, saved=config.save_model))
     distributed.stop_process_group()
+
+
+def check_output_dir(config: TrainConfig, output_dir: Path, ranks: Ranks) -> None:
+    """Refuse a folder that holds something else than this run, as far as the options tell."""
+    goes_on = config.resume == "auto" and resume.is_run(output_dir)
+    goes_on |= config.resume not in ("auto", "off") and resume.is_of(output_dir, Path(config.resume).expanduser())
+    export.check_output_dir(output_dir, overwrite=config.overwrite_output_dir or goes_on)
+    resume.check_options(
+        output_dir,
+        resolved_options(config),
+        resume=config.resume,
+        overwrite=config.overwrite_output_dir,
+        world_size=ranks.world_size,
+    )
+
+
+def describe_run(config: TrainConfig, ranks: Ranks, plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What makes this run this run: for its folder, its checkpoints, and to tell it from others."""
+    model_config = {**plan.model_config.to_dict(), "_name_or_path": None}
+    return {
+        "options": resolved_options(config),
+        "facts": {
+            "base": fingerprint_files(checkpoint.files.values()) if ranks.is_rank_0 else None,
+            "model": f"{distributed.derive_seed(model_config):x}",
+            "rows": rows_digest(plan.data),
+            "precision": plan.precision_name,
+        },
+        "world_size": ranks.world_size,
+        "global_batch_size": plan.schedule.global_batch_size,
+    }
+
+
+def rows_digest(data: RunData) -> list[str | int]:
+    return [data.train.digest(), data.evaluation.digest(), len(data.eval_rows)]
+
+
+def go_on_with(
+    config: TrainConfig, plan: Plan, about: dict[str, Any], start: resume.Start
+) -> tuple[Plan, dict[str, Any]]:
+    """The plan, and what it is of, with the rows per step that the run was started with."""
+    about = {**about, "run_id": start.run_id}
+    if start.global_batch_size in (None, plan.schedule.global_batch_size):
+        return plan, about
+    schedule = dataclasses.replace(plan.schedule, rows_per_step=start.global_batch_size)
+    plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
+    log.info(schedule.describe(plan.warmup_steps))
+    return plan, {**about, "global_batch_size": start.global_batch_size}
 
 
 def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
@@ -125,23 +247,28 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     log.info(describe.describe_device(ranks.device, world_size))
     for line in needless_lines(config):
         log.info(line)
-    folder = hub.find_model_folder(config.model_name, with_weights=not config.dry_run)
-    model_config = models.load_config(folder, config.model_name)
+    folder = hub.find_model_folder(
+        config.model_name, with_weights=not config.dry_run, with_code=config.trust_remote_code
+    )
+    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    stored = decoded_tensors.take_format(model_config)
+    if stored:
+        log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
     prequantized = packed.take_settings(model_config, config.model_name)
     if prequantized:
         train_type.check_takes_4bit(config.train_type, config.model_name)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    tokenizer = models.load_tokenizer(folder, config.model_name)
+    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     meta = parallelize.build_model(
         model_config,
         train_type,
         precision,
         ranks.device,
         attn_implementation=config.attn_implementation,
-        quant_type=config.quant_type,
-        double_quant=config.double_quant,
+        quantizer_options=quantizer_options(config, train_type.quantizer),
         lora=lora_options(config),
         prequantized=prequantized,
+        trust_remote_code=config.trust_remote_code,
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
@@ -159,6 +286,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         context_length=config.context_length,
         dataset_format=config.dataset_format,
         dataset_samples=config.dataset_samples,
+        on_bad_row=config.on_bad_row,
         max_bad_rows=config.max_bad_rows,
         seed=config.seed,
         vocab_size=meta.model.get_input_embeddings().num_embeddings,
@@ -172,19 +300,19 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         max_steps=config.max_steps,
         seed=config.seed,
     )
-    warmup_steps = config.warmup_steps
-    if warmup_steps < 0:
-        warmup_steps = math.ceil(config.warmup_ratio * schedule.total_steps)
+    warmup_steps = num_warmup_steps(config, schedule)
     log.info(schedule.describe(warmup_steps))
     log.info(data.sample)
     return Plan(
         train_type=train_type,
         precision=precision,
+        precision_name=precision_name,
         model_folder=folder,
         model_config=model_config,
         tokenizer=tokenizer,
         meta=meta,
         is_packed=prequantized is not None,
+        stored=stored,
         data=data,
         schedule=schedule,
         warmup_steps=warmup_steps,
@@ -206,6 +334,24 @@ def lora_options(config: TrainConfig) -> LoraOptions:
         init=config.init_lora_weights,
         modules_to_save=config.modules_to_save,
     )
+
+
+def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
+    if config.warmup_steps >= 0:
+        return config.warmup_steps
+    return math.ceil(config.warmup_ratio * schedule.total_steps)
+
+
+def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
+    """The options that are the quantizer's own."""
+    options = {
+        "quant_type": config.quant_type,
+        "double_quant": config.double_quant,
+        "n_bits": config.n_bits,
+        "group_size": config.group_size,
+        "int8_threshold": config.int8_threshold,
+    }
+    return {name: options[name] for name in QUANTIZER_OPTIONS.get(quantizer or "", ())}
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
@@ -267,18 +413,30 @@ def shard_and_load(
         load_weights(checkpoint=checkpoint, sources=sources, packed=plan.is_packed)
 
 
-def train_and_save(config: TrainConfig, ranks: Ranks, plan: Plan, memory: MemoryLog) -> dict[str, float]:
-    """Run all steps and save the result; returns the run's summary."""
-    model, schedule = plan.meta.model, plan.schedule
+def train_and_save(
+    config: TrainConfig,
+    ranks: Ranks,
+    plan: Plan,
+    mesh: DeviceMesh,
+    memory: MemoryLog,
+    start: resume.Start,
+    about: dict[str, Any],
+    status: Status,
+    control: Control,
+    watchdog: Watchdog,
+) -> dict[str, float]:
+    """Run the steps that are left and save the result; returns the run's summary."""
+    model, schedule, output_dir = plan.meta.model, plan.schedule, Path(config.output_dir)
+    optimizer = ShardedOptimizer(
+        model,
+        config.optimizer,
+        lr=config.learning_rate,
+        weight_decay=config.wd,
+        lr_ratio_B=config.loraplus_lr_ratio,
+    )
     trainer = Trainer(
         model,
-        ShardedOptimizer(
-            model,
-            config.optimizer,
-            lr=config.learning_rate,
-            weight_decay=config.wd,
-            lr_ratio_B=config.loraplus_lr_ratio,
-        ),
+        optimizer,
         plan.data.train,
         ranks,
         schedule=schedule,
@@ -289,7 +447,18 @@ def train_and_save(config: TrainConfig, ranks: Ranks, plan: Plan, memory: Memory
         sync_every_micro_batch=not plan.train_type.has_adapter or bool(config.modules_to_save),
         # No token sees the padding, so any id in the vocabulary will do; a pad token may be outside of it.
         pad_token_id=plan.tokenizer.eos_token_id,
+        on_nonfinite=config.on_nonfinite,
+        control=control,
+        heartbeat=watchdog.heartbeat,
     )
+    state = TrainState(model, optimizer, mesh, ranks, is_large=not plan.train_type.has_adapter)
+    if start.folder:
+        state.load(Path(start.folder), start.tensors)
+    progress = Progress.from_dict(start.progress)
+    if ranks.is_rank_0 and start.folder:
+        if start.is_new:
+            copy_metrics(Path(start.folder).parents[1], output_dir)
+        cut_metrics(output_dir, progress.step, progress.last_eval_step)
     profiler = open_profiler(
         enabled=config.profile,
         output=Path(config.profiling_output),
@@ -306,34 +475,57 @@ def train_and_save(config: TrainConfig, ranks: Ranks, plan: Plan, memory: Memory
     )
     with open_metric_log(
         config.log_to,
-        output_dir=Path(config.output_dir),
+        output_dir=output_dir,
         total_steps=schedule.total_steps,
         config=resolved_options(config),
-        project_name=config.project_name,
-        name=config.name,
-        group=config.group,
-        entity=config.entity,
+        project_name=redact_values(config.project_name),
+        name=redact_values(config.name),
+        group=redact_values(config.group),
+        entity=redact_values(config.entity),
         is_rank_0=ranks.is_rank_0,
+        run_id=start.run_id,
     ) as metrics:
-        summary = train(
-            trainer,
-            plan.data,
-            metrics,
-            learning_rate=functools.partial(
-                learning_rate,
-                peak=config.learning_rate,
-                schedule=config.lr_scheduler,
-                warmup_steps=plan.warmup_steps,
-                total_steps=schedule.total_steps,
-            ),
-            eval_steps=config.eval_steps,
-            profiler=profiler,
-            memory=memory,
+        saver = Saver(
+            output_dir / run_folder.CHECKPOINTS,
+            state,
+            ranks,
+            about=about,
+            save_steps=config.save_steps,
+            save_total_limit=config.save_total_limit,
+            before_save=metrics.flush,
+            saved_step=start.step if start.folder and not start.is_new else -1,
         )
+        with control.catching_signals(), watchdog.watching():
+            if ranks.device.type == "cuda":
+                trainer.try_longest(plan.data.train_rows)
+            train(
+                trainer,
+                plan.data,
+                metrics,
+                progress,
+                saver if config.save_model else None,
+                learning_rate=functools.partial(
+                    learning_rate,
+                    peak=config.learning_rate,
+                    schedule=config.lr_scheduler,
+                    warmup_steps=plan.warmup_steps,
+                    total_steps=schedule.total_steps,
+                ),
+                eval_steps=config.eval_steps,
+                profiler=profiler,
+                memory=memory,
+                on_step=lambda progress: status.keep(
+                    step=progress.step,
+                    saved_step=saver.saved_step,
+                    seconds=control.used_seconds(),
+                    reserve_seconds=control.reserve_seconds(),
+                ),
+            )
         profiler.close()
         if config.save_model:
             with trainer.optimizer.averaged():
                 save(config, ranks, plan)
+        summary = progress.summary()
         metrics.summary(summary)
     return summary
 
@@ -359,7 +551,7 @@ def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
         plan.meta.target_parameters,
         plan.train_type.adapter,
         lora_options(config),
-        base_model=config.model_name,
+        base_model=hub.public_name(config.model_name),
         model_config=plan.model_config,
     )
     export.save_adapter(model, adapter, plan.tokenizer, output_dir, is_rank_0=ranks.is_rank_0)

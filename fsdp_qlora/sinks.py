@@ -20,7 +20,10 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """What a sink may need to know about the run; `config` is written out, so it must hold no secrets."""
+    """What a sink may need to know about the run; all of it is written out, so it must hold no secrets.
+
+    run_id: the same for every start of one run.
+    """
 
     output_dir: Path
     total_steps: int
@@ -29,6 +32,7 @@ class SinkOptions:
     name: str | None
     group: str | None
     entity: str | None
+    run_id: str | None = None
 
 
 class Sink:
@@ -39,6 +43,9 @@ class Sink:
 
     def evaluation(self, record: Record) -> None:
         """Take one evaluation's record."""
+
+    def flush(self) -> None:
+        """Make what was taken so far survive a power cut, where that is in the sink's hands."""
 
     def summary(self, values: Record) -> None:
         """Take the run's final values."""

@@ -4,7 +4,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fsdp_qlora.control import NUM_FLAGS, Control, Stop
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.sampler import epoch_order, split_step, steps_per_epoch
 from fsdp_qlora.data.tokenization import TokenizedRows
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
-from fsdp_qlora.errors import TrainingError
+from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
 from fsdp_qlora.loss import summed_loss, target_positions
 from fsdp_qlora.metrics import MetricLog
 from fsdp_qlora.models import can_skip_logits
@@ -25,15 +26,21 @@ from fsdp_qlora.optim import ShardedOptimizer
 from fsdp_qlora.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.profiling import MemoryLog, Profiler
+from fsdp_qlora.progress import Progress
+from fsdp_qlora.saving import Saver
+from fsdp_qlora.watchdog import Heartbeat
 
 log = logging.getLogger("fsdp_qlora")
+
+_MIN_SKIPPED = 10  # or a hundredth of the steps: as many may be skipped
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How rows become optimizer steps.
 
-    batch_size: rows per rank and micro-batch. total_steps: optimizer steps of the whole run.
+    batch_size: rows per rank and micro-batch. total_steps: optimizer steps of the whole run. rows_per_step: where a run
+    goes on that was started with another product of the three factors.
     """
 
     num_rows: int
@@ -43,10 +50,11 @@ class Schedule:
     num_epochs: int
     max_steps: int
     seed: int
+    rows_per_step: int | None = None
 
     @property
     def global_batch_size(self) -> int:
-        return self.batch_size * self.gradient_accumulation_steps * self.world_size
+        return self.rows_per_step or self.batch_size * self.gradient_accumulation_steps * self.world_size
 
     @property
     def steps_per_epoch(self) -> int:
@@ -59,18 +67,19 @@ class Schedule:
 
     def describe(self, warmup_steps: int) -> str:
         """One line: rows, batch and steps."""
+        micro_batches = -(-self.global_batch_size // (self.world_size * self.batch_size))
         return (
             f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.world_size} rank"
-            f"{'s' * (self.world_size > 1)} x {self.batch_size} rows x {self.gradient_accumulation_steps} "
-            f"micro-batch{'es' * (self.gradient_accumulation_steps > 1)}), {self.steps_per_epoch} per epoch of "
+            f"{'s' * (self.world_size > 1)} x {self.batch_size} rows x {micro_batches} "
+            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch of "
             f"{self.num_rows} rows, {warmup_steps} of warm-up"
         )
 
-    def rows_of_steps(self, train_rows: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """(step, its rows) for every step: a pure function of (seed, epoch)."""
-        for step in range(self.total_steps):
+    def rows_of_steps(self, train_rows: np.ndarray, *, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """(step, its rows) for every step from `first` on: a pure function of (seed, epoch)."""
+        for step in range(first, self.total_steps):
             epoch, index = divmod(step, self.steps_per_epoch)
-            if index == 0:
+            if index == 0 or step == first:
                 order = epoch_order(train_rows, seed=self.seed, epoch=epoch)
             yield step, order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
@@ -91,11 +100,15 @@ class Trainer:
         max_grad_norm: float,
         sync_every_micro_batch: bool,
         pad_token_id: int,
+        on_nonfinite: str = "halt",
+        control: Control | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.model, self.optimizer, self.data, self.ranks = model, optimizer, data, ranks
         self.schedule, self.precision = schedule, precision
         self.num_replicas, self.max_grad_norm = num_replicas, max_grad_norm
         self.sync_every_micro_batch, self.pad_token_id = sync_every_micro_batch, pad_token_id
+        self.on_nonfinite, self.control, self.heartbeat = on_nonfinite, control or Control(), heartbeat or Heartbeat()
         self.gradient_sync = True  # FSDP2's initial state
         self.skip_logits = can_skip_logits(model)
 
@@ -103,17 +116,20 @@ class Trainer:
         """One optimizer step over `rows` of all ranks; returns its metrics.
 
         The loss is a sum over target tokens divided by the step's number of target tokens on all ranks, so
-        it does not depend on how the rows are split over ranks and micro-batches.
+        it does not depend on how the rows are split over ranks and micro-batches. Afterwards `control` knows
+        whether all ranks stop or save now.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite; the weights have not been changed.
+            NotFinite: the loss or the gradient is not, and that ends the run; the weights have not been changed.
         """
         started = time.perf_counter()
+        self.heartbeat.beat(step, "rows")
         self.model.train()
         num_targets = int(self.data.num_targets[rows].sum())
         micro_batches = self._micro_batches(rows)
         losses = []
         for index, micro_batch in enumerate(micro_batches):
+            self.heartbeat.beat(step, "compute")
             last = index == len(micro_batches) - 1
             self._set_gradient_sync(last or self.sync_every_micro_batch)
             # Randomness is a function of the micro-batch alone, so that a run can be repeated and resumed.
@@ -125,15 +141,20 @@ class Trainer:
             losses.append(loss.detach())
         self.optimizer.take_gradients()
         local_losses = torch.stack(losses).tolist()
-        local = [sum(local_losses), self.optimizer.squared_norm(), *self._memory_gib()]
-        numbers = gather_numbers(local, self.ranks.device)
+        local = [sum(local_losses), self.optimizer.squared_norm(), *self.control.flags(step), *self._memory_gib()]
+        self.heartbeat.beat(step, "exchange")
+        numbers = gather_numbers(local, self.ranks.device)  # the step's one exchange besides FSDP2's
+        self.heartbeat.beat(step, "update")
+        self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
         loss_sum, squared_norm = numbers[:, :2].sum(dim=0).tolist()
         grad_norm = math.sqrt(squared_norm / self.num_replicas)
-        if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
-            self._stop(step, rows, local_losses, grad_norm)
-        if self.max_grad_norm > 0 and grad_norm > self.max_grad_norm:
-            self.optimizer.scale_gradients(self.max_grad_norm / grad_norm)
-        self.optimizer.step(lr)
+        is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
+        if is_finite:
+            if self.max_grad_norm > 0 and grad_norm > self.max_grad_norm:
+                self.optimizer.scale_gradients(self.max_grad_norm / grad_norm)
+            self.optimizer.step(lr)
+        else:
+            self._not_finite(step, rows, local_losses, grad_norm)
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         num_tokens = int(self.data.lengths[rows].sum())
@@ -147,20 +168,45 @@ class Trainer:
             "num_tokens": num_tokens,
             "tokens_per_second": num_tokens / seconds,
             "step_seconds": seconds,
-            "memory_gib": self._memory_record(numbers[:, 2:]),
+            "memory_gib": self._memory_record(numbers[:, 2 + NUM_FLAGS :]),
+            **({} if is_finite else {"skipped": True}),
         }
 
+    def try_longest(self, rows: np.ndarray) -> None:
+        """Forward and backward pass of each rank's longest rows, without a step: what does not fit fails now.
+
+        It leaves no trace: every step seeds its randomness anew, and the gradients are thrown away.
+        """
+        size = self.schedule.batch_size * self.ranks.world_size
+        longest = rows[np.argsort(-self.data.lengths[rows], kind="stable")][:size]
+        self.heartbeat.beat(0, "compute")
+        self._set_gradient_sync(True)
+        self.model.train()
+        for micro_batch in self._micro_batches(longest):
+            self._loss(micro_batch).backward()
+        self.optimizer.zero_grad()
+
     @torch.no_grad()
-    def evaluate(self, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any]:
-        """Mean loss over the target tokens of `rows` (nats), all ranks taking part."""
+    def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:
+        """Mean loss over the target tokens of `rows` (nats), all ranks taking part.
+
+        Returns:
+            None where all ranks have agreed to stop instead.
+        """
         self.model.eval()
         local_sum = 0.0
         size = self.schedule.batch_size * self.ranks.world_size
         with self.optimizer.averaged():
             for start in range(0, len(rows), size):
+                self.heartbeat.beat(step, "evaluate")
                 for micro_batch in self._micro_batches(rows[start : start + size], data):
                     local_sum += self._loss(micro_batch).item()
+                self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
+                if self.control.stop:
+                    break
         reshard_all(self.model)
+        if self.control.stop:
+            return None
         num_targets = int(data.num_targets[rows].sum())
         total = gather_numbers([local_sum], self.ranks.device).sum().item()
         return {"eval_loss": total / num_targets, "num_target_tokens": num_targets}
@@ -194,8 +240,8 @@ class Trainer:
                 skip=self.skip_logits,
             )
 
-    def _stop(self, step: int, rows: np.ndarray, local_losses: list[float], grad_norm: float) -> None:
-        """Name the samples with which the loss or gradient became non-finite, the same on every rank."""
+    def _not_finite(self, step: int, rows: np.ndarray, local_losses: list[float], grad_norm: float) -> None:
+        """Skip the step or end the run, and name the samples; the same on every rank."""
         losses = gather_numbers(local_losses, self.ranks.device)
         bad_rows: list[int] = []
         for rank, index in (~losses.isfinite()).nonzero().tolist():
@@ -207,13 +253,21 @@ class Trainer:
                 batch_size=self.schedule.batch_size,
             )
             bad_rows += split[index].tolist()
-        what = "loss" if bad_rows else "gradient"
-        numbers = sorted(self.data.row_numbers[bad_rows or rows].tolist())
-        raise TrainingError(
-            f"Step {step + 1}: the {what} is not finite (gradient norm {grad_norm}), with samples "
-            f"{', '.join(map(str, numbers[:32]))}{', ...' if len(numbers) > 32 else ''} of the dataset. Nothing "
-            "was updated in this step. Look at these rows; a lower --lr or --precision bf16/fp32 may help."
+        message = (
+            f"Step {step + 1}: the {'loss' if bad_rows else 'gradient'} is not finite (gradient norm {grad_norm}), "
+            f"with samples {self.sample_numbers(bad_rows or rows)} of the dataset. Nothing was updated in this step."
         )
+        if self.on_nonfinite == "halt":
+            raise NotFinite(
+                f"{message} Look at these rows; a lower --lr or --precision bf16/fp32 may help, and --on_nonfinite "
+                "skip goes on without the step."
+            )
+        log.warning("%s It is skipped.", message)
+
+    def sample_numbers(self, rows: Sequence[int] | np.ndarray) -> str:
+        """The rows' numbers in the dataset, for people."""
+        numbers = sorted(self.data.row_numbers[rows].tolist())
+        return f"{', '.join(map(str, numbers[:32]))}{', ...' if len(numbers) > 32 else ''}"
 
     def _memory_gib(self) -> list[float]:
         """This rank's peak so far: allocated and reserved GPU memory, or resident memory on the CPU."""
@@ -230,37 +284,81 @@ def train(
     trainer: Trainer,
     data: RunData,
     metrics: MetricLog,
+    progress: Progress,
+    saver: Saver | None,
     *,
     learning_rate: Callable[[int], float],
     eval_steps: int,
     profiler: Profiler,
     memory: MemoryLog,
-) -> dict[str, float]:
-    """Run every optimizer step; evaluate before the first, every `eval_steps` and after the last.
+    on_step: Callable[[Progress], None] = lambda progress: None,
+) -> None:
+    """Run the optimizer steps that are left; evaluate before the first, every `eval_steps` and after the last.
 
-    Returns:
-        The run's summary: final loss and held-out losses, tokens and seconds.
+    Args:
+        progress: where to begin; it is kept up to date.
+        saver: None where no checkpoints are wanted.
+        on_step: called after each step and each save.
+    Raises:
+        RunStopped: all ranks have agreed to stop, and saved.
+        TrainingError: the run cannot go on.
     """
-    summary: dict[str, float] = {}
+    schedule, control = trainer.schedule, trainer.control
+    most_skipped = max(_MIN_SKIPPED, schedule.total_steps // 100)
 
-    def evaluate(step: int) -> None:
-        if len(data.eval_rows):
-            result = trainer.evaluate(data.evaluation, data.eval_rows)
-            metrics.evaluation({"step": step, "epoch": step / trainer.schedule.steps_per_epoch, **result})
-            summary.setdefault("first_eval_loss", float(result["eval_loss"]))  # type: ignore[arg-type]
-            summary["eval_loss"] = result["eval_loss"]
+    def is_eval_due(step: int) -> bool:
+        at_an_end = step in (0, schedule.total_steps)
+        return len(data.eval_rows) > 0 and (at_an_end or (eval_steps > 0 and step % eval_steps == 0))
 
-    evaluate(0)
-    started, num_tokens = time.perf_counter(), 0
-    for step, rows in trainer.schedule.rows_of_steps(data.train_rows):
-        record = trainer.train_step(step, rows, learning_rate(step))
+    def evaluate() -> bool:
+        """Whether it is worth a checkpoint."""
+        result = trainer.evaluate(progress.step, data.evaluation, data.eval_rows)
+        if result is None:
+            return False
+        metrics.evaluation({"step": progress.step, "epoch": progress.step / schedule.steps_per_epoch, **result})
+        return progress.add_evaluation(result["eval_loss"])
+
+    def save() -> None:
+        if saver is not None:
+            trainer.heartbeat.beat(progress.step, "save")
+            saver.save(progress)
+            control.saved(saver.seconds)
+            on_step(progress)
+
+    def stop_if_asked() -> None:
+        if control.stop:
+            save()
+            raise RunStopped(control.stop.state, _describe_stop(control.stop, progress, saver))
+
+    if is_eval_due(progress.step) and progress.last_eval_step != progress.step:
+        evaluate()
+        stop_if_asked()
+    for step, rows in schedule.rows_of_steps(data.train_rows, first=progress.step):
+        try:
+            record = trainer.train_step(step, rows, learning_rate(step))
+        except NotFinite:
+            save()  # of the step before, so that nothing is lost to what is tried next
+            raise
         metrics.step(record)
+        if (usual := progress.add_step(record)) is not None:
+            log.warning(
+                "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
+                progress.step, record["loss"], usual, trainer.sample_numbers(rows),
+            )  # fmt: skip
+        if progress.num_skipped > most_skipped:
+            raise TrainingError(f"{progress.num_skipped} steps were skipped as not finite. More would be no training.")
         profiler.step()
-        memory.record(f"after step {step + 1}")
-        num_tokens += record["num_tokens"]
-        summary["loss"] = record["loss"]
-        done = step + 1
-        if done == trainer.schedule.total_steps or (eval_steps and done % eval_steps == 0):
-            evaluate(done)
-    summary |= {"num_tokens": num_tokens, "train_seconds": time.perf_counter() - started}
-    return summary
+        memory.record(f"after step {progress.step}")
+        on_step(progress)
+        is_best = not control.stop and is_eval_due(progress.step) and evaluate()
+        stop_if_asked()
+        if is_best or control.save or (saver is not None and saver.is_due(progress.step)):
+            save()
+    save()
+
+
+def _describe_stop(stop: Stop, progress: Progress, saver: Saver | None) -> str:
+    saved = "no checkpoint was saved"
+    if saver is not None and saver.saved_step >= 0:
+        saved = f"the checkpoint of step {saver.saved_step} is in {saver.root}; the same command goes on from it"
+    return f"Stopped after step {progress.step} ({stop.reason}): {saved}."

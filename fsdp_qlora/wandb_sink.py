@@ -164,6 +164,8 @@ def _init_wandb(options: SinkOptions, *, mode: Literal["online", "offline"]) -> 
         name=options.name,
         group=options.group,
         entity=options.entity,
+        id=options.run_id,
+        resume="allow" if options.run_id else None,
         mode=mode,
         settings=settings,
     )

@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from fsdp_qlora.adapter_init import adapted_weights, initialize_adapters, subtract
 from fsdp_qlora.adapters import adapter_modules
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
@@ -114,7 +114,10 @@ def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torc
 
 
 def _check_finite(values: torch.Tensor, name: str) -> None:
-    if values.is_floating_point() and not values.isfinite().all():
+    if not values.is_floating_point() or not values.numel():
+        return
+    # The extremes are NaN where a value is, and unlike values.isfinite() they need no memory.
+    if not all(extreme.isfinite() for extreme in values.aminmax()):
         raise UserError(f"Weight {name} has values that are not finite (NaN or infinity). Download the model again.")
 
 
@@ -153,7 +156,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
     """The tensors that make up a 4-bit weight, as flat bytes: each rank reads its shards' own."""
-    assert isinstance(layer, Bnb4bitLinear)
+    assert isinstance(layer, Bnb4bitWeight)
     targets: dict[str, _Target] = {}
     for suffix, stored in stored_parameters(layer).items():
         wanted = functools.partial(byte_range, layer, stored)
@@ -167,7 +170,7 @@ def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
 
 
 def _store_packed(
-    layer: Bnb4bitLinear, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
+    layer: Bnb4bitWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
 ) -> None:
     if stored.dtype.is_floating_point:
         _check_finite(values.view(stored.dtype), name)

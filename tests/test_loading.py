@@ -55,8 +55,7 @@ def _load(folder: Path, result: Path) -> int:
         precision,
         ranks.device,
         attn_implementation="auto",
-        quant_type="nf4",
-        double_quant=True,
+        quantizer_options={"quant_type": "nf4", "double_quant": True},
         lora=LoraOptions(rank=4, alpha=4),
     )
     checkpoint = Checkpoint(folder)

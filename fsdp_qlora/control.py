@@ -1,0 +1,163 @@
+"""Why and when a run stops or saves: signals, budgets and the clock, agreed on by all ranks once per step.
+
+A signal may reach one rank only, and each rank is somewhere else when it comes. So a rank only notes it, tells the
+others with the numbers that all exchange in every step anyway, and all act on it after the same step.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError
+
+
+class Stop(NamedTuple):
+    """state: a key of errors.ENDINGS."""
+
+    state: str
+    reason: str
+
+
+# What ranks tell each other is the index; the highest counts.
+STOPS = (
+    None,
+    Stop("over_budget", "--max_hours is used up"),
+    Stop("over_budget", "--max_cost_usd is used up"),
+    Stop("preempted", "SIGUSR1"),
+    Stop("preempted", "SIGTERM"),
+    Stop("interrupted", "SIGINT"),
+)
+_OF_SIGNAL = {signal.SIGUSR1: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
+NUM_FLAGS = 3  # of Control.flags
+_SAME_KEY_PRESS_SECONDS = 0.5
+
+
+@dataclass
+class Budget:
+    """How long a run may go on.
+
+    used_seconds: by earlier starts of it. reserve_seconds: what the last of them kept for a step and a save.
+    """
+
+    max_hours: float | None = None
+    max_cost_usd: float | None = None
+    price_per_hour: float | None = None
+    used_seconds: float = 0.0
+    reserve_seconds: float = 0.0
+
+    def check(self) -> None:
+        """Raise RunStopped where earlier starts have used it up: nothing is loaded for no step."""
+        if index := self.exceeded(self.reserve_seconds):
+            stop = STOPS[index]
+            assert stop is not None
+            raise RunStopped(stop.state, f"Not started: {stop.reason} by this run's earlier starts. Raise it to go on.")
+
+    def exceeded(self, seconds: float) -> int:
+        """The index in STOPS of the budget that `seconds` of this start, and those before, reach; 0 for none."""
+        hours = (self.used_seconds + seconds) / 3600
+        if self.max_hours is not None and hours >= self.max_hours:
+            return 1
+        if self.max_cost_usd is not None and hours * (self.price_per_hour or 0.0) >= self.max_cost_usd:
+            return 2
+        return 0
+
+
+class Control:
+    """This rank's wish to stop or save, and what all ranks have agreed on.
+
+    Args:
+        save_seconds: between checkpoints, 0 for none by the clock; started: time.monotonic() of the run's start.
+            Rank 0's clock decides for all, so the budget is its.
+    Attributes:
+        stop: why all ranks stop after this step; None to go on.
+        save: whether all ranks save after this step.
+    """
+
+    def __init__(
+        self,
+        *,
+        is_rank_0: bool = True,
+        budget: Budget | None = None,
+        save_seconds: float = 0.0,
+        started: float | None = None,
+    ) -> None:
+        self.is_rank_0, self.budget, self.save_seconds = is_rank_0, budget or Budget(), save_seconds
+        self.started = time.monotonic() if started is None else started
+        self.stop: Stop | None = None
+        self.save = False
+        self._wish = 0
+        self._saved_at = self._agreed_at = time.monotonic()
+        self._longest_step = self._longest_save = 0.0
+        self._interrupted_at: float | None = None
+
+    # --- signals ---
+
+    @contextlib.contextmanager
+    def catching_signals(self) -> Iterator[None]:
+        """Take SIGTERM, SIGINT and SIGUSR1 as wishes to stop; a second SIGINT ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._on_signal) for number in _OF_SIGNAL}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            # A terminal and torchrun may both pass on the same Ctrl-C.
+            if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS:
+                os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
+                os._exit(ENDINGS["interrupted"].exit_code)
+            self._interrupted_at = self._interrupted_at or now
+        self._wish = max(self._wish, _OF_SIGNAL[signal.Signals(number)])
+
+    # --- agreement ---
+
+    def reserve_seconds(self) -> float:
+        """What the rest of this step, another step and a save may take, with some air."""
+        return 2 * self._longest_step + 1.5 * self._longest_save
+
+    def used_seconds(self) -> float:
+        """How long the run has gone on, earlier starts of it included."""
+        return self.budget.used_seconds + time.monotonic() - self.started
+
+    def flags(self, step: int) -> list[float]:
+        """What this rank tells the others: the step it is at, whether and why to stop, whether to save."""
+        if not self.is_rank_0:
+            return [step, self._wish, 0]
+        now = time.monotonic()
+        over_budget = self.budget.exceeded(now - self.started + self.reserve_seconds())
+        is_due = 0 < self.save_seconds <= now - self._saved_at
+        return [step, max(self._wish, over_budget), is_due]
+
+    def agree(self, flags: torch.Tensor) -> None:
+        """Take what all ranks have told, [ranks, NUM_FLAGS], and decide as every other rank does.
+
+        Raises:
+            TrainingError: the ranks are not at the same step.
+        """
+        steps = flags[:, 0].int().tolist()
+        if len(set(steps)) > 1:
+            raise TrainingError(f"The ranks are at different steps, from rank 0 on: {', '.join(map(str, steps))}.")
+        stop, save = flags[:, 1:].max(dim=0).values.tolist()
+        self.stop, self.save = STOPS[int(stop)], save > 0
+        now = time.monotonic()
+        self._longest_step = max(self._longest_step, now - self._agreed_at)
+        self._agreed_at = now
+
+    def saved(self, seconds: float) -> None:
+        """Take note of a save that has just ended, for the clock."""
+        self._saved_at = self._agreed_at = time.monotonic()
+        self._longest_save = max(self._longest_save, seconds)

@@ -1,0 +1,207 @@
+"""A thread per rank that ends the process when training hangs, or when another rank has run out of memory.
+
+The training thread may be inside a collective that never ends, so what it cannot do any more is done here: say
+which rank the others wait for, write all threads' stacks to a file, and exit. Ranks talk through the store.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.errors import ENDINGS
+
+_ABORT = "abort"
+_POLL_SECONDS = 0.5
+_PULSE_SECONDS = 2.0  # between signs of life
+_SILENT_SECONDS = 30.0  # without one, after which a rank is taken for dead: NCCL alone would wait for many minutes
+_ANSWER_SECONDS = 5.0  # for the other ranks to say where they are
+# In their order within a step: a rank in an earlier one keeps the others waiting.
+PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
+
+
+class Heartbeat:
+    """Where the training thread is, told by itself."""
+
+    def __init__(self) -> None:
+        self.step, self.phase, self.at = 0, PHASES[0], time.monotonic()
+
+    def beat(self, step: int, phase: str) -> None:
+        """Note that this rank has come to a phase (see PHASES) of a step. Costs nothing to speak of."""
+        self.step, self.phase, self.at = step, phase, time.monotonic()
+
+
+class Watchdog:
+    """Watches this rank's heartbeat while training goes on.
+
+    Args:
+        store: seen by all ranks, and used by this thread alone.
+        hang_minutes: without a beat, after which the process ends; 0 for no limit.
+        output_dir: gets hang_rank_N.txt.
+        on_end: called with a key of errors.ENDINGS and the reason before this thread ends the process.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        store: dist.Store,
+        ranks: Ranks,
+        *,
+        hang_minutes: float,
+        output_dir: Path,
+        on_end: Callable[[str, str], None],
+    ) -> None:
+        self.heartbeat, self.store, self.ranks = heartbeat, store, ranks
+        self.hang_seconds = hang_minutes * 60
+        self.output_dir, self.on_end = output_dir, on_end
+        self._neighbour = (ranks.rank + 1) % ranks.world_size  # each rank watches one other
+        self._pulse_at = self._heard_at = time.monotonic()
+        self._heard = b""
+        self._lock = threading.Lock()  # one request to the store at a time
+        self._stopped = threading.Event()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        self.heartbeat.beat(self.heartbeat.step, PHASES[0])
+        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            thread.join(5)
+
+    def end_others(self) -> None:
+        """Let all other ranks end quietly: this one is about to say why."""
+        with self._talking():
+            self.store.set(_ABORT, str(self.ranks.rank))
+
+    def is_ending(self, seconds: float) -> bool:
+        """Whether, within some seconds, another rank says that it ends the run. This thread may then be quiet."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self._abort_from_another():
+                return True
+            time.sleep(0.1)
+        return False
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[None]:
+        """Use the store, which may have died with its host; it is then left alone."""
+        with self._lock:
+            try:
+                yield
+            except Exception:
+                self.store = dist.HashStore()  # empty, and nobody else's
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_SECONDS):
+            if self._abort_from_another():
+                os._exit(ENDINGS["failed"].exit_code)
+            if self.ranks.world_size > 1 and not self._neighbour_lives():
+                self._end_alone()
+            if self.hang_seconds and time.monotonic() - self.heartbeat.at > self.hang_seconds:
+                self._end_hanging()
+
+    def _abort_from_another(self) -> bool:
+        with self._talking():
+            return self.store.check([_ABORT]) and self.store.get(_ABORT) != str(self.ranks.rank).encode()
+        return False
+
+    def _neighbour_lives(self) -> bool:
+        """Give a sign of life every few seconds, and look for the neighbour's."""
+        now = time.monotonic()
+        if now - self._pulse_at > _PULSE_SECONDS:
+            self._pulse_at = now
+            with self._talking():
+                self.store.set(f"alive/{self.ranks.rank}", str(now))
+                if self.store.check([f"alive/{self._neighbour}"]):
+                    heard = self.store.get(f"alive/{self._neighbour}")
+                    if heard != self._heard:
+                        self._heard, self._heard_at = heard, now
+        return now - self._heard_at < _SILENT_SECONDS
+
+    def _end_alone(self) -> None:
+        beat = self.heartbeat
+        message = (
+            f"Rank {self._neighbour} has given no sign of life for {_SILENT_SECONDS:.0f} s, at step {beat.step + 1}: "
+            "its process has ended or is stopped, or its machine is out of reach."
+        )
+        print(f"[rank {self.ranks.rank}] error: {message}", file=sys.stderr, flush=True)
+        self.on_end("failed", message)
+        self.end_others()
+        os._exit(ENDINGS["failed"].exit_code)
+
+    def _end_hanging(self) -> None:
+        stacks = self.output_dir / f"hang_rank_{self.ranks.rank}.txt"
+        with contextlib.suppress(OSError):
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            with stacks.open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+        everyone = self._ask_where_all_are()
+        message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
+        if self.ranks.rank == min(everyone):  # one message; not rank 0's where that is the one that is gone
+            print(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}", file=sys.stderr, flush=True)
+            self.on_end("hung", message)
+        os._exit(ENDINGS["hung"].exit_code)
+
+    def _ask_where_all_are(self) -> dict[int, dict[str, Any]]:
+        """Rank -> where it is, of the ranks whose watchdogs have come to the same conclusion in some seconds."""
+        where, is_waiting = _where(sys._current_frames().get(threading.main_thread().ident or 0))
+        beat = self.heartbeat
+        own = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
+        everyone = {self.ranks.rank: own}
+        end = time.monotonic() + _ANSWER_SECONDS
+        with self._talking():
+            self.store.set(f"hang/{self.ranks.rank}", json.dumps(own))
+            while len(everyone) < self.ranks.world_size and time.monotonic() < end:
+                for rank in set(range(self.ranks.world_size)) - everyone.keys():
+                    if self.store.check([f"hang/{rank}"]):
+                        everyone[rank] = json.loads(self.store.get(f"hang/{rank}"))
+                time.sleep(0.1)
+        time.sleep(1)  # so that no rank ends, and takes the store with it, before all have read
+        return everyone
+
+
+def _describe_hang(everyone: dict[int, dict[str, Any]], world_size: int, seconds: float) -> str:
+    def position(rank: int) -> tuple[bool, int, int]:
+        about = everyone[rank]
+        return about["step"], PHASES.index(about["phase"]), about["is_waiting"]
+
+    silent = sorted(set(range(world_size)) - everyone.keys())
+    first = min(map(position, everyone))
+    late = [rank for rank in sorted(everyone) if position(rank) == first]
+    nothing = f"No rank has got any further for {seconds / 60:.3g} minutes"
+    if silent:
+        return (
+            f"{nothing}. Rank {', '.join(map(str, silent))} does not answer: its process or machine is gone or stuck."
+        )
+    places = "; ".join(
+        f"rank {rank} at step {about['step']}, {about['phase']}, in {about['where']}"
+        for rank, about in sorted(everyone.items())
+    )
+    if len(late) == world_size:
+        return f"{nothing}, and all are as far as each other: {places}."
+    return f"{nothing}. The others wait for rank {', '.join(map(str, late))}: {places}."
+
+
+def _where(frame: FrameType | None) -> tuple[str, bool]:
+    """The innermost line of this package that a thread is in, and whether it waits in a collective."""
+    is_waiting = frame is not None and "torch/distributed" in frame.f_code.co_filename
+    package = str(Path(__file__).parent)
+    while frame is not None and not frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    if frame is None:
+        return "code that is not ours", is_waiting
+    path = Path(frame.f_code.co_filename).relative_to(package)
+    return f"{path}:{frame.f_lineno} ({frame.f_code.co_name})", is_waiting

@@ -1,0 +1,38 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.chaos import harness
+
+
+class Reference(NamedTuple):
+    """An undisturbed run, and the options it had."""
+
+    options: dict[str, object]
+    output_dir: Path
+
+    def same_but(self, output_dir: Path, **changes: object) -> dict[str, object]:
+        return {**self.options, "output_dir": output_dir, **changes}
+
+
+@pytest.fixture(scope="session")
+def reference(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp("reference")
+    options = harness.inputs(models, folder)
+    harness.run({**options, "output_dir": folder / "out"}, folder / "logs")
+    assert len(harness.numbers(folder / "out")) == 20 + 4  # steps, and evaluations at 0, 7, 14 and 20
+    return Reference(options, folder / "out")
+
+
+@pytest.fixture
+def assert_same(reference: Reference) -> Callable[[Path], None]:
+    """Check that a run has come out as the undisturbed one: the adapter to the byte, every number once."""
+
+    def check(output_dir: Path) -> None:
+        assert harness.numbers(output_dir) == harness.numbers(reference.output_dir)
+        assert harness.adapter(output_dir) == harness.adapter(reference.output_dir)
+        assert harness.status(output_dir)["state"] == "finished"
+
+    return check

@@ -1,0 +1,149 @@
+"""Runs of train.py whose ranks can be killed, and faults that are put into a rank before it starts."""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import _free_port, _worker, flags, make_rows, write_rows
+
+RANKS = 2
+# NF4 base, dropout, accumulation, two epochs with a short last step each: 2 x 10 steps.
+OPTIONS = {
+    "precision": "fp32",
+    "lora_rank": 4,
+    "lora_dropout": 0.1,
+    "batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "num_epochs": 2,
+    "eval_fraction": 0.05,
+    "eval_steps": 7,
+    "save_steps": 3,
+    "save_minutes": 0,
+    "lr": 1e-3,
+    "log_to": "stdout",
+    "quant_cache": "off",
+}
+
+Fault = Callable[..., None]
+
+
+def inputs(models: Callable[..., Path], folder: Path) -> dict[str, object]:
+    """Options with a tiny model and 40 rows, 2 of them held out."""
+    return {**OPTIONS, "model_name": models(), "dataset": write_rows(folder / "rows.jsonl", make_rows(40))}
+
+
+def _train_with(argv: list[str], fault: Fault | None, arguments: tuple) -> int:
+    import train
+
+    if fault is not None:
+        fault(*arguments)
+    return train.main(argv)
+
+
+class Job:
+    """One start of train.py on some ranks, each in a forked process. `fault(*arguments)` runs in each rank first."""
+
+    def __init__(
+        self,
+        options: dict[str, object],
+        logs: Path,
+        *,
+        ranks: int = RANKS,
+        fault: Fault | None = None,
+        arguments: tuple = (),
+    ) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        port = _free_port()
+        self.logs = [logs / f"rank{rank}.log" for rank in range(ranks)]
+        self.processes = [
+            context.Process(
+                target=_worker,
+                args=(_train_with, (flags(**options), fault, arguments), rank, ranks, port, str(self.logs[rank])),
+                daemon=True,
+            )
+            for rank in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self.processes[rank].pid or 0, number)
+
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def wait(self, seconds: float = 60) -> list[int]:
+        """Exit statuses. When one rank ends the others are given some seconds, as torchrun does."""
+        end = time.monotonic() + seconds
+        while self.is_alive() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not self.is_alive(), f"still running after {seconds} s:\n{self.output()}"
+        for signal_of_death in (None, signal.SIGTERM, signal.SIGKILL):
+            for process in self.processes:
+                if signal_of_death and process.is_alive():
+                    os.kill(process.pid or 0, signal_of_death)
+                process.join(20 if signal_of_death is None else 5)
+        return [process.exitcode if process.exitcode is not None else -1 for process in self.processes]
+
+    def output(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs if log.exists())
+
+
+def run(options: dict[str, object], logs: Path, **how: Any) -> str:
+    """A start that must finish the run; returns its output."""
+    job = Job(options, logs, **how)
+    statuses = job.wait()
+    assert statuses == [0] * len(statuses), job.output()[-6000:]
+    return job.output()
+
+
+@contextlib.contextmanager
+def ended(job: Job) -> Iterator[Job]:
+    """Let no process of a failed test live on."""
+    try:
+        yield job
+    finally:
+        for process in job.processes:
+            if process.is_alive():
+                process.kill()
+
+
+def adapter(output_dir: Path) -> str:
+    """A hash of the adapter's file, byte for byte."""
+    return hashlib.sha256((output_dir / "adapter_model.safetensors").read_bytes()).hexdigest()
+
+
+# What may differ between two runs with equal numbers.
+_TIMES = {"tokens_per_second", "step_seconds", "memory_gib"}
+
+
+def numbers(output_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without the times; every line must be whole."""
+    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in _TIMES} for line in lines]
+
+
+def status(output_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((output_dir / "status.json").read_text())
+    return content
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
+def steps_done(output_dir: Path) -> int:
+    path = output_dir / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.exists() else 0

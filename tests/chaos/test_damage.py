@@ -1,0 +1,168 @@
+"""Checkpoints that have changed on disk, other splits over ranks, and runs that are not the same."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsdp_qlora import checkpoint
+from tests.chaos.conftest import Reference
+from tests.chaos.harness import Job, ended, numbers, run
+from tests.tiny import make_model, make_rows, write_rows
+
+Same = Callable[[Path], None]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"flip": flip, "truncate": truncate, "delete": Path.unlink}
+
+
+@pytest.fixture(scope="module")
+def stopped(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unfinished run with the checkpoints of steps 9, 12 and 14."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with ended(Job(reference.same_but(folder / "out"), folder / "logs", fault=die_at_step, arguments=(14,))) as job:
+        job.wait()
+    assert list(checkpoint.published(folder / "out" / "checkpoints")) == [9, 12, 14]
+    return folder / "out"
+
+
+def die_at_step(step: int) -> None:
+    from fsdp_qlora.trainer import Trainer
+
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, index: int, *args: object) -> object:
+        if index == step:
+            os._exit(9)
+        return original(self, index, *args)  # type: ignore[arg-type]
+
+    Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.STATE, "state_00000.safetensors"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_to_every_file_is_found(name: str, damage: str, stopped: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "step_000014"
+    shutil.copytree(stopped / "checkpoints" / "step_000014", folder)
+    checkpoint.verify(folder)
+    DAMAGES[damage](folder / name)
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=name):
+        checkpoint.verify(folder)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
+    reference: Reference, stopped: Path, assert_same: Same, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped, tmp_path / "out")
+    newest = tmp_path / "out" / "checkpoints" / "step_000014"
+    flip(newest / "state_00000.safetensors")
+    output = run(reference.same_but(tmp_path / "out"), tmp_path / "logs")
+    assert "step_000014 is damaged (state_00000.safetensors has changed" in output
+    assert "It is now step_000014.set_aside" in output and "Resuming at step 12 from" in output
+    assert newest.with_name("step_000014.set_aside").is_dir()
+    assert_same(tmp_path / "out")
+
+
+def test_without_a_whole_checkpoint_nothing_starts_from_zero(
+    reference: Reference, stopped: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped, tmp_path / "out")
+    for folder in checkpoint.published(tmp_path / "out" / "checkpoints").values():
+        (folder / checkpoint.MANIFEST).unlink()
+    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    for attempt in range(2):  # the second sees only what the first has set aside
+        with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / f"logs{attempt}")) as job:
+            assert job.wait() == [2, 2], job.output()
+        assert "No checkpoint in" in job.output() and "step_000014.set_aside" in job.output()
+    assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_ranks_then_one_then_four_give_the_same_run(reference: Reference, tmp_path: Path) -> None:
+    rows_of: dict[int, list[int]] = {}
+    options = reference.same_but(tmp_path / "out")
+    for ranks, until in ((2, 5), (1, 11), (4, None)):
+        fault = die_at_step if until else None
+        with ended(
+            Job(options, tmp_path / f"logs{ranks}", ranks=ranks, fault=fault, arguments=(until,) if until else ())
+        ) as job:
+            statuses = job.wait()
+        assert (set(statuses) == {0}) == (until is None), job.output()
+        rows_of[ranks] = statuses
+    assert "The global batch stays at the 4 rows" in job.output() and "is 1 micro-batches per step" in job.output()
+    expected, found = numbers(reference.output_dir), numbers(tmp_path / "out")
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        # The rows of each step and their order: the numbers of tokens, exactly; the rest up to the order of sums.
+        assert {key: value for key, value in ours.items() if isinstance(value, int)} == {
+            key: value for key, value in theirs.items() if isinstance(value, int)
+        }
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    ours, theirs = (
+        torch.cat([tensor.flatten() for _, tensor in sorted(load_file(folder / "adapter_model.safetensors").items())])
+        for folder in (tmp_path / "out", reference.output_dir)
+    )
+    assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-6
+
+
+def test_other_options_model_or_rows_are_refused_by_name(reference: Reference, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "out")
+
+    def snapshot() -> list[tuple[Path, int]]:
+        paths = [path for path in (tmp_path / "out").rglob("*") if path.name != ".lock"]
+        return sorted((path, path.stat().st_mtime_ns) for path in paths)
+
+    before = snapshot()
+    other_model = make_model(tmp_path / "model")
+    weights = load_file(other_model / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, other_model / "model.safetensors", metadata={"format": "pt"})
+    cases: list[tuple[dict[str, object], list[str]]] = [
+        (
+            {"lr": 2e-3, "num_epochs": 3, "batch_size": 2},
+            ["--lr was 0.001 and is 0.002", "--num_epochs was 2 and is 3", "was 4 rows per step and is 8"],
+        ),
+        (
+            {"model_name": other_model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(40, seed=9))},
+            ["the base model's weights (--model_name) is not the same", "the rows (--dataset, --eval_dataset) are not"],
+        ),
+    ]
+    for number, (changes, words) in enumerate(cases):
+        with ended(Job(reference.same_but(tmp_path / "out", **changes), tmp_path / f"logs{number}")) as job:
+            assert job.wait() == [2, 2], job.output()
+        for log in job.logs:
+            assert not [word for word in words if word not in log.read_text()], log.read_text()
+    assert snapshot() == before
+
+
+def test_a_finished_run_is_not_repeated_and_an_earlier_checkpoint_can_be_gone_on_from(
+    reference: Reference, stopped: Path, assert_same: Same, tmp_path: Path
+) -> None:
+    shutil.copytree(stopped, tmp_path / "out")
+    earlier = tmp_path / "out" / "checkpoints" / "step_000009"
+    options = reference.same_but(tmp_path / "out")
+    # In its own folder, what came later is set aside; in another folder the run goes on as a new one.
+    for folder in (tmp_path / "out", tmp_path / "fork"):
+        output = run({**options, "output_dir": folder, "resume": earlier}, tmp_path / f"logs_{folder.name}")
+        assert "Resuming at step 9 from" in output
+        assert_same(folder)
+        earlier = stopped / "checkpoints" / "step_000009"
+    assert (tmp_path / "out" / "checkpoints" / "step_000012.set_aside").is_dir()
+    written = (tmp_path / "out" / "adapter_model.safetensors").stat().st_mtime_ns
+    assert "This run is finished already: nothing to do." in run(options, tmp_path / "logs_again")
+    assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_mtime_ns == written
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["run_id"]

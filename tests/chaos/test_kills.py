@@ -1,0 +1,98 @@
+"""kill -9 of a rank at any moment: the run goes on, and nobody sees that it happened."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora import checkpoint
+from tests.chaos.conftest import Reference
+from tests.chaos.harness import RANKS, Job, ended, run, steps_done, wait_for
+
+Same = Callable[[Path], None]
+
+
+def test_the_same_run_twice_is_byte_identical(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+    run(reference.same_but(tmp_path / "out"), tmp_path / "logs")
+    assert_same(tmp_path / "out")
+
+
+def test_random_kills_change_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+    kills, seed = int(os.environ.get("CHAOS_KILLS", 4)), int(os.environ.get("CHAOS_SEED", time.time()))
+    print(f"CHAOS_SEED={seed}")
+    chance = random.Random(seed)
+    options = reference.same_but(tmp_path / "out")
+    for kill in range(kills):
+        with ended(Job(options, tmp_path / f"logs{kill}")) as job:
+            # Somewhere in a start, or between here and 8 steps on.
+            before, further = steps_done(tmp_path / "out"), chance.choice([0, 1, 2, 4, 8])
+            wait_for(lambda: not job.is_alive() or steps_done(tmp_path / "out") >= before % 20 + further)  # noqa: B023
+            time.sleep(chance.uniform(0, 0.5))
+            if job.is_alive():
+                job.kill(chance.randrange(RANKS))
+            job.wait()
+            for folder in checkpoint.published(tmp_path / "out" / "checkpoints").values():
+                checkpoint.verify(folder)
+    run(options, tmp_path / "logs")
+    assert_same(tmp_path / "out")
+
+
+def die_at(call: str, count: int) -> None:
+    """Let this rank be killed at the count-th call of an os function that touches a checkpoint."""
+    if os.environ["RANK"] != "0":
+        return
+    original, seen = getattr(os, call), 0
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal seen
+        where = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else str(args[0])
+        if "/checkpoints" in where:
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(os, call, counted)
+
+
+# Of the second checkpoint (5 calls of fsync each: tensors, state, manifest, folder, parent), before and after its
+# rename; then of the fourth, whose publication makes the oldest go.
+PHASES = [("fsync", 6), ("fsync", 7), ("fsync", 8), ("fsync", 9), ("rename", 2), ("fsync", 10), ("rename", 5)]
+
+
+def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_only(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out", save_total_limit=2)
+    for number, phase in enumerate(PHASES):
+        with ended(Job(options, tmp_path / f"logs{number}", fault=die_at, arguments=phase)) as job:
+            assert -signal.SIGKILL in job.wait(), job.output()
+        folders = checkpoint.published(tmp_path / "out" / "checkpoints")
+        assert folders
+        for folder in folders.values():
+            checkpoint.verify(folder)
+    run(options, tmp_path / "logs")
+    assert_same(tmp_path / "out")
+    left = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert left[-2:] == ["step_000018", "step_000020"] and not [name for name in left if name.startswith(".")]
+
+
+@pytest.mark.parametrize("train_type", ["full"])
+def test_a_whole_model_s_rows_are_written_by_each_rank(train_type: str, reference: Reference, tmp_path: Path) -> None:
+    options = {**reference.options, "train_type": train_type, "num_epochs": 1, "eval_fraction": 0, "eval_steps": 0}
+    options = {name: value for name, value in options.items() if not name.startswith("lora")}
+    run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "logs")
+    with ended(Job({**options, "output_dir": tmp_path / "out"}, tmp_path / "logs0")) as job:
+        wait_for(lambda: 6 in checkpoint.published(tmp_path / "out" / "checkpoints"))
+        job.kill(1)
+        job.wait()
+    newest = list(checkpoint.published(tmp_path / "out" / "checkpoints").values())[-1]
+    assert len(list(newest.glob("*.safetensors"))) == RANKS
+    output = run({**options, "output_dir": tmp_path / "out"}, tmp_path / "logs1")
+    assert "Resuming at step" in output
+    for name in ("model.safetensors",):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -1,0 +1,105 @@
+"""Signals and budgets: all ranks stop after the same step, say so, and go on from it as if nothing had been."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora import checkpoint
+from tests.chaos.conftest import Reference
+from tests.chaos.harness import Job, ended, numbers, run, status, steps_done, wait_for
+
+Same = Callable[[Path], None]
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "state", "code"),
+    [(1, signal.SIGTERM, "preempted", 75), (0, signal.SIGINT, "interrupted", 130)],
+)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
+    rank: int, number: int, state: str, code: int, reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out", save_steps=0)
+    with ended(Job(options, tmp_path / "logs0")) as job:
+        wait_for(lambda: steps_done(tmp_path / "out") >= 4)
+        job.kill(rank, number)
+        assert job.wait() == [code, code], job.output()
+    about = status(tmp_path / "out")
+    step = about["step"]
+    assert (about["state"], about["exit_code"], about["saved_step"]) == (state, code, step) and step < 20
+    assert list(checkpoint.published(tmp_path / "out" / "checkpoints"))[-1] == step
+    for log in job.logs:
+        assert f"Stopped after step {step} ({number.name}): the checkpoint of step {step}" in log.read_text()
+    assert f"Resuming at step {step} from" in run(options, tmp_path / "logs1")
+    assert_same(tmp_path / "out")
+
+
+def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Path) -> None:
+    with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=wait_in_rows, arguments=(0,))) as job:
+        wait_for(lambda: steps_done(tmp_path / "out") >= 3)
+        job.kill(0, signal.SIGINT)
+        time.sleep(1)
+        assert job.is_alive()
+        job.kill(0, signal.SIGINT)
+        assert job.wait()[0] == 130
+
+
+def wait_in_rows(rank: int) -> None:
+    """Let a rank hang, in Python, when it makes the batches of the fourth step."""
+    import os
+
+    from fsdp_qlora.trainer import Trainer
+
+    original = Trainer._micro_batches
+
+    def hang(self: Trainer, *args: object) -> object:
+        if self.heartbeat.step == 3 and os.environ["RANK"] == str(rank):
+            while True:
+                time.sleep(0.1)
+        return original(self, *args)  # type: ignore[arg-type]
+
+    Trainer._micro_batches = hang  # type: ignore[method-assign, assignment]
+
+
+def test_a_budget_stops_with_a_checkpoint_and_a_larger_one_goes_on(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out", save_steps=0, price_per_hour=3600, max_cost_usd=1.5)
+    with ended(Job(options, tmp_path / "logs0")) as job:  # a dollar a second
+        assert job.wait() == [3, 3], job.output()
+    about = status(tmp_path / "out")
+    assert about["state"] == "over_budget" and 0 < about["step"] < 20
+    assert "(--max_cost_usd is used up)" in job.output()
+    with ended(Job(options, tmp_path / "logs1")) as job:  # what was used is remembered
+        assert job.wait() == [3, 3], job.output()
+    assert "Not started: --max_cost_usd is used up by this run's earlier starts" in job.output()
+    run({**options, "max_cost_usd": 3600}, tmp_path / "logs2")
+    assert_same(tmp_path / "out")
+
+
+def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out")
+    with ended(Job(options, tmp_path / "logs0", fault=stop_in_evaluation)) as job:
+        assert job.wait() == [75, 75], job.output()
+    assert [record for record in numbers(tmp_path / "out") if record["step"] == 7][-1].get("eval_loss") is None
+    run(options, tmp_path / "logs1")
+    assert_same(tmp_path / "out")
+
+
+def stop_in_evaluation() -> None:
+    import os
+
+    from fsdp_qlora.trainer import Trainer
+
+    original = Trainer.evaluate
+
+    def evaluate(self: Trainer, step: int, *args: object) -> object:
+        if step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, step, *args)  # type: ignore[arg-type]
+
+    Trainer.evaluate = evaluate  # type: ignore[method-assign, assignment]
