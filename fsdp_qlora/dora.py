@@ -46,33 +46,53 @@ class DoraAdapter(LoraAdapter):
         """x W'^T + b. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, where x' is x with parts dropped."""
         assert base_layer is not None
         bias: torch.Tensor | None = base_layer.bias  # type: ignore[assignment]
-        scale = self._scale(base_layer)
-        base = base_layer(x)
         if self.training and isinstance(self.dropout, nn.Dropout):
-            x = self.dropout(x)
-            dropped = base_layer(x)
-            update = self.lora_B(self.lora_A(x))
-            adapted = _ScaleRows.apply(torch.add(dropped, update, alpha=self.scaling), scale)
-            change = adapted - dropped
+            dropped = self.dropout(x)
+            base, base_of_dropped, product = self._base_products(base_layer, x, dropped)
+            scale = self._scale(product, bias)
+            change = self._scaled(base_of_dropped, dropped, scale) - base_of_dropped
             return base + (change if bias is None else change + _rest_of_bias(bias, scale, change))
-        update = self.lora_B(self.lora_A(x))
-        adapted = _ScaleRows.apply(torch.add(base, update, alpha=self.scaling), scale)
+        base, product = self._base_products(base_layer, x)
+        scale = self._scale(product, bias)
+        adapted = self._scaled(base, x, scale)
         return adapted if bias is None else adapted + _rest_of_bias(bias, scale, adapted)
 
-    def _scale(self, base_layer: nn.Module) -> torch.Tensor:
+    def _scaled(self, base: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        update = self.lora_B(self.lora_A(x))
+        scaled: torch.Tensor = _ScaleRows.apply(torch.add(base, update, alpha=self.scaling), scale)
+        return scaled
+
+    def _base_products(self, base_layer: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The base layer's outputs for the inputs, and for the rows of A, [rank, out], without a gradient.
+
+        As one product, in which W is decoded once, where it takes less to copy the inputs, and in the backward pass the
+        gradients, than to decode W again.
+        """
+        lora_A = self.lora_A.weight.detach().to(inputs[0].dtype)
+        rows = [x.shape[:-1].numel() for x in inputs]
+        num_in, num_out = self.lora_A.in_features, self.lora_B.out_features
+        if sum(rows) * (num_in + num_out) > num_in * num_out:
+            with torch.no_grad():
+                product = base_layer(lora_A)
+            return [*(base_layer(x) for x in inputs), product]
+        everything = base_layer(torch.cat([*(x.flatten(0, -2) for x in inputs), lora_A]))
+        *outputs, product = everything.split([*rows, lora_A.shape[0]])
+        return [*(y.view(*x.shape[:-1], num_out) for x, y in zip(inputs, outputs, strict=True)), product.detach()]
+
+    def _scale(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """m / ||W + s B A||, float32 [out], differentiable in m alone.
 
-        ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: no W is decoded but
-        for a product with the rank rows of A.
+        ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: no W is decoded but for
+        its product with the few rows of A.
+
+        Args:
+            product: A W^T + b, [rank, out].
         """
         magnitude, row_squares = self.magnitude()
         with torch.no_grad():
-            lora_A, lora_B = self.lora_A.weight, self.lora_B.weight.float()
-            product = base_layer(lora_A)
-            if base_layer.bias is not None:
-                product = product - base_layer.bias
-            gram = torch.mm(lora_A.float(), lora_A.float().T)
-            with_update = 2 * self.scaling * product.float().T + self.scaling**2 * torch.mm(lora_B, gram)
+            lora_A, lora_B = self.lora_A.weight.float(), self.lora_B.weight.float()
+            product = (product if bias is None else product - bias).float()
+            with_update = 2 * self.scaling * product.T + self.scaling**2 * torch.mm(lora_B, torch.mm(lora_A, lora_A.T))
             squares = row_squares + (with_update * lora_B).sum(dim=1)
             norm = squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
         return magnitude / norm
