@@ -10,10 +10,12 @@ from fsdp_qlora import restarts
 from fsdp_qlora.cli import parse_train_config
 from fsdp_qlora.errors import ENDINGS, Ending, LostRank, RunStopped, TrainingError, UserError
 from fsdp_qlora.launch import relaunch_if_needed
+from fsdp_qlora.redact import guard_output, redact_values
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 only when the run is finished, else as in errors.ENDINGS."""
+    guard_output()
     # A rank that is gone is one sentence from us; torch would add pages of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if (end := restarts.earlier_end()) is not None:
@@ -23,6 +25,7 @@ def main(argv: list[str]) -> int:
         config = parse_train_config(argv)
         if not config.dry_run and (relaunched := relaunch_if_needed(config, argv)) is not None:
             return relaunched
+        sys.argv = redact_values(sys.argv)  # wandb keeps a copy
         # Imported here so that --help and wrong options answer at once.
         from fsdp_qlora.run import run
 

@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora import distributed, parallelize, verify, weights
+from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.checkpoint_files import Checkpoint, _Entry
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.describe import count_parameters
@@ -106,12 +107,8 @@ def build_run(
         chosen,
         ranks.device,
         attn_implementation=attn_implementation,
-        quant_type="nf4",
-        double_quant=True,
-        lora_rank=lora_rank,
-        lora_alpha=2 * lora_rank,
-        lora_dropout=0.0,
-        lora_target_modules=["all"],
+        quantizer_options={"quant_type": "nf4", "double_quant": True},
+        lora=LoraOptions(rank=lora_rank, alpha=2 * lora_rank),
     )
     model = meta.model
     sources = weights.match_tensors(model, checkpoint)

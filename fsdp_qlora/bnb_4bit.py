@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed import gather_rows, shard_bounds, shard_rank, shard_size
-from fsdp_qlora.experts import ExpertMatrix
-from fsdp_qlora.quantized_weight import QuantizedWeight, write_bytes, write_rows
+from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
+from fsdp_qlora.quantized_weight import QuantizedExperts, QuantizedLinear, QuantizedWeight, write_bytes, write_rows
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
-_PIECE = 2**20  # weights quantized at a time, a multiple of both block sizes
+_PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
 _NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization, same paper
 
 
@@ -59,6 +57,7 @@ class Bnb4bitWeight(QuantizedWeight):
         self.compute_dtype, self.double_quant = compute_dtype, double_quant
         self.format = _Format(self.shape, _BLOCKSIZE, quant_type)
         self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
+        self.row_weights = _BLOCKSIZE
         self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
         if double_quant:
             self.absmax = self._storage(-(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize)
@@ -69,17 +68,16 @@ class Bnb4bitWeight(QuantizedWeight):
             self.absmax = self._storage(self.num_blocks, 4)
             self.statistics = ("absmax",)
 
-    def _storage(self, rows: int, row_bytes: int) -> nn.Parameter:
-        shape = (rows, row_bytes // self.compute_dtype.itemsize)
-        return nn.Parameter(torch.empty(shape, dtype=self.compute_dtype, device="meta"), requires_grad=False)
-
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         if self.double_quant:
             return self.weight, self.absmax, self.nested_absmax, self.absmax_offset
         return self.weight, self.absmax
 
-    def dequantize(self) -> torch.Tensor:
-        return _dequantize(self.format, self.compute_dtype, *self._tensors())
+    def product(self, x: torch.Tensor, fmt: _Format, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return _Matmul4bit.apply(x, bias, fmt, *self._tensors())
+
+    def decode(self, fmt: _Format) -> torch.Tensor:
+        return _dequantize(fmt, self.compute_dtype, *self._tensors())
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_dequantize`.
@@ -93,15 +91,10 @@ class Bnb4bitWeight(QuantizedWeight):
         state.dtype = self.compute_dtype
         return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
 
-    def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
-        first, last = shard_bounds(self.num_blocks, rank=shard_rank(mesh), size=shard_size(mesh))
-        num_weights = math.prod(self.shape)
-        return min(first * _BLOCKSIZE, num_weights), min(last * _BLOCKSIZE, num_weights)
-
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
         rank, size = shard_rank(mesh), shard_size(mesh)
-        codes, absmax = _quantize_blocks(values, self.format.quant_type)
+        codes, absmax = quantize_blocks(values, self.format.quant_type)
         write_bytes(self.weight, codes)
         if not self.double_quant:
             write_bytes(self.absmax, absmax)
@@ -109,69 +102,27 @@ class Bnb4bitWeight(QuantizedWeight):
         # The second quantization has a mean over the whole tensor. Every rank gets the absmax of all blocks
         # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so it is exact on any split.
         absmax = gather_rows(absmax, self.num_blocks, mesh)
+        absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
+        write_rows(self.absmax, absmax_8bit, rank, size)
+        write_rows(self.nested_absmax, nested_absmax, rank, size)
+
+    def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second quantization, of all blocks' float32 absmax: uint8 codes and nested absmax. Keeps the offset."""
         offset = absmax.mean()
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=_NESTED_BLOCKSIZE)
         self.absmax_offset.copy_(offset)
-        write_rows(self.absmax, absmax_8bit, rank, size)
-        write_rows(self.nested_absmax, state.absmax, rank, size)
+        return absmax_8bit, state.absmax
 
 
-class Bnb4bitLinear(Bnb4bitWeight):
-    """y = x W^T + b with W [out, in] in bitsandbytes' 4-bit packing."""
-
-    weight_name = "weight"
-
-    def __init__(self, linear: nn.Linear, **options: Any) -> None:
-        super().__init__((linear.out_features, linear.in_features), **options)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        if self.bias is not None:
-            self.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self.compute_dtype)
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return _Matmul4bit.apply(x, bias, self.format, *self._tensors())
+class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
+    """A linear layer with its weight in bitsandbytes' 4-bit packing."""
 
 
-class Bnb4bitExperts(Bnb4bitWeight):
-    """Stands in an experts module for its 3-D parameter; `self[e]` is expert e's matrix, without decoding it.
-
-    Args:
-        parameter: [experts, out, in], or [experts, in, out] where `transposed`.
-    """
-
-    def __init__(self, parameter: nn.Parameter, *, transposed: bool, **options: Any) -> None:
-        super().__init__(tuple(parameter.shape), **options)
-        self.transposed = transposed
-
-    @staticmethod
-    def supports(parameter: nn.Parameter) -> bool:
-        """Whether no block crosses from one expert to the next."""
-        return math.prod(parameter.shape[1:]) % _BLOCKSIZE == 0
-
-    def __getitem__(self, index: torch.Tensor | int) -> "_Bnb4bitMatrix":
-        shape = self.shape[1:]
-        first = int(index) * math.prod(shape)
-        return _Bnb4bitMatrix(self, self.format._replace(shape=shape, first=first, transposed=self.transposed))
+class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
+    """The experts of a layer in bitsandbytes' 4-bit packing."""
 
 
-class _Bnb4bitMatrix(ExpertMatrix):
-    """One expert's matrix: a format, and the module whose gathered bytes it is a part of."""
-
-    def __init__(self, experts: Bnb4bitExperts, fmt: _Format) -> None:
-        self._experts, self._format = experts, fmt
-        self.transposed = fmt.transposed
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(self._experts.compute_dtype)
-        return _Matmul4bit.apply(x, None, self._format, *self._experts._tensors())
-
-    def decoded(self) -> torch.Tensor:
-        return _dequantize(self._format, self._experts.compute_dtype, *self._experts._tensors())
-
-
-def _quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
 
     In pieces, since bitsandbytes' CPU kernel has temporary values of many times the size of its input.
@@ -180,7 +131,7 @@ def _quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tenso
         return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
     pieces = [
         torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
-        for piece in values.flatten().split(_PIECE)
+        for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else values.numel())
     ]
     return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
 

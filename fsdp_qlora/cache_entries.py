@@ -11,7 +11,7 @@ from typing import Any
 import bitsandbytes
 import torch
 
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.errors import UserError
 
@@ -38,21 +38,22 @@ def cache_root(option: str) -> Path | None:
 
 
 def cache_key(
-    layers: Mapping[str, Bnb4bitLinear], checkpoint: Checkpoint, sources: Mapping[str, str], device: torch.device
+    layers: Mapping[str, Bnb4bitWeight], checkpoint: Checkpoint, sources: Mapping[str, str], device: torch.device
 ) -> str:
     """The name of an entry: a hash of everything that decides its bytes.
 
     That is: the files (see `_file_identity`), which tensor goes into which layer, the layers' shapes and settings,
     and what quantizes: the version of bitsandbytes and the device, since its kernels may round differently.
     """
-    files = sorted({checkpoint.files[sources[weight]] for weight in layers})
+    origins = {weight: checkpoint.origins(sources[weight]) for weight in layers}
+    files = sorted({file for tensors in origins.values() for file in tensors.values()})
     identity = {
         "format": FORMAT_VERSION,
         "bitsandbytes": bitsandbytes.__version__,
         "device": _kernels(device),
         "files": [_file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
         "layers": [
-            [weight, sources[weight], list(layer.format), layer.double_quant, type(layer).__name__]
+            [weight, list(origins[weight]), list(layer.format), layer.double_quant, type(layer).__name__]
             for weight, layer in layers.items()
         ],
     }

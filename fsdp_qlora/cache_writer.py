@@ -15,9 +15,9 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.cache_entries import CHECKSUMS, chunk_bytes, damaged, own_hash
-from fsdp_qlora.distributed import shard_rank, shard_size
+from fsdp_qlora.distributed import gather_texts, shard_rank, shard_size
 from fsdp_qlora.flush import flush
 from fsdp_qlora.packed import byte_range, local_bytes, state_name, stored_maps, stored_parameters, write_state
 from fsdp_qlora.packed_files import PackedFiles, packed_forms
@@ -31,7 +31,7 @@ class Unavailable(Exception):
 class EntryWriter:
     """An entry in the making. All ranks of a shard group write into it; their first, the leader, completes it."""
 
-    def __init__(self, root: Path, key: str, layers: Mapping[str, Bnb4bitLinear], mesh: DeviceMesh) -> None:
+    def __init__(self, root: Path, key: str, layers: Mapping[str, Bnb4bitWeight], mesh: DeviceMesh) -> None:
         self.mesh, self.group, self.leads = mesh, mesh["shard"].get_group(), shard_rank(mesh) == 0
         self.target, self.folder = root / key, root / f"{key}.writing"
         self.layers = layers
@@ -154,7 +154,7 @@ class EntryWriter:
             self._failure = self._failure or f"{self.target.parent} cannot be written ({reason})"
 
     def _stop_if_any_failed(self) -> None:
-        if failures := from_every_rank(self._failure, self.group):
+        if failures := from_every_rank(self._failure, torch.device(self.mesh.device_type), self.group):
             raise Unavailable(failures[0])
 
 
@@ -178,8 +178,6 @@ def _remove_leftovers(root: Path) -> None:
             lock.release()
 
 
-def from_every_rank(message: str | None, group: dist.ProcessGroup | None = None) -> list[str]:
+def from_every_rank(message: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
     """The messages of all ranks that have one, on every rank."""
-    messages: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(messages, message, group=group)
-    return [text for text in messages if text is not None]
+    return [text for text in gather_texts(message or "", device, group) if text]

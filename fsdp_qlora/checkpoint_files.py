@@ -7,9 +7,10 @@ import bisect
 import itertools
 import json
 import math
+import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,7 @@ _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only poi
 # What bitsandbytes appends to the name of a 4-bit weight: its parts, and the description that marks it as one.
 PACKED_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 PACKED_STATE = ".quant_state.bitsandbytes__"
+_SMALL_BYTES = 2**16  # below, malloc is better than pages of its own
 _READERS = 4  # threads; one cannot keep a network disk busy
 
 
@@ -58,6 +60,17 @@ class _Joined(NamedTuple):
     shape: torch.Size
 
 
+class DecodedTensor:
+    """A tensor that is stored otherwise in the files. parts: the tensors in them that it is decoded from."""
+
+    def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype) -> None:
+        self.parts, self.shape, self.dtype = parts, shape, dtype
+
+    def read_flat(self, checkpoint: "Checkpoint", start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor."""
+        raise NotImplementedError
+
+
 class Checkpoint:
     """The safetensors files of a model folder, single or indexed.
 
@@ -75,6 +88,7 @@ class Checkpoint:
         self._descriptors: dict[Path, int] = {}
         self._entries = _packed_as_bytes(self._index())
         self._joined: dict[str, _Joined] = {}
+        self._decoded: dict[str, DecodedTensor] = {}
         self.files = {name: entry.file for name, entry in self._entries.items()}
 
     def __del__(self) -> None:
@@ -90,10 +104,13 @@ class Checkpoint:
                 raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
             return _merge_headers(files)
         try:
-            weight_map: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{index} is not a safetensors index: {error!r}.") from error
-        names = sorted(set(weight_map.values()))
+            weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            names = sorted(set(weight_map.values()))
+            outside = [name for name in names if Path(name).name != name]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
+        if outside:
+            raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")
         if absent := [name for name in names if not (self.folder / name).is_file()]:
             raise UserError(f"{index} names files that are not there: {', '.join(absent)}. Download them.")
         headers = {name: _read_header(self.folder / name) for name in names}
@@ -125,11 +142,31 @@ class Checkpoint:
         self._joined[name] = _Joined(list(parts), ends, shape)
         self.files[name] = self.files[parts[0]]
 
+    def decode(self, name: str, tensor: DecodedTensor) -> None:
+        """Let `name` be a tensor that is decoded as it is read."""
+        self._decoded[name] = tensor
+        self.files[name] = self._entries[tensor.parts[0]].file
+
+    def leave_out(self, name: str) -> None:
+        """Take a tensor out of `files`: it is a part of another, or not needed."""
+        del self.files[name]
+
     def shape(self, name: str) -> torch.Size:
-        return self._joined[name].shape if name in self._joined else self._entries[name].shape
+        if name in self._joined:
+            return self._joined[name].shape
+        return self._decoded[name].shape if name in self._decoded else self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._entries[self._joined[name].parts[0] if name in self._joined else name].dtype
+        name = self._joined[name].parts[0] if name in self._joined else name
+        return self._decoded[name].dtype if name in self._decoded else self._entries[name].dtype
+
+    def origins(self, name: str) -> dict[str, Path]:
+        """The tensors in the files that make up the tensor `name`, and their files."""
+        parts = self._joined[name].parts if name in self._joined else [name]
+        stored = [
+            origin for part in parts for origin in (self._decoded[part].parts if part in self._decoded else [part])
+        ]
+        return {origin: self._entries[origin].file for origin in stored}
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dim 0, on the CPU, in the file's dtype."""
@@ -143,12 +180,21 @@ class Checkpoint:
         Raises:
             UserError: the file cannot be read.
         """
-        part = torch.empty(stop - start, dtype=self.dtype(name))
+        part = _buffer(stop - start, self.dtype(name))
         filled = 0
         for source, first, last in self._whole_tensors(name, start, stop):
-            entry = self._entries[source]
-            self._read_into(entry, first * entry.dtype.itemsize, part[filled : filled + last - first])
+            piece = part[filled : filled + last - first]
+            if source in self._decoded:
+                piece.copy_(self._decoded[source].read_flat(self, first, last))
+            else:
+                self._read_into(source, first, piece)
             filled += last - first
+        return part
+
+    def read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor in the files as it is there, even where it is decoded otherwise."""
+        part = _buffer(stop - start, self._entries[name].dtype)
+        self._read_into(name, start, part)
         return part
 
     def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[Part]:
@@ -164,9 +210,10 @@ class Checkpoint:
             yield Part(parts[index], start - begin, last - begin)
             start, index = last, index + 1
 
-    def _read_into(self, entry: _Entry, offset: int, part: torch.Tensor) -> None:
+    def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
+        entry = self._entries[name]
         buffer = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        position = entry.start + offset
+        position = entry.start + start * entry.dtype.itemsize
         try:
             descriptor = self._descriptor(entry.file)
             while buffer:
@@ -184,6 +231,17 @@ class Checkpoint:
             if path not in self._descriptors:
                 self._descriptors[path] = os.open(path, os.O_RDONLY)
             return self._descriptors[path]
+
+
+def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor whose memory goes back to the system as soon as it is freed.
+
+    malloc keeps what the reading threads allocate and another one frees: 150 MiB and more, whatever is in flight.
+    """
+    size = count * dtype.itemsize
+    if size < _SMALL_BYTES:
+        return torch.empty(count, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
 
 
 def _merge_headers(files: list[Path]) -> dict[str, _Entry]:

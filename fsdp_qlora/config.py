@@ -5,17 +5,21 @@ A field of `TrainConfig` is the flag, the YAML key and the attribute. The senten
 """
 
 import ast
+import importlib.util
 import inspect
 import itertools
 import math
+import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
 
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.lora_targets import ALL, is_regex
+from fsdp_qlora.redact import redact_values
+from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class TrainConfig:
     # == model ==
     model_name: str = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
+    trust_remote_code: bool = False
+    """Run the Python code that a model or tokenizer brings along, with your rights; models that transformers does
+    not know need it. Read that code first."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
     SDPA, or eager for models whose attention SDPA cannot compute."""
@@ -44,9 +51,12 @@ class TrainConfig:
     train are kept in fp32. Set fp32 to compare runs digit by digit."""
 
     # == training ==
-    train_type: Literal["full", "lora", "qlora", "custom_lora", "custom_qlora"] = "qlora"
-    """What trains: an adapter on a 4-bit base (qlora), on a 16-bit base (lora), or all weights (full); the
-    custom_ names are the 2024 program's and mean the same as those without it."""
+    train_type: Literal[
+        "full", "lora", "qlora", "dora", "bnb_dora", "custom_lora", "custom_qlora", "hqq_lora", "hqq_dora", "int8_lora"
+    ] = "qlora"
+    """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
+    (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), or all weights
+    (full); the custom_ names are the 2024 program's and mean the same as those without it."""
     lora_rank: int = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: int = 32
@@ -54,11 +64,22 @@ class TrainConfig:
     lora_dropout: float = 0.0
     """Dropout on the adapter's input; try 0.05 to 0.1 when a small dataset is overfitted."""
     lora_target_modules: tuple[str, ...] = ("all",)
-    """Linear layers that get an adapter: all, default (PEFT's choice for the model), or layer names such as
-    q_proj,v_proj."""
+    """Linear layers that get an adapter: all (or all-linear), default (PEFT's choice for the model), layer names such
+    as q_proj,v_proj, or one regular expression for whole paths such as .*layers.1\\d.*_proj (without commas)."""
     lora_target_parameters: tuple[str, ...] = ()
     """Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such as
     mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."""
+    use_rslora: bool = False
+    """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
+    init_lora_weights: str = "true"
+    """First values of the adapter: true (A random, B zero), or read off each weight: pissa or olora (its main
+    directions, which the base then lacks), pissa_niter_16 (pissa, approximate and much quicker), loftq (what
+    quantization lost)."""
+    rank_pattern: tuple[str, ...] = ()
+    """Other ranks for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular expression
+    for the end of a path, as in PEFT, and the first that matches counts."""
+    alpha_pattern: tuple[str, ...] = ()
+    """Other values of lora_alpha for some layers, written like rank_pattern."""
     batch_size: int = 1
     """Rows per process in one forward pass; raise it until memory is full."""
     context_length: int = 512
@@ -79,8 +100,14 @@ class TrainConfig:
     """Share of the steps over which the learning rate rises from 0."""
     warmup_steps: int = -1
     """Optimizer steps over which the learning rate rises from 0; 0 or more replaces warmup_ratio."""
-    optimizer: Literal["adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam"] = "adamw"
-    """Optimizer; the fused ones are faster when many weights train on a GPU."""
+    optimizer: Literal[
+        "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
+        "lion_8bit", "adafactor", "muon", "schedule_free_adamw",
+    ] = "adamw"  # fmt: skip
+    """Optimizer; the fused ones are faster when many weights train on a GPU, the 8-bit ones and adafactor need less
+    memory, paged ones move what does not fit to the host, muon is for LoRA alone."""
+    loraplus_lr_ratio: float = 1.0
+    """Learning rate of the adapter's B over that of A (LoRA+); 16 with a lower lr often learns faster."""
     wd: float = 0.0
     """Weight decay; 0.01 to 0.1 is usual when all weights train."""
     apply_gradient_clipping: bool = True
@@ -114,7 +141,15 @@ class TrainConfig:
     """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
     double_quant: bool = True
     """Quantize the scales too: saves about 0.4 bits per weight."""
-    quant_storage: Literal["auto", "fp32", "bf16"] = "auto"
+    n_bits: int = 4
+    """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
+    group_size: int = 64
+    """Weights that share a scale and a zero in an HQQ base, a multiple of 32; smaller groups are more exact and take
+    32 bits each."""
+    int8_threshold: float = 6.0
+    """Activations as large as this are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0 rounds
+    all, which is faster and less exact."""
+    quant_storage: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
     allow_unquantized: bool = False
     """Go on when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head are
@@ -131,8 +166,11 @@ class TrainConfig:
     """Use only the first so many rows; by default all of them (alpaca_sample and dummy have a size of their own)."""
     dataset_format: Literal["auto", "alpaca"] = "auto"
     """Meaning of the columns; auto tells it from their names."""
+    on_bad_row: Literal["skip", "error"] = "skip"
+    """What to do with a row that cannot be used (malformed, no output, or no room for one): skip leaves it out and
+    lists it in rejected.jsonl, error stops."""
     max_bad_rows: float = 0.01
-    """Share of the rows that may be unusable (no output, or no room for one) before the run refuses."""
+    """Share of the rows that on_bad_row skip may leave out before the run refuses."""
     eval_fraction: float = 0.0
     """Share of the rows held out to measure the loss on."""
     eval_dataset: str | None = None
@@ -273,14 +311,24 @@ def option_help() -> dict[str, dict[str, str]]:
 
 
 def resolved_options(config: TrainConfig) -> dict[str, Any]:
-    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans."""
+    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans.
+
+    For files, logs and other machines: secrets are taken out.
+    """
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
-    return options | {"lr": config.learning_rate, "dry_run": False}
+    return redact_values(options | {"lr": config.learning_rate, "dry_run": False})
 
 
 def resolved_yaml(config: TrainConfig) -> str:
     """`resolved_options` as YAML that `--config` accepts for the same run."""
     return yaml.safe_dump(resolved_options(config), sort_keys=False, allow_unicode=True)
+
+
+def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
+    """["q_proj=8"] -> [("q_proj", "8")]; the value of what has no `=` is empty."""
+    return [
+        (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
+    ]
 
 
 def check(config: TrainConfig) -> list[str]:
@@ -290,7 +338,16 @@ def check(config: TrainConfig) -> list[str]:
         for name, (accepts, allowed) in _LIMITS.items()
         if not accepts(getattr(config, name))
     ]
-    for rules in (_launch_conflicts, _model_conflicts, _data_conflicts, _budget_conflicts, _profiling_conflicts):
+    rule_sets = (
+        _launch_conflicts,
+        _model_conflicts,
+        _adapter_conflicts,
+        _optimizer_conflicts,
+        _data_conflicts,
+        _budget_conflicts,
+        _profiling_conflicts,
+    )
+    for rules in rule_sets:
         errors.extend(rules(config))
     return errors
 
@@ -328,6 +385,9 @@ _LIMITS: dict[str, _Limit] = {
     "master_port": (lambda value: 0 <= value <= 65535, "between 0 and 65535"),
     "model_name": _NOT_EMPTY,
     "quant_cache": _NOT_EMPTY,
+    "n_bits": (lambda value: value in (8, 4, 3, 2), "8, 4, 3 or 2"),
+    "group_size": (lambda value: value >= 32 and value % 32 == 0, "a multiple of 32"),
+    "int8_threshold": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
     "lora_rank": _at_least(1),
     "lora_alpha": _at_least(1),
     "lora_dropout": _SHARE_BELOW_ONE,
@@ -341,6 +401,7 @@ _LIMITS: dict[str, _Limit] = {
     "lr": _POSITIVE,
     "warmup_ratio": _SHARE,
     "warmup_steps": _at_least(-1),
+    "loraplus_lr_ratio": _POSITIVE,
     "wd": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
     "grad_norm": _POSITIVE,
     "seed": (lambda value: 0 <= value < 2**32, "between 0 and 4294967295"),
@@ -382,32 +443,25 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
-    lora = _changed(c, "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters")
-    if lora and not kind.has_adapter:
-        yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(lora)}, or use --train_type lora.")
-    if c.lora_target_parameters and c.lora_dropout:
-        yield (
-            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
-            "without dropout."
-        )
-    quantization = _changed(c, "quant_type", "double_quant", "quant_storage", "allow_unquantized")
-    if c.quant_cache not in ("auto", "off"):
-        quantization.append("quant_cache")
+    quantization = _changed(c, "quant_storage", "allow_unquantized")
     if quantization and kind.quantizer is None:
         yield (
             f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "
             "or use --train_type qlora."
         )
+    for quantizer, names in QUANTIZER_OPTIONS.items():
+        given = _changed(c, *names)
+        if quantizer == "bnb_4bit" and c.quant_cache not in ("auto", "off"):
+            given.append("quant_cache")
+        if given and kind.quantizer != quantizer:
+            takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
+            yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
+    if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
+        yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
     # The name of a precision starts with its compute dtype. What auto comes to is known with the device.
     compute_dtype = c.precision.split("_")[0]
     if kind.quantizer is not None and compute_dtype != "auto":
         yield from filter(None, [quant_storage_error(c.quant_storage, compute_dtype)])
-    special = {"all", "default"}.intersection(c.lora_target_modules)
-    if special and len(c.lora_target_modules) > 1:
-        yield (
-            f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is "
-            f"{','.join(c.lora_target_modules)}."
-        )
     if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
         yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
     if c.use_activation_cpu_offload and not c.use_gradient_checkpointing:
@@ -415,6 +469,107 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
             "--use_activation_cpu_offload moves the activations that checkpointing keeps: it needs "
             "--use_gradient_checkpointing true."
         )
+
+
+def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
+    kind = TRAIN_TYPES[c.train_type]
+    given = _changed(c, *_ADAPTER_OPTIONS)
+    if given and not kind.has_adapter:
+        yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(given)}, or use --train_type lora.")
+    if c.lora_target_parameters and c.lora_dropout:
+        yield (
+            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
+            "without dropout."
+        )
+    if c.lora_target_parameters and kind.adapter == "dora":
+        yield (
+            f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave out "
+            "--lora_target_parameters."
+        )
+    yield from _init_errors(c)
+    yield from _target_errors(c.lora_target_modules)
+    yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
+    yield from _pattern_errors("alpha_pattern", c.alpha_pattern, float, "a number above 0")
+
+
+_ADAPTER_OPTIONS = (
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora",
+    "init_lora_weights", "rank_pattern", "alpha_pattern", "loraplus_lr_ratio",
+)  # fmt: skip
+
+
+def _init_errors(c: TrainConfig) -> Iterator[str]:
+    kind, init = TRAIN_TYPES[c.train_type], c.init_lora_weights
+    if init == "eva":
+        yield (
+            "--init_lora_weights eva would need the data to pass through the model before the adapter is made, which "
+            "this program does not do. Take pissa_niter_16, which starts from the weights."
+        )
+    elif re.fullmatch(r"true|pissa|pissa_niter_[1-9]\d*|olora|loftq", init) is None:
+        yield f"--init_lora_weights is {init!r}; choices: true, pissa, pissa_niter_N, olora, loftq."
+    if init == "true":
+        return
+    if init == "loftq" and kind.has_adapter and kind.quantizer is None:
+        yield f"--init_lora_weights loftq makes up for quantization, but --train_type {c.train_type} does not quantize."
+    if kind.adapter == "dora":
+        yield f"--train_type {c.train_type} starts from the base model's own rows: leave --init_lora_weights at true."
+    if c.lora_target_parameters:
+        yield f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
+    if init.startswith(("pissa", "olora")) and c.quant_cache not in ("auto", "off"):
+        yield f"--init_lora_weights {init} changes the base, so its weights are not cached: leave out --quant_cache."
+
+
+def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
+    value = ",".join(targets)
+    if len(targets) > 1:
+        special = [name for name in targets if name in (*ALL, "default")]
+        if special:
+            yield (
+                f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is {value}."
+            )
+        elif any(is_regex(name) for name in targets):
+            yield (
+                "--lora_target_modules: a regular expression is given alone and without commas, but the value is "
+                f"{value}."
+            )
+    elif targets and is_regex(targets[0]) and (reason := _regex_error(targets[0])):
+        yield f"--lora_target_modules: {value} is not a name, and as a regular expression it is wrong: {reason}."
+
+
+def _pattern_errors(option: str, items: tuple[str, ...], number: type, allowed: str) -> Iterator[str]:
+    for name, value in pairs(items):
+        try:
+            good = 0 < number(value) < math.inf
+        except ValueError:
+            good = False
+        if not name or not good:
+            yield f"--{option} needs name=number with {allowed}, but has {name + '=' * bool(value) + value!r}."
+        elif reason := _regex_error(name):
+            yield f"--{option}: {name} is wrong as a regular expression: {reason}."
+
+
+def _regex_error(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return str(error)
+    return None
+
+
+def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
+    kind = TRAIN_TYPES[c.train_type]
+    if c.optimizer == "muon" and (kind.adapter != "lora" or c.lora_target_parameters):
+        yield (
+            "--optimizer muon makes whole matrices orthogonal, which here are LoRA's A and B: it cannot be used with "
+            f"--train_type {c.train_type}{' and --lora_target_parameters' * bool(c.lora_target_parameters)}."
+        )
+    if c.optimizer == "schedule_free_adamw" and c.lr_scheduler != "constant":
+        yield (
+            f"--optimizer schedule_free_adamw takes the place of a schedule, but --lr_scheduler is {c.lr_scheduler}: "
+            "give --lr_scheduler constant (the warm-up stays)."
+        )
+    if c.optimizer.startswith("paged_") and c.use_cpu_offload and not kind.has_adapter:
+        yield f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves nothing: use adamw_8bit."
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
@@ -436,6 +591,16 @@ def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--profiling_frequency is {c.profiling_frequency}, but a cycle of --profiling_warmup_steps and "
             f"--active_steps takes {steps} steps."
         )
+
+
+_RULES = (
+    _launch_conflicts,
+    _model_conflicts,
+    _adapter_conflicts,
+    _optimizer_conflicts,
+    _data_conflicts,
+    _profiling_conflicts,
+)
 
 
 def _flags(names: list[str]) -> str:

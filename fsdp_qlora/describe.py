@@ -44,7 +44,7 @@ def count_parameters(meta: MetaModel) -> dict[str, int]:
 
 
 def check_quantized_share(meta: MetaModel, *, allow_unquantized: bool) -> None:
-    """Refuse a 4-bit base of which too much would stay in 16 bits. Embeddings and head, never quantized, do not count.
+    """Refuse a quantized base of which too much would stay in 16 bits. Embeddings and head do not count.
 
     Raises:
         UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
@@ -87,7 +87,7 @@ def describe_memory(meta: MetaModel, *, num_shards: int, optimizer: str) -> list
     counts = count_bytes(meta.model, num_shards)
     trainable = counts["trainable"].largest_shard
     parts = {
-        "4-bit codes": counts["codes"].largest_shard if "codes" in counts else 0,
+        "quantized weights": counts["codes"].largest_shard if "codes" in counts else 0,
         "their statistics": counts["statistics"].largest_shard if "statistics" in counts else 0,
         "other frozen weights": counts["frozen"].largest_shard if "frozen" in counts else 0,
         "trainable weights (fp32)": trainable,

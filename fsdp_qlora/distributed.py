@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.errors import UserError
 
@@ -152,6 +153,19 @@ def shard_bounds(num_rows: int, *, rank: int, size: int) -> tuple[int, int]:
     """The rows [start, stop) of dim 0 that FSDP2 gives to `rank` of `size`: `torch.chunk`'s split."""
     chunk = -(-num_rows // size)
     return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
+
+
+def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
+    """The rows [start, stop) of a sharded parameter that this rank keeps."""
+    return shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+
+
+@torch.no_grad()
+def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Keep `values`, this rank's rows of a sharded parameter."""
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local()
+    local.copy_(values.view(local.shape))
 
 
 def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_qlora.models import find_blocks
+from fsdp_qlora.models import block_linears, find_blocks
 
 # x @ M. The other product with an expert's matrix in transformers' eager forwards is linear(x, M) = x @ M^T.
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
@@ -116,3 +116,9 @@ def expert_parameters(model: nn.Module) -> list[str]:
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() == 3 and parameter.is_floating_point()
     ]
+
+
+def quantizable_weights(model: nn.Module) -> tuple[list[str], list[str]]:
+    """What a 4-bit base is made of: paths of the blocks' linear layers but routers, and of their expert parameters."""
+    routers = router_linears(model)
+    return [path for path in block_linears(model) if path not in routers], expert_parameters(model)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdp_qlora.adapters import adapter_parameters
+from fsdp_qlora.adapter_init import saved_parameters
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.experts import expert_parameters
 from fsdp_qlora.flush import flush
@@ -30,7 +30,7 @@ _MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 # What a run leaves in its folder; --overwrite_output_dir removes these and touches nothing else.
 _RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
-    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json",
+    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*.txt",
     "checkpoints",
 )  # fmt: skip
@@ -65,8 +65,8 @@ def check_keeps_model(output_dir: Path, model_folder: Path) -> None:
         raise UserError(f"output_dir {output_dir} is the folder of the model itself. Give another folder.")
 
 
-def prepare_output_dir(output_dir: Path, options: str, *, keep_run: bool = False) -> None:
-    """Make the folder, remove an earlier run's results from it, and leave the options in it. Rank 0 only.
+def prepare_output_dir(output_dir: Path, files: Mapping[str, str], *, keep_run: bool = False) -> None:
+    """Make the folder, remove an earlier run's results from it, and leave `files` (name -> text) in it. Rank 0 only.
 
     Args:
         keep_run: nothing is removed, since the run in the folder goes on.
@@ -80,7 +80,7 @@ def prepare_output_dir(output_dir: Path, options: str, *, keep_run: bool = False
     for pattern in () if keep_run else _RUN_FILES:
         for path in output_dir.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    publish(output_dir, lambda folder: (folder / "config.yaml").write_text(options))
+    publish(output_dir, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
 
 
 def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
@@ -128,7 +128,7 @@ def save_adapter(
     model: nn.Module, config: LoraConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path, *, is_rank_0: bool
 ) -> None:
     """Gather the adapter and save it as PEFT does. Every rank calls it; rank 0 holds and writes it."""
-    state = _gather_all(adapter_parameters(model), torch.float32, keep=is_rank_0)
+    state = _gather_all(saved_parameters(model), torch.float32, keep=is_rank_0)
 
     def write(folder: Path) -> None:
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -59,7 +59,7 @@ def first_line(error: Exception) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
-def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
+def find_model_folder(model_name: str, *, with_weights: bool, with_code: bool = False) -> Path:
     """The local folder of a model: the given one, or the hub's snapshot, downloaded when it is not there.
 
     Raises:
@@ -75,7 +75,7 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
     refusal = ask_hub(model_name, "model")
     if refusal is not None:
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
-    patterns = [*SMALL_FILES, *(["*.safetensors"] if with_weights else [])]
+    patterns = [*SMALL_FILES, *["*.safetensors"] * with_weights, *["*.py"] * with_code]
     try:
         return Path(
             snapshot_download(
@@ -88,3 +88,14 @@ def find_model_folder(model_name: str, *, with_weights: bool) -> Path:
             f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
             "path of a model folder, or make one with `python scripts/demo_model.py --output_dir demo/model`."
         ) from error
+
+
+def public_name(model_name: str) -> str:
+    """A model's name for others: that of the hub, or the folder's own, without the path that leads to it here."""
+    folder = Path(model_name).expanduser()
+    if not folder.is_dir():
+        return model_name
+    for part in folder.resolve().parts:
+        if part.startswith("models--"):  # the hub's cache: models--owner--name/snapshots/commit
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return folder.resolve().name

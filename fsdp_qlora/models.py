@@ -1,15 +1,18 @@
 """The architecture: configuration, the model on the meta device, its blocks and linear layers by structure."""
 
+import contextlib
 import importlib.util
 import inspect
 import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from filelock import FileLock
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -20,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.errors import UserError
 
@@ -34,18 +38,25 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def load_config(folder: Path, name: str) -> PretrainedConfig:
+def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Read a decoder-only model's configuration.
 
+    Args:
+        trust_remote_code: run code that is in the folder, which is then named in the log.
     Raises:
-        UserError: config.json is absent or unreadable, or the model is not decoder-only.
+        UserError: config.json is absent or unreadable, the model is not decoder-only, or needs code of its own.
     """
-    _check_model_type(folder / "config.json", name)
+    _check_model_type(folder / "config.json", name, trust_remote_code=trust_remote_code)
+    if trust_remote_code:
+        log.info("Code that comes with the model runs if it is needed (--trust_remote_code): %s.", _own_code(folder))
     try:
-        config = AutoConfig.from_pretrained(folder)
+        with _one_process_at_a_time(enabled=trust_remote_code):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises most kinds here, by what is wrong in the file
         raise UserError(f"model_name {name}: its config.json cannot be used: {error}") from error
-    if config.is_encoder_decoder or type(config) not in AutoModelForCausalLM._model_mapping:
+    own = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
+    is_causal = "AutoModelForCausalLM" in own or type(config) in AutoModelForCausalLM._model_mapping
+    if config.is_encoder_decoder or not is_causal:
         raise UserError(
             f"model_name {name} is of type {config.model_type!r}, which is not a decoder-only language model. "
             "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
@@ -53,7 +64,26 @@ def load_config(folder: Path, name: str) -> PretrainedConfig:
     return config
 
 
-def _check_model_type(path: Path, name: str) -> None:
+def _own_code(folder: Path) -> str:
+    return ", ".join(str(path) for path in sorted(folder.glob("*.py"))) or f"{folder} has none"
+
+
+def _one_process_at_a_time(*, enabled: bool) -> contextlib.AbstractContextManager[object]:
+    """transformers copies a model's code to a folder of its own before it runs it, without regard to other ranks."""
+    if not enabled:
+        return contextlib.nullcontext()
+    Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
+    return FileLock(Path(HF_MODULES_CACHE) / "fsdp_qlora.lock")
+
+
+def _needs_own_code(name: str, folder: Path) -> UserError:
+    return UserError(
+        f"model_name {name} needs Python code of its own ({_own_code(folder)}), which is not run unless you say so. "
+        "Read that code; if you trust it, --trust_remote_code true runs it with your rights."
+    )
+
+
+def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None:
     """Refuse what transformers would answer with a guess from the folder's name or a question at the terminal."""
     if not path.is_file():
         raise UserError(
@@ -65,24 +95,33 @@ def _check_model_type(path: Path, name: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"model_name {name}: {path} is not valid JSON ({error}). Download it again.") from error
     model_type = content.get("model_type") if isinstance(content, dict) else None
-    if str(model_type) not in CONFIG_MAPPING:
+    if str(model_type) in CONFIG_MAPPING:
+        return
+    has_code = bool(content.get("auto_map")) if isinstance(content, dict) else False
+    if has_code and not trust_remote_code:
+        raise _needs_own_code(name, path.parent)
+    if not has_code:
         raise UserError(
             f"model_name {name}: {path} says model_type {model_type!r}, which transformers "
-            f"{transformers.__version__} does not know. For a newer model `pip install --upgrade transformers`; "
-            "models that bring code of their own are not supported."
+            f"{transformers.__version__} does not know. For a newer model `pip install --upgrade transformers`."
         )
 
 
-def load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Read the tokenizer of a model folder.
 
+    Args:
+        trust_remote_code: run code that is in the folder.
     Raises:
-        UserError: the folder has none.
+        UserError: the folder has none, or it needs code of its own.
     """
     try:
         # Left open, transformers asks at the terminal whether to run a tokenizer's own code.
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        with _one_process_at_a_time(enabled=trust_remote_code):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, TypeError or KeyError here
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise _needs_own_code(name, folder) from error
         raise UserError(
             f"model_name {name}: no tokenizer can be read from {folder} ({type(error).__name__}). "
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the model folder."
@@ -123,6 +162,7 @@ def build_meta_model(
     compute_dtype: torch.dtype,
     device: torch.device,
     experts_implementation: str | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Build the model with every parameter on the meta device and every buffer real.
 
@@ -131,21 +171,29 @@ def build_meta_model(
         dtype: of the parameters.
         compute_dtype, device: decide what "auto" may take; flash-attn needs 16 bits and an Ampere GPU.
         experts_implementation: of transformers; None takes its choice.
+        trust_remote_code: build with code that came with the configuration.
     Raises:
-        UserError: the requested attention implementation cannot be used.
+        UserError: the requested attention implementation cannot be used, or the sizes make no model.
     """
     candidates = _attention_candidates(attn_implementation, config, compute_dtype, device)
-    options = {"experts_implementation": experts_implementation} if experts_implementation else {}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if experts_implementation:
+        options["experts_implementation"] = experts_implementation
     for candidate in candidates:
         try:
             # Buffers stay real: rotary tables are computed at construction and are in no checkpoint.
-            with init_empty_weights(include_buffers=False):
+            with _one_process_at_a_time(enabled=trust_remote_code), init_empty_weights(include_buffers=False):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
                 continue
             raise UserError(
                 f"The {config.model_type} model cannot be built with attn_implementation {candidate}: {error}"
+            ) from error
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"The config.json of the {config.model_type} model describes one that cannot be built: {error}. "
+                "Download it again."
             ) from error
         model.tie_weights()
         model.config.use_cache = False

@@ -6,7 +6,11 @@ For a weight X [out, in], n = out * in, in blocks of 64 (m of them):
     X.nested_absmax: with double quantization, float32 [(m + 255) / 256].
     X.quant_map, X.nested_quant_map: the values that the codes stand for, float32 [16] and [256].
     X.quant_state.bitsandbytes__nf4 (or fp4): JSON as bytes, with the shape and the mean of absmax.
-These are the bytes of Bnb4bitLinear's parameters, so a rank's part of a file is its shard.
+These are the bytes of Bnb4bitWeight's parameters, so a rank's part of a file is its shard.
+
+bitsandbytes quantizes linear layers only. A 3-D parameter of experts is kept in the same way under its own name
+(X = model.layers.0.mlp.experts.gate_up_proj), which only this package reads: the cache, and models that the quantize
+command saves, with EXPERTS_KEY in their quantization_config.
 """
 
 import json
@@ -21,21 +25,26 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import PACKED_STATE
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
 
+EXPERTS_KEY = "fsdp_qlora_experts"
 _STATE_BYTES = 256  # room for the JSON of any shape, so that a file can be laid out before the mean is known
 _NESTED_BLOCKSIZE = 256
 
 
 class Bnb4bitSettings(NamedTuple):
-    """What config.json says of a model that bitsandbytes quantized. skipped: modules that it left alone."""
+    """What config.json says of a model in 4 bits.
+
+    skipped: modules that were left alone. has_experts: the expert parameters are in 4 bits too.
+    """
 
     quant_type: str
     double_quant: bool
     skipped: list[str] | None
+    has_experts: bool = False
 
     def is_quantized(self, path: str) -> bool:
         """Whether transformers quantizes the linear layer at `path` of a decoder block."""
@@ -73,6 +82,7 @@ def take_settings(config: PretrainedConfig, name: str) -> Bnb4bitSettings | None
         quant_type=about.get("bnb_4bit_quant_type", "fp4"),
         double_quant=bool(about.get("bnb_4bit_use_double_quant", False)),
         skipped=about.get("llm_int8_skip_modules"),
+        has_experts=bool(about.get(EXPERTS_KEY, False)),
     )
 
 
@@ -100,7 +110,7 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def stored_parameters(layer: Bnb4bitLinear) -> dict[str, Stored]:
+def stored_parameters(layer: Bnb4bitWeight) -> dict[str, Stored]:
     """What follows the weight's name in a checkpoint -> the parameter that is stored there."""
     num_weights = math.prod(layer.shape)
     stored = {"": Stored("weight", torch.uint8, (-(-num_weights // 2), 1))}
@@ -113,13 +123,13 @@ def stored_parameters(layer: Bnb4bitLinear) -> dict[str, Stored]:
     }
 
 
-def stored_maps(layer: Bnb4bitLinear) -> dict[str, torch.Tensor]:
+def stored_maps(layer: Bnb4bitWeight) -> dict[str, torch.Tensor]:
     """What follows the weight's name -> the constant that is stored there."""
     maps = {".quant_map": bnb.get_4bit_type(layer.format.quant_type, device="cpu")}
     return maps | ({".nested_quant_map": bnb.create_dynamic_map()} if layer.double_quant else {})
 
 
-def byte_range(layer: Bnb4bitLinear, stored: Stored, mesh: DeviceMesh) -> tuple[int, int]:
+def byte_range(layer: Bnb4bitWeight, stored: Stored, mesh: DeviceMesh) -> tuple[int, int]:
     """Bytes [start, stop) of the stored tensor that this rank's shard of the parameter consists of."""
     parameter = getattr(layer, stored.parameter)
     row_bytes = parameter.shape[1] * parameter.element_size()
@@ -127,14 +137,14 @@ def byte_range(layer: Bnb4bitLinear, stored: Stored, mesh: DeviceMesh) -> tuple[
     return min(first * row_bytes, stored.num_bytes), min(last * row_bytes, stored.num_bytes)
 
 
-def local_bytes(layer: Bnb4bitLinear, stored: Stored) -> torch.Tensor:
+def local_bytes(layer: Bnb4bitWeight, stored: Stored) -> torch.Tensor:
     """The bytes of this rank's shard, uint8; at the end of a tensor there may be padding after `byte_range`."""
     parameter = getattr(layer, stored.parameter)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach().reshape(-1).view(torch.uint8)
 
 
-def write_state(layer: Bnb4bitLinear, dtype: torch.dtype) -> bytes:
+def write_state(layer: Bnb4bitWeight, dtype: torch.dtype) -> bytes:
     """The JSON that describes a quantized layer, padded to a fixed size. dtype: of the weight before."""
     state: dict[str, Any] = {
         "quant_type": layer.format.quant_type,
@@ -156,7 +166,7 @@ def state_bytes() -> int:
     return _STATE_BYTES
 
 
-def load_state(layer: Bnb4bitLinear, content: torch.Tensor, name: str) -> None:
+def load_state(layer: Bnb4bitWeight, content: torch.Tensor, name: str) -> None:
     """Check that a stored layer is the one that `layer` is, and take over the mean of its absmax.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import DTYPE_NAMES
 from fsdp_qlora.packed import state_bytes, state_name, stored_maps, stored_parameters
 
@@ -35,7 +35,7 @@ class _Place(NamedTuple):
     offset: int
 
 
-def packed_forms(weight: str, layer: Bnb4bitLinear) -> dict[str, Form]:
+def packed_forms(weight: str, layer: Bnb4bitWeight) -> dict[str, Form]:
     """The tensors that make up a 4-bit weight in a file."""
     forms = {weight + suffix: Form(stored.dtype, stored.shape) for suffix, stored in stored_parameters(layer).items()}
     forms |= {weight + suffix: Form(values.dtype, tuple(values.shape)) for suffix, values in stored_maps(layer).items()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.cache_entries import (
     CHECKSUMS,
     FORMAT_VERSION,
@@ -43,7 +43,7 @@ class QuantCache:
     def __init__(
         self,
         root: Path,
-        layers: Mapping[str, Bnb4bitLinear],
+        layers: Mapping[str, Bnb4bitWeight],
         checkpoint: Checkpoint,
         sources: Mapping[str, str],
         ranks: Ranks,
@@ -74,7 +74,7 @@ class QuantCache:
 
     def _is_everywhere(self) -> bool:
         """Whether every rank sees the entry: without a shared folder, not all nodes need have it."""
-        return not from_every_rank(None if (self.folder / CHECKSUMS).is_file() else "absent")
+        return not from_every_rank(None if (self.folder / CHECKSUMS).is_file() else "absent", self.ranks.device)
 
     def _load_entry(self, load_weights: Callable[..., None]) -> bool:
         """Read the entry. False when a rank finds it damaged: it is then set aside."""
@@ -87,7 +87,7 @@ class QuantCache:
             load_weights(checkpoint=cached, sources={**self.sources, **own}, packed=True, keep=None)
         except DamagedEntry as error:
             failure = str(error)
-        failures = from_every_rank(failure)
+        failures = from_every_rank(failure, self.ranks.device)
         if not failures:
             with contextlib.suppress(OSError):  # a cache that may only be read
                 os.utime(self.folder / CHECKSUMS)  # for `last_used`
@@ -150,10 +150,10 @@ def open_cache(
 ) -> QuantCache | None:
     """The cache of a model that this run quantizes; None where there is nothing to keep. See `cache_root`."""
     root = cache_root(option)
-    packable = {weight: layer for weight, layer in layers.items() if isinstance(layer, Bnb4bitLinear)}
+    packable = {weight: layer for weight, layer in layers.items() if isinstance(layer, Bnb4bitWeight)}
     if root is None or not layers:
         return None
     if len(packable) < len(layers):
-        log.info("No quantized cache is kept: it holds linear layers, and this model has quantized experts.")
+        log.info("No quantized cache is kept: it holds 4-bit weights of bitsandbytes' kind, and this model has others.")
         return None
     return QuantCache(root, packable, checkpoint, sources, ranks, mesh)

@@ -9,18 +9,24 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fsdp_qlora.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear
+from fsdp_qlora.bnb_int8 import Int8Linear
 from fsdp_qlora.experts import is_transposed
-from fsdp_qlora.quantized_weight import QuantizedWeight
+from fsdp_qlora.hqq_weight import HqqExperts, HqqLinear
+from fsdp_qlora.quantized_weight import QuantizedExperts, QuantizedLinear
 
 
 class Quantizer(NamedTuple):
-    """How the linear layers and the experts of a model are stored."""
+    """How the linear layers and the experts of a model are stored; None where experts cannot be."""
 
-    linear: Callable[..., QuantizedWeight]
-    experts: type[Bnb4bitExperts]
+    linear: Callable[..., QuantizedLinear]
+    experts: Callable[..., QuantizedExperts] | None
 
 
-QUANTIZERS: dict[str, Quantizer] = {"bnb_4bit": Quantizer(Bnb4bitLinear, Bnb4bitExperts)}
+QUANTIZERS: dict[str, Quantizer] = {
+    "bnb_4bit": Quantizer(Bnb4bitLinear, Bnb4bitExperts),
+    "hqq": Quantizer(HqqLinear, HqqExperts),
+    "int8": Quantizer(Int8Linear, None),
+}
 
 
 def quantize_linears(model: nn.Module, names: Iterable[str], quantizer: str, **options: Any) -> None:
@@ -37,12 +43,16 @@ def quantize_experts(model: nn.Module, names: Iterable[str], quantizer: str, **o
     Returns:
         The names of those that were replaced.
     """
-    experts = QUANTIZERS[quantizer].experts
-    supported = [name for name in names if experts.supports(model.get_parameter(name))]
-    for name in supported:
+    stand_in = QUANTIZERS[quantizer].experts
+    replaced: list[str] = []
+    if stand_in is None:
+        return replaced
+    for name in names:
         path, _, leaf = name.rpartition(".")
         parent = model.get_submodule(path)
-        parameter = model.get_parameter(name)
-        delattr(parent, leaf)
-        parent.add_module(leaf, experts(parameter, transposed=is_transposed(parent), **options))
-    return supported
+        experts = stand_in(model.get_parameter(name), transposed=is_transposed(parent), **options)
+        if experts.supports():
+            delattr(parent, leaf)
+            parent.add_module(leaf, experts)
+            replaced.append(name)
+    return replaced

@@ -11,27 +11,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import hub, models
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.bnb_4bit import Bnb4bitExperts, Bnb4bitWeight, quantize_blocks
 from fsdp_qlora.cache_entries import cache_root, last_used, read_about
 from fsdp_qlora.cache_writer import hold
 from fsdp_qlora.checkpoint_files import Checkpoint, Part, read_ahead
+from fsdp_qlora.decoded_tensors import open_checkpoint, take_format
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.packed import state_name, stored_maps, stored_parameters, take_settings, write_state
+from fsdp_qlora.experts import quantizable_weights
+from fsdp_qlora.packed import EXPERTS_KEY, state_name, stored_maps, stored_parameters, take_settings, write_state
 from fsdp_qlora.packed_files import Form, PackedFiles, packed_forms
-from fsdp_qlora.quantize import quantize_linears
+from fsdp_qlora.quantize import quantize_experts, quantize_linears
 from fsdp_qlora.verify import format_bytes
 from fsdp_qlora.weights import match_tensors, quantized_layers
 
 log = logging.getLogger("fsdp_qlora")
 
-_COPY_BYTES = 64 * 2**20  # of a tensor that is copied, at a time
+_PIECE_BYTES = 64 * 2**20  # of a tensor, in memory at a time; whole blocks in any type
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +46,13 @@ def main(argv: list[str]) -> int:
     elif args.prune:
         prune(root, args.prune)
     elif args.model and args.out:
-        quantize_model(args.model, Path(args.out), quant_type=args.quant_type, double_quant=args.double_quant == "true")
+        quantize_model(
+            args.model,
+            Path(args.out),
+            quant_type=args.quant_type,
+            double_quant=args.double_quant == "true",
+            trust_remote_code=args.trust_remote_code == "true",
+        )
     else:
         raise UserError("Give MODEL and --out DIR, or --list, or --prune. See --help.")
     return 0
@@ -55,13 +62,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fsdp_qlora quantize",
         description="Save a model in bitsandbytes' 4-bit format, as a folder that train.py and transformers load, "
-        "with or without a GPU and one tensor in memory at a time. Or list and prune what --quant_cache keeps.",
+        "with or without a GPU and a piece of a tensor in memory at a time (a mixture of experts is loaded by train.py "
+        "only: bitsandbytes has no format for experts). Or list and prune what --quant_cache keeps.",
     )
     parser.add_argument("model", nargs="?", help="name on the Hugging Face hub, or local folder")
     parser.add_argument("--out", metavar="DIR", help="folder to make")
     parser.add_argument("--quant_type", choices=["nf4", "fp4"], default="nf4", help="4-bit format (default: nf4)")
     parser.add_argument(
         "--double_quant", choices=["true", "false"], default="true", help="quantize the scales too (default: true)"
+    )
+    parser.add_argument(
+        "--trust_remote_code", choices=["true", "false"], default="false", help="as in train.py (default: false)"
     )
     parser.add_argument("--list", action="store_true", help="show the cache's entries and their sizes")
     parser.add_argument("--json", action="store_true", help="with --list: for programs")
@@ -73,17 +84,25 @@ def _parser() -> argparse.ArgumentParser:
 # ---- a model in 4 bits -----------------------------------------------------------------------------------
 
 
-def quantize_model(model_name: str, out: Path, *, quant_type: str, double_quant: bool) -> None:
-    """Write a model folder whose decoder blocks' linear layers are in 4 bits.
+def quantize_model(
+    model_name: str, out: Path, *, quant_type: str, double_quant: bool, trust_remote_code: bool = False
+) -> None:
+    """Write a model folder in 4 bits: what a run with train type qlora would quantize.
 
     Raises:
         UserError: the model cannot be read or is quantized already, or `out` cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is there already and not empty. Give another folder.")
-    folder = hub.find_model_folder(model_name, with_weights=True)
-    checkpoint = Checkpoint(folder)
-    model = _meta_model(folder, model_name, quant_type=quant_type, double_quant=double_quant)
+    folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
+    config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)
+    stored = take_format(config)
+    if stored:
+        log.info(stored.describe_use(quantizes=True))
+    checkpoint = open_checkpoint(folder, stored)
+    model = _meta_model(
+        config, model_name, quant_type=quant_type, double_quant=double_quant, trust_remote_code=trust_remote_code
+    )
     sources = match_tensors(model, checkpoint)
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
     try:
@@ -101,8 +120,9 @@ def quantize_model(model_name: str, out: Path, *, quant_type: str, double_quant:
     log.info("Saved: %s (%s)", out, format_bytes(size))
 
 
-def _meta_model(folder: Path, name: str, *, quant_type: str, double_quant: bool) -> PreTrainedModel:
-    config = models.load_config(folder, name)
+def _meta_model(
+    config: PretrainedConfig, name: str, *, quant_type: str, double_quant: bool, trust_remote_code: bool
+) -> PreTrainedModel:
     if take_settings(config, name):
         raise UserError(f"model_name {name} is quantized to 4 bits already; train.py takes it as it is.")
     model = models.build_meta_model(
@@ -111,21 +131,22 @@ def _meta_model(folder: Path, name: str, *, quant_type: str, double_quant: bool)
         dtype=torch.bfloat16,
         compute_dtype=torch.bfloat16,
         device=torch.device("cpu"),
+        trust_remote_code=trust_remote_code,
     )
-    quantize_linears(
-        model,
-        models.block_linears(model),
-        "bnb_4bit",
-        quant_type=quant_type,
-        double_quant=double_quant,
-        compute_dtype=torch.bfloat16,
-    )
+    linears, experts = quantizable_weights(model)
+    options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}
+    quantize_linears(model, linears, "bnb_4bit", **options)
+    if quantize_experts(model, experts, "bnb_4bit", **options):
+        log.info(
+            "The experts are in 4 bits too, for which bitsandbytes has no format: train.py loads what is saved here, "
+            "transformers does not."
+        )
     return model
 
 
 def _write_weights(folder: Path, model: PreTrainedModel, checkpoint: Checkpoint, sources: dict[str, str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    layers = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, Bnb4bitLinear)}
+    layers = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, Bnb4bitWeight)}
     forms: dict[str, Form] = {}
     for name, source in sources.items():
         copied = {name: Form(checkpoint.dtype(source), tuple(checkpoint.shape(source)))}
@@ -135,46 +156,55 @@ def _write_weights(folder: Path, model: PreTrainedModel, checkpoint: Checkpoint,
     if free < files.num_bytes:
         raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
     files.create()
-    jobs = [(name, part) for name in sources for part in _parts(checkpoint, sources[name], whole=name in layers)]
+    jobs = [(name, part) for name in sources for part in _pieces(checkpoint, sources[name])]
     total = sum((part.stop - part.start) * checkpoint.dtype(part.name).itemsize for _, part in jobs)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Quantizing", disable=not sys.stderr.isatty()) as bar:
-        contents = read_ahead(checkpoint, [part for _, part in jobs], max_bytes=2 * _COPY_BYTES)
+        contents = read_ahead(checkpoint, [part for _, part in jobs], max_bytes=2 * _PIECE_BYTES)
+        absmax: list[torch.Tensor] = []  # of the pieces of the weight so far
         for (name, part), content in zip(jobs, contents, strict=True):
-            if name in layers:
-                _write_layer(files, name, layers[name], content.to(device))
-            else:
-                files.write(name, part.start * content.element_size(), content)
             bar.update(content.nbytes)
+            if name not in layers:
+                files.write(name, part.start * content.element_size(), content)
+                continue
+            absmax.append(_write_codes(files, name, layers[name], part.start, content.to(device)))
+            if part.stop == checkpoint.shape(part.name).numel():
+                _write_statistics(files, name, layers[name], torch.cat(absmax), content.dtype)
+                absmax.clear()
     files.sync()
     files.close()
 
 
-def _parts(checkpoint: Checkpoint, source: str, *, whole: bool) -> Iterator[Part]:
-    """A tensor to quantize is read whole, one to copy in pieces."""
+def _pieces(checkpoint: Checkpoint, source: str) -> Iterator[Part]:
     count = checkpoint.shape(source).numel()
-    size = count if whole else _COPY_BYTES // checkpoint.dtype(source).itemsize
-    for start in range(0, count, max(size, 1)):
+    size = _PIECE_BYTES // checkpoint.dtype(source).itemsize
+    for start in range(0, count, size):
         yield Part(source, start, min(start + size, count))
 
 
-def _write_layer(files: PackedFiles, weight: str, layer: Bnb4bitLinear, values: torch.Tensor) -> None:
+def _write_codes(
+    files: PackedFiles, weight: str, layer: Bnb4bitWeight, start: int, values: torch.Tensor
+) -> torch.Tensor:
+    """Quantize and write the elements from `start` on; returns their blocks' absmax."""
     if not values.isfinite().all():
         raise UserError(f"Weight {weight} has values that are not finite (NaN or infinity). Download the model again.")
-    codes, state = bnb.quantize_4bit(
-        values.view(layer.shape),
-        blocksize=layer.format.blocksize,
-        compress_statistics=layer.double_quant,
-        quant_type=layer.format.quant_type,
-    )
-    contents = {"weight": codes, "absmax": state.absmax}
+    codes, absmax = quantize_blocks(values, layer.format.quant_type)
+    files.write(weight, start // 2, codes.cpu())
+    return absmax
+
+
+def _write_statistics(
+    files: PackedFiles, weight: str, layer: Bnb4bitWeight, absmax: torch.Tensor, dtype: torch.dtype
+) -> None:
+    """Write all that belongs to a quantized weight but its codes. dtype: of the weight before."""
+    contents = {"absmax": absmax}
     if layer.double_quant:
-        layer.absmax_offset.copy_(state.offset)
-        contents["nested_absmax"] = state.state2.absmax
+        contents["absmax"], contents["nested_absmax"] = layer.quantize_absmax(absmax)
     for suffix, stored in stored_parameters(layer).items():
-        files.write(weight + suffix, 0, contents[stored.parameter].cpu())
+        if stored.parameter in contents:
+            files.write(weight + suffix, 0, contents[stored.parameter].cpu())
     for suffix, constant in stored_maps(layer).items():
         files.write(weight + suffix, 0, constant)
-    about = torch.frombuffer(bytearray(write_state(layer, values.dtype)), dtype=torch.uint8)
+    about = torch.frombuffer(bytearray(write_state(layer, dtype)), dtype=torch.uint8)
     files.write(state_name(weight, layer.format.quant_type), 0, about)
 
 
@@ -182,7 +212,7 @@ def _write_description(
     source: Path, folder: Path, model: PreTrainedModel, *, quant_type: str, double_quant: bool
 ) -> None:
     """The tokenizer's and other small files as they are, and config.json with the quantization in it."""
-    for path in {path for pattern in hub.SMALL_FILES for path in source.glob(pattern)}:
+    for path in {path for pattern in [*hub.SMALL_FILES, "*.py"] for path in source.glob(pattern)}:
         if path.is_file() and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
     quantization = BitsAndBytesConfig(
@@ -193,7 +223,8 @@ def _write_description(
         llm_int8_skip_modules=[name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
     )
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = quantization.to_dict()
+    has_experts = any(isinstance(module, Bnb4bitExperts) for module in model.modules())
+    config["quantization_config"] = quantization.to_dict() | ({EXPERTS_KEY: True} if has_experts else {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -42,24 +42,12 @@ def estimate_needs(
     moves = sum(part.largest_shard for part in counts.values()) - stays
     # Gradients and optimizer state lie where the weights they belong to lie.
     extra = 1 + OPTIMIZER_STATES[optimizer]
-    training = counts["trainable"].largest_shard * extra
+    training = int(counts["trainable"].largest_shard * extra)
     on_host = (moves + (training if not stays else 0)) if cpu_offload else 0
     on_device = moves + stays + training - on_host
     if device.type == "cpu":
         return Needs(device=0, host=on_device + on_host + buffer_bytes)
-    if cpu_offload:
-        on_host += _pinned_rounding(model, num_shards)
     return Needs(device=on_device, host=on_host + buffer_bytes)
-
-
-def _pinned_rounding(model: nn.Module, num_shards: int) -> int:
-    """What pinned memory takes beyond the offloaded shards: torch rounds each up to a power of two."""
-    pinned = {id(parameter): parameter for parameter in model.parameters()}
-    for adapter in adapter_modules(model):  # they stay on the GPU
-        for parameter in adapter.parameters():
-            pinned.pop(id(parameter), None)
-    sizes = [-(-parameter.nbytes // num_shards) for parameter in pinned.values()]
-    return sum((1 << (size - 1).bit_length()) - size for size in sizes if size)
 
 
 def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_qlora import (
+    decoded_tensors,
     describe,
     distributed,
     endings,
@@ -34,23 +35,26 @@ from fsdp_qlora import (
     verify,
     weights,
 )
-from fsdp_qlora.adapters import peft_config
+from fsdp_qlora.adapter_init import decompose_weights, reduces_base
+from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.checkpoint_files import Checkpoint
-from fsdp_qlora.config import TrainConfig, needless_lines, resolved_options, resolved_yaml
+from fsdp_qlora.config import TrainConfig, needless_lines, pairs, resolved_options, resolved_yaml
 from fsdp_qlora.control import Budget, Control
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.fingerprint import fingerprint_files
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
-from fsdp_qlora.optim import ShardedOptimizer, learning_rate
+from fsdp_qlora.optim import ShardedOptimizer, check_optimizer, learning_rate
+from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.profiling import MemoryLog, open_profiler
 from fsdp_qlora.progress import Progress
+from fsdp_qlora.redact import redact_values
 from fsdp_qlora.run_folder import Status
 from fsdp_qlora.saving import Saver
 from fsdp_qlora.train_state import TrainState
-from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
+from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
 from fsdp_qlora.trainer import Schedule, Trainer, train
 from fsdp_qlora.watchdog import Heartbeat, Watchdog
 
@@ -65,7 +69,10 @@ _OWN |= {"resume"}
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known before a weight is read. is_packed: the model's files are in 4 bits already."""
+    """All that is known before a weight is read.
+
+    is_packed: the model's files are in 4 bits already. stored: they are in a format that is decoded.
+    """
 
     train_type: TrainType
     precision: Precision
@@ -75,6 +82,7 @@ class Plan:
     tokenizer: PreTrainedTokenizerBase
     meta: parallelize.MetaModel
     is_packed: bool
+    stored: decoded_tensors.StoredFormat | None
     data: RunData
     schedule: Schedule
     warmup_steps: int
@@ -109,7 +117,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     started = time.monotonic()
     plan = make_plan(config, ranks)
     export.check_keeps_model(output_dir, plan.model_folder)
-    checkpoint = Checkpoint(plan.model_folder)
+    checkpoint = decoded_tensors.open_checkpoint(plan.model_folder, plan.stored)
     sources = weights.match_tensors(plan.meta.model, checkpoint, packed=plan.is_packed)
     check_resources(config, ranks, plan)
 
@@ -147,7 +155,8 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     verify.check_byte_account(plan.meta.model, mesh)
     verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
-        export.prepare_output_dir(output_dir, resolved_yaml(config), keep_run=not start.is_new)
+        files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
+        export.prepare_output_dir(output_dir, files, keep_run=not start.is_new)
         run_folder.write_atomically(output_dir / run_folder.RUN, {**about, "run_id": start.run_id})
 
     status = Status(
@@ -233,31 +242,33 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     precision_name = choose_precision(config.precision, ranks.device)
     precision = PRECISIONS[precision_name]
     precision.check_storage(config.quant_storage)
+    check_optimizer(config.optimizer, ranks.device)
     world_size = planned_processes(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(ranks.device, world_size))
     for line in needless_lines(config):
         log.info(line)
-    folder = hub.find_model_folder(config.model_name, with_weights=not config.dry_run)
-    model_config = models.load_config(folder, config.model_name)
+    folder = hub.find_model_folder(
+        config.model_name, with_weights=not config.dry_run, with_code=config.trust_remote_code
+    )
+    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    stored = decoded_tensors.take_format(model_config)
+    if stored:
+        log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
     prequantized = packed.take_settings(model_config, config.model_name)
     if prequantized:
         train_type.check_takes_4bit(config.train_type, config.model_name)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    tokenizer = models.load_tokenizer(folder, config.model_name)
+    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     meta = parallelize.build_model(
         model_config,
         train_type,
         precision,
         ranks.device,
         attn_implementation=config.attn_implementation,
-        quant_type=config.quant_type,
-        double_quant=config.double_quant,
-        lora_rank=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        lora_target_modules=list(config.lora_target_modules),
-        lora_target_parameters=list(config.lora_target_parameters),
+        quantizer_options=quantizer_options(config, train_type.quantizer),
+        lora=lora_options(config),
         prequantized=prequantized,
+        trust_remote_code=config.trust_remote_code,
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
@@ -275,6 +286,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         context_length=config.context_length,
         dataset_format=config.dataset_format,
         dataset_samples=config.dataset_samples,
+        on_bad_row=config.on_bad_row,
         max_bad_rows=config.max_bad_rows,
         seed=config.seed,
         vocab_size=meta.model.get_input_embeddings().num_embeddings,
@@ -300,6 +312,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         tokenizer=tokenizer,
         meta=meta,
         is_packed=prequantized is not None,
+        stored=stored,
         data=data,
         schedule=schedule,
         warmup_steps=warmup_steps,
@@ -307,10 +320,37 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     )
 
 
+def lora_options(config: TrainConfig) -> LoraOptions:
+    """The options of the adapter."""
+    return LoraOptions(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        target_parameters=config.lora_target_parameters,
+        use_rslora=config.use_rslora,
+        rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
+        alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
+        init=config.init_lora_weights,
+    )
+
+
 def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
     if config.warmup_steps >= 0:
         return config.warmup_steps
     return math.ceil(config.warmup_ratio * schedule.total_steps)
+
+
+def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
+    """The options that are the quantizer's own."""
+    options = {
+        "quant_type": config.quant_type,
+        "double_quant": config.double_quant,
+        "n_bits": config.n_bits,
+        "group_size": config.group_size,
+        "int8_threshold": config.int8_threshold,
+    }
+    return {name: options[name] for name in QUANTIZER_OPTIONS.get(quantizer or "", ())}
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
@@ -349,6 +389,12 @@ def shard_and_load(
     )
     log.debug("%s", model)
     parallelize.materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
+    init, cache_folder = config.init_lora_weights, config.quant_cache
+    if init != "true":
+        decompose_weights(model, checkpoint, sources, mesh, ranks.device, init=init, seed=config.seed)
+    if reduces_base(init) and plan.train_type.quantizer:
+        cache_folder = "off"
+        log.info("The quantized weights are not kept for the next start: with %s they belong to this adapter.", init)
     load_weights = functools.partial(
         weights.load_weights,
         model,
@@ -359,7 +405,7 @@ def shard_and_load(
         show_progress=ranks.is_rank_0,
     )
     layers = {} if plan.is_packed else weights.quantized_layers(model)
-    cache = quant_cache.open_cache(config.quant_cache, layers, checkpoint, sources, ranks, mesh)
+    cache = quant_cache.open_cache(cache_folder, layers, checkpoint, sources, ranks, mesh)
     if cache:
         cache.load(load_weights)
     else:
@@ -380,7 +426,13 @@ def train_and_save(
 ) -> dict[str, float]:
     """Run the steps that are left and save the result; returns the run's summary."""
     model, schedule, output_dir = plan.meta.model, plan.schedule, Path(config.output_dir)
-    optimizer = ShardedOptimizer(model, config.optimizer, lr=config.learning_rate, weight_decay=config.wd)
+    optimizer = ShardedOptimizer(
+        model,
+        config.optimizer,
+        lr=config.learning_rate,
+        weight_decay=config.wd,
+        lr_ratio_B=config.loraplus_lr_ratio,
+    )
     trainer = Trainer(
         model,
         optimizer,
@@ -425,10 +477,10 @@ def train_and_save(
         output_dir=output_dir,
         total_steps=schedule.total_steps,
         config=resolved_options(config),
-        project_name=config.project_name,
-        name=config.name,
-        group=config.group,
-        entity=config.entity,
+        project_name=redact_values(config.project_name),
+        name=redact_values(config.name),
+        group=redact_values(config.group),
+        entity=redact_values(config.entity),
         is_rank_0=ranks.is_rank_0,
         run_id=start.run_id,
     ) as metrics:
@@ -470,7 +522,8 @@ def train_and_save(
             )
         profiler.close()
         if config.save_model:
-            save(config, ranks, plan)
+            with trainer.optimizer.averaged():
+                save(config, ranks, plan)
         summary = progress.summary()
         metrics.summary(summary)
     return summary
@@ -479,7 +532,7 @@ def train_and_save(
 def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
     """Write the adapter, or the whole model where all of it was trained. Every rank calls it."""
     model, output_dir = plan.meta.model, Path(config.output_dir)
-    if not plan.train_type.has_adapter:
+    if plan.train_type.adapter is None:
         dtype = plan.precision.compute_dtype
         export.save_model(
             model,
@@ -495,10 +548,9 @@ def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
         plan.meta.linears,
         plan.meta.targets,
         plan.meta.target_parameters,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        base_model=config.model_name,
+        plan.train_type.adapter,
+        lora_options(config),
+        base_model=hub.public_name(config.model_name),
         model_config=plan.model_config,
     )
     export.save_adapter(model, adapter, plan.tokenizer, output_dir, is_rank_0=ranks.is_rank_0)

@@ -20,7 +20,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """What a sink may need to know about the run; `config` is written out, so it must hold no secrets.
+    """What a sink may need to know about the run; all of it is written out, so it must hold no secrets.
 
     run_id: the same for every start of one run.
     """

@@ -25,11 +25,23 @@ class TrainType(NamedTuple):
             )
 
 
+# Quantizer -> the options that are its own, by their names in TrainConfig and as arguments of its layers.
+QUANTIZER_OPTIONS: dict[str, tuple[str, ...]] = {
+    "bnb_4bit": ("quant_type", "double_quant"),
+    "hqq": ("n_bits", "group_size"),
+    "int8": ("int8_threshold",),
+}
+
 TRAIN_TYPES: dict[str, TrainType] = {
     "full": TrainType(adapter=None, quantizer=None, trains="all"),
     "lora": TrainType(adapter="lora", quantizer=None, trains="adapter"),
     "qlora": TrainType(adapter="lora", quantizer="bnb_4bit", trains="adapter"),
+    "dora": TrainType(adapter="dora", quantizer=None, trains="adapter"),
+    "bnb_dora": TrainType(adapter="dora", quantizer="bnb_4bit", trains="adapter"),
     # In 2024 these two were a second implementation of LoRA; here there is one, and they are its other names.
     "custom_lora": TrainType(adapter="lora", quantizer=None, trains="adapter"),
     "custom_qlora": TrainType(adapter="lora", quantizer="bnb_4bit", trains="adapter"),
+    "hqq_lora": TrainType(adapter="lora", quantizer="hqq", trains="adapter"),
+    "hqq_dora": TrainType(adapter="dora", quantizer="hqq", trains="adapter"),
+    "int8_lora": TrainType(adapter="lora", quantizer="int8", trains="adapter"),
 }

@@ -196,13 +196,14 @@ class Trainer:
         self.model.eval()
         local_sum = 0.0
         size = self.schedule.batch_size * self.ranks.world_size
-        for start in range(0, len(rows), size):
-            self.heartbeat.beat(step, "evaluate")
-            for micro_batch in self._micro_batches(rows[start : start + size], data):
-                local_sum += self._loss(micro_batch).item()
-            self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
-            if self.control.stop:
-                break
+        with self.optimizer.averaged():
+            for start in range(0, len(rows), size):
+                self.heartbeat.beat(step, "evaluate")
+                for micro_batch in self._micro_batches(rows[start : start + size], data):
+                    local_sum += self._loss(micro_batch).item()
+                self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
+                if self.control.stop:
+                    break
         reshard_all(self.model)
         if self.control.stop:
             return None

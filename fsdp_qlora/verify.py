@@ -9,9 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.adapter_init import adapted_weights, subtract
 from fsdp_qlora.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
+from fsdp_qlora.lora import LoraLinear
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.packed import local_bytes, stored_parameters
 from fsdp_qlora.quantized_weight import QuantizedWeight
@@ -121,7 +123,8 @@ def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str,
     if packed and isinstance(layer, Bnb4bitLinear):
         same, how = _has_stored_bytes(layer, f"{name}.weight", checkpoint, sources), "in the file"
     else:
-        same, how = _has_stored_values(layer, f"{name}.weight", checkpoint, sources)
+        reduced = adapted_weights(model).get(f"{name}.weight")
+        same, how = _has_stored_values(layer, f"{name}.weight", checkpoint, sources, reduced)
     block.reshard()
     if not same:
         raise RuntimeError(
@@ -132,11 +135,17 @@ def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str,
 
 
 def _has_stored_values(
-    layer: QuantizedWeight | nn.Linear, weight: str, checkpoint: Checkpoint, sources: dict[str, str]
+    layer: QuantizedWeight | nn.Linear,
+    weight: str,
+    checkpoint: Checkpoint,
+    sources: dict[str, str],
+    adapted: LoraLinear | None,
 ) -> tuple[bool, str]:
     """Whether a gathered layer is the checkpoint's weight, quantized as the layer is; and how that was compared."""
     source = sources[weight]
     whole = checkpoint.read_rows(source, 0, checkpoint.shape(source)[0])
+    if adapted is not None and adapted.subtracted is not None:
+        whole = subtract(adapted, whole.flatten(), 0).view(whole.shape)
     if isinstance(layer, QuantizedWeight):
         decoded = layer.dequantize()
         return torch.equal(decoded, layer.quantize_whole(whole.to(decoded.device))), "quantized whole"

@@ -11,17 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.adapter_init import adapted_weights, initialize_adapters, subtract
+from fsdp_qlora.adapters import adapter_modules
+from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
-from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
+from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.lora import LoraLinear
 from fsdp_qlora.merged_tensors import MergedTensor
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.packed import Stored, byte_range, check_map, load_state, state_name, stored_maps, stored_parameters
@@ -57,6 +58,9 @@ def load_weights(
         UserError: a file cannot be read, or a weight is not finite.
     """
     targets = _targets(model, packed=packed)
+    for name, layer in adapted_weights(model).items():
+        if layer.subtracted is not None:
+            targets[name] = _reduced(targets[name], layer)
     names = sorted(targets, key=lambda name: str(checkpoint.files[sources[name]]))
     parts = [_part(checkpoint, sources[name], targets[name], mesh) for name in names]
     sizes = [(part.stop - part.start) * checkpoint.dtype(part.name).itemsize for part in parts]
@@ -74,10 +78,7 @@ def load_weights(
         "Loaded %s: rank 0 read its %.2f GB in %.1f s (%.2f GB/s).",
         checkpoint.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
     )  # fmt: skip
-    for name, parameter in adapter_parameters(model):
-        whole = first_adapter_value(name, parameter.shape, seed=seed)
-        first, last = _own_rows(parameter, mesh)
-        _store_rows(parameter, whole[first:last])
+    initialize_adapters(model, mesh, seed=seed)
 
 
 class _Target(NamedTuple):
@@ -92,6 +93,16 @@ class _Target(NamedTuple):
     store: Callable[[torch.Tensor, DeviceMesh, torch.device], None]
 
 
+def _reduced(target: _Target, layer: LoraLinear) -> _Target:
+    """The same weight, less what the adapter starts from."""
+
+    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
+        assert target.wanted is not None
+        target.store(subtract(layer, values.to(device), target.wanted(mesh)[0]), mesh, device)
+
+    return target._replace(store=store)
+
+
 def _part(checkpoint: Checkpoint, source: str, target: _Target, mesh: DeviceMesh) -> Part:
     start, stop = target.wanted(mesh) if target.wanted else (0, checkpoint.shape(source).numel())
     return Part(source, start, stop)
@@ -103,14 +114,17 @@ def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torc
 
 
 def _check_finite(values: torch.Tensor, name: str) -> None:
-    if values.is_floating_point() and not values.isfinite().all():
+    if not values.is_floating_point() or not values.numel():
+        return
+    # The extremes are NaN where a value is, and unlike values.isfinite() they need no memory.
+    if not all(extreme.isfinite() for extreme in values.aminmax()):
         raise UserError(f"Weight {name} has values that are not finite (NaN or infinity). Download the model again.")
 
 
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     """Name in the checkpoint -> what it fills, for everything that a checkpoint holds."""
     targets: dict[str, _Target] = {}
-    own = {id(parameter) for _, parameter in adapter_parameters(model)}
+    own = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedWeight):
             own.update(id(parameter) for name, parameter in module.named_parameters() if name != "bias")
@@ -142,7 +156,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
     """The tensors that make up a 4-bit weight, as flat bytes: each rank reads its shards' own."""
-    assert isinstance(layer, Bnb4bitLinear)
+    assert isinstance(layer, Bnb4bitWeight)
     targets: dict[str, _Target] = {}
     for suffix, stored in stored_parameters(layer).items():
         wanted = functools.partial(byte_range, layer, stored)
@@ -156,7 +170,7 @@ def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
 
 
 def _store_packed(
-    layer: Bnb4bitLinear, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
+    layer: Bnb4bitWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
 ) -> None:
     if stored.dtype.is_floating_point:
         _check_finite(values.view(stored.dtype), name)
@@ -170,12 +184,12 @@ def _checked(check: Callable[[torch.Tensor, str], None], name: str) -> _Target:
 
 def _plain(parameter: nn.Parameter) -> _Target:
     def wanted(mesh: DeviceMesh) -> tuple[int, int]:
-        first, last = _own_rows(parameter, mesh)
+        first, last = own_rows(parameter, mesh)
         row = parameter.numel() // max(parameter.shape[0], 1)
         return first * row, last * row
 
     def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-        _store_rows(parameter, values)
+        store_rows(parameter, values)
 
     return _Target(parameter.shape, wanted, store)
 
@@ -185,17 +199,6 @@ def _replicated(buffer: torch.Tensor) -> _Target:
         buffer.copy_(values.view(buffer.shape))
 
     return _Target(buffer.shape, lambda mesh: (0, buffer.numel()), store)
-
-
-def _own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
-    return shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
-
-
-@torch.no_grad()
-def _store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    assert isinstance(parameter, DTensor)
-    local = parameter.to_local()
-    local.copy_(values.view(local.shape))
 
 
 def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, *, packed: bool = False) -> dict[str, str]:

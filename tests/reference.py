@@ -1,12 +1,15 @@
 """An independent single-process trainer: transformers + PEFT + bitsandbytes, plain PyTorch, no FSDP."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import bitsandbytes as bnb
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n### Response:"
@@ -27,13 +30,42 @@ def load_base(folder: Path, *, four_bit: bool) -> torch.nn.Module:
         bnb_4bit_compute_dtype=torch.float32,
     )
     options = {"quantization_config": quantization, "device_map": "cpu"} if four_bit else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+    return in_fp32(model)
+
+
+def in_fp32(model: torch.nn.Module) -> torch.nn.Module:
+    """Make Linear4bit compute in its compute dtype: in eval mode, on a CPU with AVX512-BF16, it takes bf16."""
+    for module in model.modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.training = True
+    return model
+
+
+@torch.no_grad()
+def load_decoded_base(folder: Path, linears: Sequence[str] = LINEARS) -> torch.nn.Module:
+    """The base model in fp32, its linear layers rounded to what NF4 with double quantization keeps of them.
+
+    For what bitsandbytes' and PEFT's layers compute in bf16 whatever the model's dtype.
+    """
+    model = load_base(folder, four_bit=False)
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in linears:
+            module.weight.copy_(decode(module.weight))
+    return model
+
+
+def decode(weight: torch.Tensor) -> torch.Tensor:
+    """What NF4 with double quantization keeps of a weight of whole blocks."""
+    options = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    codes, state = bnb.functional.quantize_4bit(weight.view(-1, 64), **options)
+    return bnb.functional.dequantize_4bit(codes, state).view(weight.shape)
 
 
 def load_adapter(base: torch.nn.Module, folder: Path) -> PeftModel:
     """The adapter as a user loads it. Every tensor of its file must have found its place."""
     model = PeftModel.from_pretrained(base, folder)
-    return model.eval()
+    return in_fp32(model.eval())
 
 
 def encode(folder: Path, rows: list[dict[str, str]]) -> list[tuple[torch.Tensor, torch.Tensor]]:

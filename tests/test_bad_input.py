@@ -65,7 +65,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "model that needs code of its own": (
         {"model_name": "remote_code"},
-        ["remote_code/config.json", "model_type 'mine'", "code of their own are not supported"],
+        ["model_name remote_code needs Python code of its own", "--trust_remote_code true runs it with your rights"],
     ),
     "encoder-decoder model": ({"model_name": "t5"}, ["model_name t5", "'t5'", "not a decoder-only", "llama"]),
     "target modules that match nothing": (
@@ -96,6 +96,35 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     "index that names an absent file": (
         {"model_name": "absent_file"},
         ["absent_file/model.safetensors.index.json", "not there: model-00002-of-00002.safetensors", "Download"],
+    ),
+    "index that leads out of the folder": (
+        {"model_name": "outside"},
+        ["outside/model.safetensors.index.json names '../model/model.safetensors'", "not a file of its folder"],
+    ),
+    "index without a map": (
+        {"model_name": "no_map"},
+        ["no_map/model.safetensors.index.json is not a safetensors index", "Download"],
+    ),
+    "header longer than the file": (
+        {"model_name": "long_header"},
+        ["long_header/model.safetensors is not a readable safetensors file", "Download it again"],
+    ),
+    "tensor beyond the end of the file": (
+        {"model_name": "beyond"},
+        ["beyond/model.safetensors is not a readable safetensors file", "Download it again"],
+    ),
+    "config.json that is no object": ({"model_name": "list_config"}, ["list_config/config.json"]),
+    "negative size": (
+        {"model_name": "negative"},
+        ["config.json of the llama model", "cannot be built", "negative dimension -64"],
+    ),
+    "size that is a text": (
+        {"model_name": "text_size"},
+        ["model_name text_size: its config.json cannot be used", "'intermediate_size' expected int, got str"],
+    ),
+    "heads that are not the weights'": (
+        {"model_name": "heads"},
+        ["wrong shape: model.layers.0.self_attn.k_proj.weight in model.safetensors is [32, 64], the model's is [48"],
     ),
     "index that names an absent tensor": (
         {"model_name": "absent_tensor"},
@@ -222,7 +251,7 @@ def test_bad_input_under_torchrun_is_shown_and_ends_all(inputs: Path, tmp_path: 
         assert process.wait(timeout=120) != 0
         assert not ranks_of(tmp_path)
     log = (tmp_path / "log").read_text()
-    assert f"error: {inputs}/data/malformed.jsonl:3: " in log
+    assert f"{inputs}/data/malformed.jsonl:3: Expecting" in log
     assert 'train.py", line' not in log  # the only traceback is torchrun's own
     assert not (tmp_path / "output").exists()
 
@@ -310,6 +339,18 @@ def _truncate(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def _edit_header(edit: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Change the first bytes of the weights: the length of the header and the header itself."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        path.write_bytes(edit(content[:end]) + content[end:])
+
+    return damage
+
+
 def _index(norm_file: str, *, drop_norm: bool) -> Callable[[Path], None]:
     """Add an index that places one tensor in `norm_file`."""
 
@@ -327,7 +368,7 @@ def _pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "no_tokenizer": _remove_tokenizer,
     "broken_config": _break_config,
     "unknown_type": _edit_config(model_type="lllama"),
@@ -340,4 +381,12 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "absent_file": _index("model-00002-of-00002.safetensors", drop_norm=False),
     "absent_tensor": _index("model.safetensors", drop_norm=True),
     "pickled": _pickle,
+    "outside": _index("../model/model.safetensors", drop_norm=False),
+    "no_map": lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
+    "long_header": _edit_header(lambda header: (2**62).to_bytes(8, "little") + header[8:]),
+    "beyond": _edit_header(lambda header: header.replace(b"[0,", b"[9,", 1)),
+    "list_config": lambda folder: (folder / "config.json").write_text("[1, 2]"),
+    "negative": _edit_config(hidden_size=-64),
+    "text_size": _edit_config(intermediate_size="128"),
+    "heads": _edit_config(num_attention_heads=4, num_key_value_heads=3),
 }

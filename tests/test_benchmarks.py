@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import common, gpu, overhead
+from benchmarks import common, dora, gpu, overhead
 
 
 def _run(main: Any, *argv: str, output: Path) -> tuple[int, dict[str, Any]]:
@@ -25,6 +25,15 @@ def test_our_loop_and_the_hand_written_ones_do_the_same_work(tmp_path: Path) -> 
     assert result["loss_difference"] < overhead.LOSS_TOLERANCE
     assert all(math.isfinite(row["ratio"]) and row["ratio"] > 0 for row in result["loops"].values())
     assert result["loops"]["ours"]["last_loss"] < result["loops"]["ours"]["first_loss"]
+
+
+def test_dora_benchmark_measures_time_and_memory_of_all_four_layers(tmp_path: Path) -> None:
+    shape = ["--in_features", "256", "--out_features", "512", "--tokens", "64", "--steps", "1"]
+    _, result = _run(dora.main, *shape, output=tmp_path / "out.json")
+    assert list(result["layers"]) == ["lora", "dora", "peft lora", "peft dora"]
+    # At least the output of the layer; what DoRA keeps beyond LoRA is one more of these, and no weight.
+    assert result["layers"]["lora"]["peak_bytes"] > 64 * 512 * 4
+    assert result["extra_peak_bytes"] < 2 * 64 * 512 * 4 < result["decoded_weight_bytes"]
 
 
 def test_gpu_benchmark_trains_random_weights_with_the_base_in_place_and_offloaded(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The data package: strict reading, exact masks, a safe cache, and an order that loses no row."""
 
 import csv
+import gzip
 import json
 import logging
 import multiprocessing
@@ -130,34 +131,60 @@ def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: An
     assert len(sources.find_source(str(folder)).read(4).rows) == 4  # of both files together
     tokenized, report = prepare(folder, max_bad_rows=0.5)
     assert tokenized.row_numbers.tolist() == [1, 2, 4]
-    assert report.describe_rejected() == ["3 x empty output: a.json row 3; b.jsonl line 2; c.csv row 1"]
+    assert report.describe_rejected() == ["3 x empty output: a.json row 3; b.jsonl line 2; c.csv line 2"]
+    assert [place for place, _ in report.places()] == [
+        f"{folder}/a.json row 3",
+        f"{folder}/b.jsonl:2",
+        f"{folder}/c.csv:2",
+    ]
 
 
 GOOD = json.dumps(ROWS[0])
+DEEP = "[" * 200_000
+# File -> (its content, what the refusal says behind the file's path).
 MALFORMED = {
+    # JSON lines
     "line.jsonl": (f"{GOOD}\n\n{{'instruction': 1}}\n".encode(), ":3: Expecting property name"),
     "cut.jsonl": (f"{GOOD}\n{GOOD[:20]}".encode(), ":2: Unterminated string"),
+    "cut_late.jsonl": ((GOOD + "\n").encode() * 300 + GOOD[:-9].encode(), ":301: Unterminated string"),
     "list.jsonl": (b"[1, 2]\n", ":1: expected an object with columns, found an array"),
     "latin.jsonl": (f"{GOOD}\n".encode() + '{"output": "é"}\n'.encode("latin-1"), ":2: not UTF-8 text"),
+    "utf16.jsonl": (f"{GOOD}\n".encode("utf-16"), ":1: not UTF-8 text"),
+    "packed.jsonl": (gzip.compress(GOOD.encode()), ":1: not UTF-8 text"),
+    "deep.jsonl": (f"{GOOD}\n{DEEP}\n".encode(), ":2: nested too deeply"),
+    "number.jsonl": (f'{GOOD}\n{{"output": {"9" * 5000}}}\n'.encode(), ":2: a number that cannot be read"),
+    "two_names.jsonl": (b'{"output": "a", "output": "b"}\n', ":1: 'output' occurs twice in an object"),
+    "two_objects.jsonl": (f"{GOOD}{GOOD}\n".encode(), ":1: Extra data"),
+    "no_text.jsonl": (f'{GOOD}\n{{"instruction": "a", "output": 7}}\n'.encode(), ":2: output is not text but int"),
+    "null.jsonl": (f'{GOOD}\n{{"instruction": null, "output": "b"}}\n'.encode(), ":2: empty instruction"),
+    "blank.jsonl": (b"\n\n", ": the dataset is empty"),
+    "columns.jsonl": (
+        b'{"question": "a", "answer": "b"}\n',
+        ": missing columns. It has: question, answer. Needed",
+    ),
+    # JSON
     "comma.json": (f"[{GOOD},\n {GOOD}\n {GOOD}]".encode(), ":3: Expecting ',' delimiter (column 2)"),
+    "cut.json": (f"[{GOOD},\n {GOOD}".encode(), ":2: Expecting ',' delimiter"),
     "lines.json": (
         f"{GOOD}\n{GOOD}\n".encode(),
         ":2: Extra data (column 1). A file with one object per line",
     ),
     "object.json": (GOOD.encode(), ": expected an array of objects, found an object"),
-    "element.json": (f"[{GOOD}, 7]".encode(), ": element 2: expected an object with columns, found a number"),
-    "short.csv": (b"instruction,output\na,b\nc\n", ":3: 1 values, but the header has 2"),
-    "quote.csv": (b'instruction,output\na,"b\n', ": unexpected end of data"),
-    "twice.csv": (b"output,output\na,b\n", ":1: a column name occurs twice"),
-    "random.parquet": (b"PAR1 is not enough", ": not a parquet file"),
-    "blank.jsonl": (b"\n\n", ": the dataset is empty"),
+    "element.json": (f"[{GOOD}, 7]".encode(), " row 2: expected an object with columns, found a number"),
+    "deep.json": (DEEP.encode(), ": nested too deeply"),
+    "latin.json": ('[{"output": "é"}]'.encode("latin-1"), ": not UTF-8 text"),
     "blank.json": (b"", ": the dataset is empty"),
     "array.json": (b"[]", ": the dataset is empty"),
+    # CSV
+    "short.csv": (b"instruction,output\na,b\nc\n", ":3: 1 values, but the header has 2"),
+    "after_lines.csv": (b'instruction,output\n"a\nb",c\nd\n', ":4: 1 values, but the header has 2"),
+    "quote.csv": (b'instruction,output\na,"b\n', ": unexpected end of data"),
+    "twice.csv": (b"output,output\na,b\n", ":1: a column name occurs twice"),
+    "semicolons.csv": (b"instruction;output\na;b\n", ": missing columns. It has: instruction;output."),
+    "latin.csv": ("instruction,output\na,é\n".encode("latin-1"), "not UTF-8 text"),
     "header.csv": (b"instruction,output\n", ": the dataset is empty"),
-    "columns.jsonl": (
-        b'{"question": "a", "answer": "b"}\n',
-        ": missing columns. It has: question, answer. Needed",
-    ),
+    # Others
+    "random.parquet": (b"PAR1 is not enough", ": not a parquet file"),
     "kind.txt": (b"text", "is of no known kind"),
 }
 
@@ -170,6 +197,23 @@ def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_p
         prepare(tmp_path / name)
     assert str(tmp_path / name) in str(error.value)
     assert message in str(error.value)
+
+
+def test_pipe_is_refused_before_it_is_read(prepare: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match="not a regular file"):
+        prepare(tmp_path / "rows.jsonl")
+
+
+def test_few_malformed_rows_are_left_out_and_listed_unless_told_otherwise(prepare: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{GOOD}\n" * 199 + "{broken}\n" + f"{GOOD}\n" * 3)
+    tokenized, report = prepare(path)
+    assert len(tokenized) == 202 and report.num_rows == 203
+    assert tokenized.row_numbers.tolist() == [*range(1, 200), 201, 202, 203]
+    assert [place for place, _ in report.places()] == [f"{path}:200"]
+    with pytest.raises(UserError, match=r"1 of 203 rows.*--on_bad_row is error(.|\n)*rows.jsonl:200: Expecting prop"):
+        prepare(path, on_bad_row="error")
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"])
@@ -273,7 +317,7 @@ def test_truncation_is_counted_and_rows_without_room_are_rejected(
     assert report.rejected == {"no room for a response within context_length": [1]}
     assert (report.num_truncated, report.num_tokens_cut) == (1, lengths[1] - context_length)
     assert prepare(path, context_length=context_length + 1)[0].num_targets[0] == 1
-    with pytest.raises(UserError, match=r"1 of 1 rows cannot be used.*\n.*no room for a response.*: line 1"):
+    with pytest.raises(UserError, match=r"1 of 1 rows cannot be used.*\n.*rows.jsonl:1: no room for a response"):
         prepare(path, context_length=5, dataset_samples=1, max_bad_rows=1.0)
 
 
@@ -297,7 +341,9 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
     assert len(tokenized) == report.num_used == 93
     assert "3 x empty output: lines 1, 2, 7" in caplog.text
     # Now from the cache, whose file does not make the limit void.
-    with pytest.raises(UserError, match=r"7 of 100 rows cannot be used, allowed are 6.9%(.|\n)*lines 1, 2, 7"):
+    with pytest.raises(
+        UserError, match=r"7 of 100 rows cannot be used, allowed are 6.9%(.|\n)*rows.jsonl:7: empty output"
+    ):
         prepare(path, max_bad_rows=0.069)
 
 
@@ -390,7 +436,7 @@ def test_tokenizer_identity_does_not_depend_on_what_was_tokenized_before() -> No
     assert tokenizer_identity(used) != tokenizer_identity(make_tokenizer(ends_with_eos=True))
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "foreign", "mixed"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "foreign", "mixed", "bit"])
 def test_damaged_cache_file_is_made_anew(
     damage: str, prepare: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -405,7 +451,14 @@ def test_damaged_cache_file_is_made_anew(
     elif damage == "mixed":
         cache.write_arrays(file, {**arrays, "input_ids": arrays["input_ids"][:-1]}, metadata)
     else:
-        file.write_bytes({"cut": data[:-7], "empty": b"", "noise": b"\xff" * len(data)}[damage])
+        file.write_bytes(
+            {
+                "cut": data[:-7],
+                "empty": b"",
+                "noise": b"\xff" * len(data),
+                "bit": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+            }[damage]
+        )
     with caplog.at_level(logging.WARNING, "fsdp_qlora"):
         assert prepare(path)[0].input_ids.tolist() == expected
     assert "damaged" in caplog.text

@@ -42,6 +42,7 @@ def _peak_kib() -> int:
 def _load(folder: Path, result: Path) -> int:
     """Build, shard and load as train.py does, and note what it took."""
     from fsdp_qlora import distributed, models, parallelize, verify, weights
+    from fsdp_qlora.adapters import LoraOptions
     from fsdp_qlora.checkpoint_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.train_types import TRAIN_TYPES
@@ -54,12 +55,8 @@ def _load(folder: Path, result: Path) -> int:
         precision,
         ranks.device,
         attn_implementation="auto",
-        quant_type="nf4",
-        double_quant=True,
-        lora_rank=4,
-        lora_alpha=4,
-        lora_dropout=0.0,
-        lora_target_modules=["all"],
+        quantizer_options={"quant_type": "nf4", "double_quant": True},
+        lora=LoraOptions(rank=4, alpha=4),
     )
     checkpoint = Checkpoint(folder)
     sources = weights.match_tensors(meta.model, checkpoint)

@@ -98,8 +98,8 @@ def test_dry_run_gives_the_bytes_per_rank_that_two_ranks_then_hold(
         # One byte per block, four to a stored float32, and 4 bytes per 256 blocks.
         statistics += half(math.ceil(blocks / 4)) * 4 + half(math.ceil(blocks / 256)) * 4
         trainable += (half(RANK) * parameter.shape[1] + half(parameter.shape[0]) * RANK) * 4
-    assert line_with("4-bit codes", dry_run) == (
-        f"4-bit codes {kib(codes)}, their statistics {kib(statistics)}, other frozen weights {kib(frozen)}, "
+    assert line_with("quantized weights", dry_run) == (
+        f"quantized weights {kib(codes)}, their statistics {kib(statistics)}, other frozen weights {kib(frozen)}, "
         f"trainable weights (fp32) {kib(trainable)}, their gradients {kib(trainable)}, "
         f"optimizer state {kib(2 * trainable)}"
     )
@@ -200,7 +200,9 @@ def unsaved_run(run_yaml: Path) -> tuple[Path, str]:
 
 def test_save_model_false_leaves_only_the_record_of_the_run(unsaved_run: tuple[Path, str]) -> None:
     output_dir, output = unsaved_run
-    assert sorted(path.name for path in output_dir.iterdir()) == ["config.yaml", "metrics.jsonl", "wandb"]
+    assert sorted(path.name for path in output_dir.iterdir()) == [
+        *("config.yaml", "metrics.jsonl", "run.json", "status.json", "wandb"),
+    ]
     assert len(read_metrics(output_dir)) == 2
     assert "Nothing saved, metrics only" in output
 

@@ -1,6 +1,8 @@
 """Models that bitsandbytes has quantized to 4 bits, as transformers saves them, trained without decoding them."""
 
+import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+)
 
+from fsdp_qlora.decoded_tensors import StoredFormat, open_checkpoint
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.weights import match_tensors
+from tests.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -89,8 +102,7 @@ REFUSED = {
     "8-bit bitsandbytes": {"quant_method": "bitsandbytes", "load_in_8bit": True},
     "GPTQ": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "AWQ": {"quant_method": "awq", "bits": 4},
-    "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "MXFP4": {"quant_method": "mxfp4"},
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
 }
 
 
@@ -98,6 +110,124 @@ REFUSED = {
 def test_other_quantized_formats_are_refused_by_name(name: str, models: Models, tmp_path: Path) -> None:
     message = refusal(copy_with_config(models(), tmp_path / "model", REFUSED[name]), tmp_path)
     assert f"is quantized as {name}, which is not read here. Give its checkpoint with 16- or 32-bit weights" in message
+
+
+FP8_FORMS = {"blocks": (32, 32), "uneven blocks": (48, 40), "rows": None, "whole": None}
+
+
+def save_fp8(source: Path, folder: Path, form: str) -> dict[str, torch.Tensor]:
+    """Write a model's linear layers in FP8 as they are published; returns all its weights as they are meant."""
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    block, meant, stored = FP8_FORMS[form], {}, {}
+    for name, value in tensors.items():
+        stored[name] = meant[name] = value.bfloat16()
+        if "_proj" not in name and ".experts." not in name:
+            continue
+        rows, columns = block or {"rows": (1, value.shape[1]), "whole": value.shape}[form]
+        scales = torch.empty(-(-value.shape[0] // rows), -(-value.shape[1] // columns))
+        for i, j in itertools.product(*map(range, scales.shape)):
+            part = value[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            scales[i, j] = part.abs().max() / 448
+        grid = scales.repeat_interleave(rows, 0)[: value.shape[0]].repeat_interleave(columns, 1)[:, : value.shape[1]]
+        stored[name] = (value / grid).to(torch.float8_e4m3fn)
+        meant[name] = (stored[name].float() * grid).bfloat16()
+        stored[f"{name}_scale_inv" if block else f"{name}_scale"] = scales if form != "whole" else scales.view(())
+    stored["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(())
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    about = {"quant_method": "fp8", **({"weight_block_size": list(block)} if block else {})}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": about}))
+    return meant
+
+
+def save_mxfp4(source: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """Write a gpt_oss with random experts in MXFP4; what they mean is left to transformers."""
+    shutil.copytree(source, folder)
+    stored = {}
+    for name, value in load_file(source / "model.safetensors").items():
+        stored[name] = value.bfloat16()
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = value.shape
+            del stored[name]
+            stored[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16)).to(torch.uint8)
+            stored[f"{name}_scales"] = torch.randint(119, 123, (experts, rows, columns // 32)).to(torch.uint8)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    about = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16", "quantization_config": about}))
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3_moe", "blocks"), ("qwen3", "uneven blocks"), ("llama", "rows"), ("llama", "whole"), ("gpt_oss", "mxfp4")],
+)
+def test_fp8_and_mxfp4_are_decoded_as_they_are_read_and_train_as_the_decoded_weights(
+    family: str, form: str, models: Models, tmp_path: Path
+) -> None:
+    source, folder, decoded = models(family, **FAMILIES.get(family, {})), tmp_path / "model", tmp_path / "decoded"
+    meant = save_fp8(source, folder, form) if form in FP8_FORMS else save_mxfp4(source, folder)
+    shutil.copytree(source, decoded)
+    if form in ("blocks", "mxfp4"):  # what transformers decodes itself
+        kind = Mxfp4Config if form == "mxfp4" else FineGrainedFP8Config
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, quantization_config=kind(dequantize=True)
+        )
+        expected = {
+            name: value for name, value in model.state_dict().items() if name.endswith(("_proj", "_proj.weight"))
+        }
+    stored = StoredFormat("MXFP4", None) if form == "mxfp4" else StoredFormat("FP8", FP8_FORMS[form])
+    checkpoint = open_checkpoint(folder, stored)
+    with torch.device("meta"):
+        bare = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    sources = match_tensors(bare, checkpoint)
+    if form not in ("blocks", "mxfp4"):
+        expected = {name: value for name, value in meant.items() if "_proj" in name}
+    assert len(expected) > 3
+    for name, value in expected.items():
+        count = value.numel()
+        for start, stop in ((0, count), (count // 3, count // 2 + 5), (count - 1, count)):
+            found = checkpoint.read_flat(sources[name], start, stop)
+            assert torch.equal(found, value.flatten()[start:stop]), (name, start)
+    if form == "mxfp4":
+        meant = {name: checkpoint.read_rows(sources[name], 0, checkpoint.shape(sources[name])[0]) for name in sources}
+    save_file(meant, decoded / "model.safetensors", metadata={"format": "pt"})
+    common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
+    for train_type in ("qlora", "lora") if form == "blocks" else ("qlora",):
+        theirs, ours = tmp_path / f"{train_type}_stored", tmp_path / f"{train_type}_decoded"
+        output = train_ok(2, theirs, model_name=folder, train_type=train_type, **common)
+        train_ok(2, ours, model_name=decoded, train_type=train_type, **common)
+        assert read_metrics(theirs) == read_metrics(ours)
+        assert f"The model is stored in {stored.name}: its weights are decoded to bf16" in output
+
+
+def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) -> None:
+    save_fp8(models("llama"), tmp_path / "model", "blocks")
+    checkpoint = open_checkpoint(tmp_path / "model", StoredFormat("FP8", (32, 32)))
+    name = "model.layers.0.mlp.down_proj.weight"  # [64, 128]
+    checkpoint.read_flat(name, 0, 32 * 128)
+    assert checkpoint.bytes_read == 32 * 128 + 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"_scale_inv": None}, "is in FP8 and has no scale"),
+        ({"_scale_inv": torch.ones(3, 3)}, "in FP8 has scales [3, 3], which do not fit it"),
+    ],
+)
+def test_fp8_scales_that_are_wrong_are_named(change: dict, words: str, models: Models, tmp_path: Path) -> None:
+    save_fp8(models("llama"), tmp_path / "model", "blocks")
+    file, name = tmp_path / "model" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    for suffix, value in change.items():
+        tensors.pop(name + suffix)
+        tensors |= {} if value is None else {name + suffix: value}
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=re.escape(words)) as error:
+        open_checkpoint(tmp_path / "model", StoredFormat("FP8", (32, 32)))
+    assert name in str(error.value)
 
 
 @pytest.mark.parametrize("train_type", ["lora", "full"])

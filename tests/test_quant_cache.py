@@ -15,8 +15,12 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.cache_entries import _file_identity
+from fsdp_qlora.checkpoint_files import Checkpoint
+from fsdp_qlora.weights import match_tensors
+from tests.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -80,6 +84,32 @@ def test_a_cache_written_on_2_ranks_gives_the_same_losses_on_1_2_and_3(
     )
     assert torch.equal(stored[NAME], codes)
     assert torch.equal(bnb.dequantize_4bit(codes, state), bnb.dequantize_4bit(codes, expected_state))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_experts_come_from_the_cache_too(
+    family: str, run: Callable[..., tuple[str, list[float]]], models: Models, tmp_path: Path
+) -> None:
+    folder = models(family, **FAMILIES[family])
+    output, expected = run(2, model_name=folder)
+    assert KEPT in output and len(set(expected)) > 1
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert f"{name}.nested_absmax" in load_file(entry(tmp_path / "cache") / "model.safetensors")
+    for ranks in (2, 1):
+        output, losses = run(ranks, model_name=folder)
+        assert FROM_CACHE in output and losses == (
+            expected if ranks == 2 else run(1, model_name=folder, quant_cache="off")[1]
+        )
+
+
+def test_every_file_that_experts_are_read_from_is_part_of_an_entry_s_name(models: Models, tmp_path: Path) -> None:
+    folder = models("mixtral", **FAMILIES["mixtral"])
+    checkpoint = Checkpoint(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    origins = checkpoint.origins(match_tensors(model, checkpoint)[experts])
+    assert len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"] and set(origins) <= checkpoint.files.keys()
 
 
 def _flip(file: Path) -> None:

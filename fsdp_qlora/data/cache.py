@@ -19,13 +19,14 @@ from safetensors.numpy import save_file
 
 from fsdp_qlora.data.rows import DataReport, Part, TokenizedRows
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.redact import redact_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("fsdp_qlora")
 
-CACHE_VERSION = 1  # raise it when the arrays, the templates or the rules of masking change
+CACHE_VERSION = 2  # raise it when the arrays, the templates or the rules of masking change
 
 
 class DamagedFile(ValueError):
@@ -79,8 +80,9 @@ def write_cache(path: Path, tokenized: TokenizedRows, report: DataReport) -> Non
         UserError: the folder is not writable or full.
     """
     arrays = {field.name: getattr(tokenized, field.name) for field in dataclasses.fields(tokenized)}
+    about = redact_values({**dataclasses.asdict(report), "digest": tokenized.digest()})
     try:
-        write_arrays(path, arrays, {"report": json.dumps(dataclasses.asdict(report))})
+        write_arrays(path, arrays, {"report": json.dumps(about)})
     except (OSError, SafetensorError) as error:
         raise UserError(f"Tokenized rows cannot be written to {path.parent} ({error}).") from error
 
@@ -91,9 +93,12 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         arrays, metadata = map_arrays(path)
         tokenized = TokenizedRows(**arrays)
         fields = json.loads(metadata["report"])
+        digest = fields.pop("digest")
         parts = [Part(**part) for part in fields.pop("parts")]
         report = DataReport(**fields, parts=parts)
         _check_cached(tokenized, report)
+        if tokenized.digest() != digest:
+            raise DamagedFile("its content is not what was written")
     except FileNotFoundError:
         return None
     except (DamagedFile, TypeError, KeyError, ValueError) as error:

@@ -14,43 +14,55 @@ from pathlib import Path
 from fsdp_qlora.data.rows import Part, Row, Rows
 from fsdp_qlora.errors import UserError
 
-NumberedRows = Iterator[tuple[int, Row]]
+
+class Malformed(ValueError):
+    """What stands in a row's place and is none; the message is the reason, without the place."""
+
+
+NumberedRows = Iterator[tuple[int, Row | Malformed]]
 
 
 def read_jsonl(path: Path) -> NumberedRows:
     """One object per line; blank lines are passed over. Numbers are line numbers."""
+    has_rows = False
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            where = f"{path}:{number}"
-            text = _decode(line, where).rstrip()
-            if text:
-                try:
-                    value = json.loads(text)
-                except json.JSONDecodeError as error:
+            try:
+                if text := _decode(line).rstrip():
+                    yield number, _require_object(_parse_line(text))
+                    has_rows = True
+            except Malformed as reason:
+                if has_rows and not line.endswith(b"\n"):
                     raise UserError(
-                        f"{where}: {error.msg} (column {error.colno}). Each line must be one JSON object."
-                    ) from error
-                yield number, _require_object(value, where)
+                        f"{path}:{number}: {reason}. The file ends within this line: it has been cut. Copy or "
+                        "download it again."
+                    ) from reason
+                yield number, reason
 
 
 def read_json(path: Path) -> NumberedRows:
     """An array of objects."""
-    text = _decode(path.read_bytes(), str(path))
-    if not text or text.isspace():
-        return
     try:
-        values = json.loads(text)
+        text = _decode(path.read_bytes())
+        if not text or text.isspace():
+            return
+        values = _parse(text)
     except json.JSONDecodeError as error:
         hint = " A file with one object per line is named .jsonl." if error.msg == "Extra data" else ""
         raise UserError(f"{path}:{error.lineno}: {error.msg} (column {error.colno}).{hint}") from error
+    except Malformed as reason:
+        raise UserError(f"{path}: {reason}.") from reason
     if not isinstance(values, list):
         raise UserError(f"{path}: expected an array of objects, found {_kind(values)}.")
     for number, value in enumerate(values, start=1):
-        yield number, _require_object(value, f"{path}: element {number}")
+        try:
+            yield number, _require_object(value)
+        except Malformed as reason:
+            yield number, reason
 
 
 def read_csv(path: Path) -> NumberedRows:
-    """Comma-separated values under a header line; every value is a string."""
+    """Comma-separated values under a header line; every value is a string. Numbers are those of rows' first lines."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is less than a long text
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -58,12 +70,13 @@ def read_csv(path: Path) -> NumberedRows:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 raise UserError(f"{path}:1: a column name occurs twice: {', '.join(header)}.")
-            for number, values in enumerate(filter(None, reader), start=1):
-                if len(values) != len(header):
-                    raise UserError(
-                        f"{path}:{reader.line_num}: {len(values)} values, but the header has {len(header)}."
-                    )
-                yield number, dict(zip(header, values, strict=True))
+            number = reader.line_num + 1
+            for values in reader:
+                if values and len(values) != len(header):
+                    yield number, Malformed(f"{len(values)} values, but the header has {len(header)}")
+                elif values:
+                    yield number, dict(zip(header, values, strict=True))
+                number = reader.line_num + 1
         except csv.Error as error:
             raise UserError(f"{path}:{reader.line_num}: {error}.") from error
         except UnicodeDecodeError as error:
@@ -95,32 +108,43 @@ class FileKind:
 FILE_KINDS: dict[str, FileKind] = {
     ".json": FileKind(read_json, "row"),
     ".jsonl": FileKind(read_jsonl, "line"),
-    ".csv": FileKind(read_csv, "row"),
+    ".csv": FileKind(read_csv, "line"),
     ".parquet": FileKind(read_parquet, "row"),
 }
 
 
 def read_files(origin: Path, files: list[Path], limit: int | None) -> Rows:
-    """Read files one after the other until `limit` rows are there; later lines are not looked at.
+    """Read files one after the other until `limit` rows are there, malformed ones counted; the rest is not looked at.
 
     Raises:
-        UserError: a file is malformed (it names the place), or there is not one row.
+        UserError: a file cannot be read as a whole (it names the place), or there is nothing in any.
     """
     rows: list[Row] = []
     numbers: list[int] = []
+    malformed: dict[int, str] = {}
     parts: list[Part] = []
     columns: dict[str, None] = {}
+    last = 0
     for path in files:
         kind = FILE_KINDS[path.suffix.lower()]
-        part = Part(path.name, kind.unit, offset=numbers[-1] if numbers else 0)
+        part = Part(path.name, kind.unit, offset=last)
         parts.append(part)
-        for number, row in islice(kind.read(path), None if limit is None else limit - len(rows)):
+        room = None if limit is None else limit - len(rows) - len(malformed)
+        for number, row in islice(kind.read(path), room):
+            last = part.offset + number
+            if isinstance(row, Malformed):
+                malformed[last] = str(row)
+                continue
             rows.append(row)
-            numbers.append(part.offset + number)
+            numbers.append(last)
             columns.update(dict.fromkeys(row))
     if not rows:
-        raise UserError(f"{origin}: the dataset is empty. Give one with rows.")
-    return Rows(rows, numbers, list(columns), parts)
+        if not malformed:
+            raise UserError(f"{origin}: the dataset is empty. Give one with rows.")
+        number, reason = next(iter(malformed.items()))
+        part = [part for part in parts if part.offset < number][-1]
+        raise UserError(f"{part.place(number, str(origin))}: {reason}. Not one of {len(malformed):,} rows can be read.")
+    return Rows(rows, numbers, list(columns), parts, malformed)
 
 
 def find_files(path: Path) -> list[Path]:
@@ -133,8 +157,12 @@ def find_files(path: Path) -> list[Path]:
     if not path.is_dir():
         if path.suffix.lower() not in FILE_KINDS:
             raise UserError(f"dataset: {path} is of no known kind. Kinds: {kinds}.")
+        if not path.is_file():  # reading a pipe or a device might never end
+            raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
         return [path]
-    files = [file for file in path.iterdir() if file.suffix.lower() in FILE_KINDS and file.name[0] != "."]
+    files = [
+        file for file in path.iterdir() if file.suffix.lower() in FILE_KINDS and file.name[0] != "." and file.is_file()
+    ]
     if not files:
         raise UserError(f"dataset: the folder {path} has no file of a known kind. Kinds: {kinds}.")
     return sorted(files, key=lambda file: file.name)
@@ -152,16 +180,44 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _decode(data: bytes, where: str) -> str:
+def _decode(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text (byte {error.start}: {error.reason}).") from error
+        raise Malformed(f"not UTF-8 text (byte {error.start}: {error.reason})") from error
 
 
-def _require_object(value: object, where: str) -> Row:
+def _parse_line(text: str) -> object:
+    try:
+        return _parse(text)
+    except json.JSONDecodeError as error:
+        raise Malformed(f"{error.msg} (column {error.colno}); each line must be one JSON object") from error
+
+
+def _parse(text: str) -> object:
+    """JSON to a value. Raises json.JSONDecodeError with the place, or Malformed."""
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except (json.JSONDecodeError, Malformed):
+        raise
+    except RecursionError as error:
+        raise Malformed("nested too deeply") from error
+    except ValueError as error:  # Python reads no number of more than 4300 digits
+        raise Malformed(f"a number that cannot be read ({error})") from error
+
+
+def _unique(pairs: list[tuple[str, object]]) -> Row:
+    """Python keeps the last of two equal names; which was meant, nobody knows."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise Malformed(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
+    return values
+
+
+def _require_object(value: object) -> Row:
     if not isinstance(value, dict):
-        raise UserError(f"{where}: expected an object with columns, found {_kind(value)}.")
+        raise Malformed(f"expected an object with columns, found {_kind(value)}")
     return value
 
 

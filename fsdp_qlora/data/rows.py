@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +23,15 @@ class Part:
     unit: str  # what n counts: "line" or "row", both from 1
     offset: int = 0
 
+    def place(self, number: int, origin: str) -> str:
+        """Where a row is, as compilers write it: "rows.jsonl:3", or "rows.parquet row 3".
+
+        Args:
+            origin: the path of the file, or of the folder that it is in.
+        """
+        path = origin if origin.endswith(self.name) else f"{origin}/{self.name}"
+        return f"{path}{':' if self.unit == 'line' else ' row '}{number - self.offset}"
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -32,6 +41,7 @@ class Rows:
     numbers: list[int]
     columns: list[str]  # of all rows together, in order of appearance
     parts: list[Part]
+    malformed: dict[int, str] = field(default_factory=dict)  # number of what is no row -> why
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +59,7 @@ class TokenizedRows:
     def digest(self) -> str:
         """Hash of all rows, equal where they are equal."""
         total = hashlib.blake2b(digest_size=16)
-        for array in (self.input_ids, self.learned, self.offsets):
+        for array in (self.input_ids, self.learned, self.offsets, self.row_numbers):
             total.update(np.ascontiguousarray(array).data)
         return total.hexdigest()
 
@@ -84,14 +94,19 @@ class DataReport:
     def num_rejected(self) -> int:
         return sum(map(len, self.rejected.values()))
 
+    def places(self) -> list[tuple[str, str]]:
+        """(place, reason) of every row that was left out, in the order of the dataset."""
+        reasons = sorted((number, reason) for reason, numbers in self.rejected.items() for number in numbers)
+        return [(self.part_of(number).place(number, self.origin), reason) for number, reason in reasons]
+
+    def part_of(self, number: int) -> Part:
+        """The file that a row is in."""
+        return [part for part in self.parts if part.offset < number][-1]
+
     def locate(self, numbers: Sequence[int]) -> str:
-        """Say where rows are: "lines 3, 17", or "b.jsonl line 3; c.csv row 1" for a folder."""
-
-        def part_of(number: int) -> Part:
-            return [part for part in self.parts if part.offset < number][-1]
-
+        """Say where rows are: "lines 3, 17", or "b.jsonl line 3; c.csv line 1" for a folder."""
         places = []
-        for part, group in itertools.groupby(numbers, key=part_of):
+        for part, group in itertools.groupby(numbers, key=self.part_of):
             local = [str(number - part.offset) for number in group]
             file = f"{part.name} " if len(self.parts) > 1 else ""
             places.append(f"{file}{part.unit}{'s' if len(local) > 1 else ''} {', '.join(local)}")

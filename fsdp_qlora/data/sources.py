@@ -43,6 +43,8 @@ def find_source(dataset: str) -> Source:
     """
     if dataset in DATASETS:
         return DATASETS[dataset]()
+    if "://" in dataset:
+        raise UserError(f"dataset: {dataset} is a URL, which is not read. Download it. {_choices()}")
     if _looks_local(dataset):
         return local_source(Path(dataset).expanduser())
     if is_hub_name(dataset):

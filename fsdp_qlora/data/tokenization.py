@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from fsdp_qlora.data.cache import cache_path, locked, read_cache, tokenizer_identity, write_cache
 from fsdp_qlora.data.formats import FORMATS, BadRow, Format, choose_format
-from fsdp_qlora.data.rows import DataReport, Part, Row, Rows, TokenizedRows
+from fsdp_qlora.data.rows import NUMBERS_SHOWN, DataReport, Part, Row, Rows, TokenizedRows
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Source, find_source
 from fsdp_qlora.errors import UserError
 
@@ -34,6 +34,7 @@ def prepare_rows(
     context_length: int,
     dataset_format: str = "auto",
     dataset_samples: int | None = None,
+    on_bad_row: str = "skip",
     max_bad_rows: float = 0.01,
     seed: int = 0,
     cache_dir: str | Path,
@@ -48,7 +49,8 @@ def prepare_rows(
         context_length: rows are cut to this many tokens, from the end.
         dataset_format: a key of formats.FORMATS, or "auto" to tell it from the columns.
         dataset_samples: only the first N rows.
-        max_bad_rows: the fraction of rows that may be unusable; they are left out and listed.
+        on_bad_row: "skip" leaves unusable rows out and lists them, "error" refuses a dataset that has any.
+        max_bad_rows: the fraction of rows that "skip" may leave out.
         seed: decides the random tokens of the dummy dataset, nothing else.
         show_progress: may be true in every rank, since only the one that works draws a bar.
     Raises:
@@ -64,7 +66,7 @@ def prepare_rows(
         made = _tokenize_source(
             source, tokenizer, context_length, dataset_format, num_samples, Path(cache_dir), show_progress
         )
-    check_report(made[1], max_bad_rows=max_bad_rows)
+    check_report(made[1], on_bad_row=on_bad_row, max_bad_rows=max_bad_rows)
     if dataset_samples is not None and made[1].num_rows < dataset_samples:
         log.warning("dataset_samples is %d, but there are only %d rows.", dataset_samples, made[1].num_rows)
     return made
@@ -100,20 +102,26 @@ def _tokenize_source(
         return read_cache(path) or made  # mapped, so that all ranks share it
 
 
-def check_report(report: DataReport, *, max_bad_rows: float) -> None:
+def check_report(report: DataReport, *, on_bad_row: str = "skip", max_bad_rows: float) -> None:
     """Log what became of the rows, and refuse a dataset of which too much is unusable.
 
     Raises:
-        UserError: no row is left, or more than the fraction `max_bad_rows` was rejected.
+        UserError: no row is left, or more were rejected than `on_bad_row` and `max_bad_rows` allow; the first are
+            named with their places.
     """
-    lines = report.describe_rejected()
-    if report.num_used == 0 or report.num_rejected > max_bad_rows * report.num_rows:
+    allowed = max_bad_rows if on_bad_row == "skip" else 0.0
+    if report.num_used == 0 or report.num_rejected > allowed * report.num_rows:
+        lines = [f"{place}: {reason}" for place, reason in report.places()[:NUMBERS_SHOWN]]
+        if report.num_rejected > len(lines):
+            lines.append(f"... and {report.num_rejected - len(lines):,} more")
+        limit = f"allowed are {allowed:.1%}" if on_bad_row == "skip" else "--on_bad_row is error"
+        advice = "raise --max_bad_rows" if on_bad_row == "skip" else "leave them out with --on_bad_row skip"
         raise UserError(
-            f"{report.origin}: {report.num_rejected:,} of {report.num_rows:,} rows cannot be used, allowed "
-            f"are {max_bad_rows:.1%}. Repair them or raise max_bad_rows.\n  " + "\n  ".join(lines)
+            f"{report.origin}: {report.num_rejected:,} of {report.num_rows:,} rows cannot be used, {limit}. "
+            f"Repair them or {advice}.\n  " + "\n  ".join(lines)
         )
     log.info("%s", report.describe())
-    for line in lines:
+    for line in report.describe_rejected():
         log.warning("Rows left out, %s", line)
 
 
@@ -163,6 +171,8 @@ def tokenize_rows(
     whose prompt alone fills the context, is left out and listed in the report.
     """
     rejected: defaultdict[str, list[int]] = defaultdict(list)
+    for number, reason in rows.malformed.items():
+        rejected[reason].append(number)
     ids: list[np.ndarray] = []
     prompt_lengths: list[int] = []
     numbers: list[int] = []
@@ -185,7 +195,7 @@ def tokenize_rows(
     report = DataReport(
         origin=origin,
         dataset_format=dataset_format,
-        num_rows=len(rows.rows),
+        num_rows=len(rows.rows) + len(rows.malformed),
         num_used=len(tokenized),
         num_tokens=len(tokenized.input_ids),
         num_targets=int(tokenized.num_targets.sum()),

@@ -1,0 +1,49 @@
+"""First values of A and B that are read off the weight: PiSSA, OLoRA, LoftQ.
+
+Shapes: weight [out, in] float32, A [rank, in], B [out, rank]; `scaling` is the factor of B A in the adapted layer.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+Factors = tuple[torch.Tensor, torch.Tensor]
+
+
+def pissa(weight: torch.Tensor, rank: int, scaling: float) -> Factors:
+    """Its `rank` largest singular values and vectors (Meng et al. 2024)."""
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    return _split(left[:, :rank], values[:rank], right[:rank], scaling)
+
+
+def pissa_niter(weight: torch.Tensor, rank: int, scaling: float, *, iterations: int, seed: int) -> Factors:
+    """The same by a randomized method (Halko et al. 2009): a small part of the time, and a little less exact."""
+    devices = [weight.device] if weight.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        left, values, right = torch.svd_lowrank(weight, q=rank, niter=iterations)
+    return _split(left, values, right.T, scaling)
+
+
+def olora(weight: torch.Tensor, rank: int) -> Factors:
+    """The first `rank` columns of Q and rows of R of its QR decomposition (Büyükakyüz 2024)."""
+    orthogonal, triangular = torch.linalg.qr(weight)
+    return triangular[:rank], orthogonal[:, :rank]
+
+
+def loftq(
+    weight: torch.Tensor, rank: int, scaling: float, *, quantize: Callable[[torch.Tensor], torch.Tensor]
+) -> Factors:
+    """The largest singular values of what quantization loses (Li et al. 2023, one round, as PEFT by default).
+
+    With one round the base is the quantized weight itself, which everybody can make again.
+
+    Args:
+        quantize: weight -> its quantized values.
+    """
+    return pissa(weight.float() - quantize(weight).float(), rank, scaling)
+
+
+def _split(left: torch.Tensor, values: torch.Tensor, right: torch.Tensor, scaling: float) -> Factors:
+    root = (values / scaling).sqrt()
+    return root[:, None] * right, left * root

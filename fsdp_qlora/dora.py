@@ -1,0 +1,124 @@
+"""DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA, with the length of each row of the weight a parameter of its own.
+
+W' = m * (W + s B A) / ||W + s B A||, the norm per output row and held constant in the backward pass (section 4.3).
+
+Shapes: x [.., in], W [out, in], lora_A [rank, in], lora_B [out, rank], m [out].
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_qlora.lora import LoraAdapter
+from fsdp_qlora.quantized_weight import QuantizedWeight
+
+
+class Magnitude(nn.Module):
+    """One number per output row, fp32 in every precision: bf16 would not see it change by less than 0.4%.
+
+    Parameters:
+        weight: m, trainable, float32 [out].
+        row_squares: ||W||^2 of the base's rows, frozen, float32 [out].
+    """
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, device="meta", dtype=torch.float32))
+        self.row_squares = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """m and ||W||^2; the call by which FSDP2 gathers them."""
+        return self.weight, self.row_squares
+
+
+class DoraAdapter(LoraAdapter):
+    """LoRA's two matrices, the magnitude, and the product with the base layer that they need."""
+
+    def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__(in_features, out_features, rank=rank, dropout=dropout)
+        self.scaling = scaling
+        self.magnitude = Magnitude(out_features)
+
+    def forward(self, x: torch.Tensor, base_layer: nn.Module | None = None) -> torch.Tensor:
+        """x W'^T + b. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, where x' is x with parts dropped."""
+        assert base_layer is not None
+        bias: torch.Tensor | None = base_layer.bias  # type: ignore[assignment]
+        scale = self._scale(base_layer)
+        base = base_layer(x)
+        if self.training and isinstance(self.dropout, nn.Dropout):
+            x = self.dropout(x)
+            dropped = base_layer(x)
+            update = self.lora_B(self.lora_A(x))
+            adapted = _ScaleRows.apply(torch.add(dropped, update, alpha=self.scaling), scale)
+            change = adapted - dropped
+            return base + (change if bias is None else change + _rest_of_bias(bias, scale, change))
+        update = self.lora_B(self.lora_A(x))
+        adapted = _ScaleRows.apply(torch.add(base, update, alpha=self.scaling), scale)
+        return adapted if bias is None else adapted + _rest_of_bias(bias, scale, adapted)
+
+    def _scale(self, base_layer: nn.Module) -> torch.Tensor:
+        """m / ||W + s B A||, float32 [out], differentiable in m alone.
+
+        ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: no W is decoded but
+        for a product with the rank rows of A.
+        """
+        magnitude, row_squares = self.magnitude()
+        with torch.no_grad():
+            lora_A, lora_B = self.lora_A.weight, self.lora_B.weight.float()
+            product = base_layer(lora_A)
+            if base_layer.bias is not None:
+                product = product - base_layer.bias
+            gram = torch.mm(lora_A.float(), lora_A.float().T)
+            with_update = 2 * self.scaling * product.float().T + self.scaling**2 * torch.mm(lora_B, gram)
+            squares = row_squares + (with_update * lora_B).sum(dim=1)
+            norm = squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
+        return magnitude / norm
+
+
+class DoraLinear(nn.Module):
+    """base_layer with its weight's rows adapted in direction and length."""
+
+    def __init__(self, base_layer: nn.Module, *, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora = DoraAdapter(
+            base_layer.in_features,  # type: ignore[arg-type]
+            base_layer.out_features,  # type: ignore[arg-type]
+            rank=rank,
+            scaling=scaling,
+            dropout=dropout,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.lora(x, self.base_layer)
+        return result
+
+    @torch.no_grad()
+    def base_row_squares(self) -> torch.Tensor:
+        """||W||^2 per row of the base, float32 [out]. Only while its parameters are gathered."""
+        base = self.base_layer
+        weight = base.dequantize() if isinstance(base, QuantizedWeight) else base.weight
+        return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
+
+
+def _rest_of_bias(bias: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What brings scale * b back to b: the bias is not scaled."""
+    return (bias - scale * bias).to(like.dtype)
+
+
+class _ScaleRows(torch.autograd.Function):
+    """y * scale for y [.., out] of any dtype and scale float32 [out], without a float32 copy of y."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(y, scale)
+        return torch.mul(y, scale, out=torch.empty_like(y))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (grad,) = grads
+        y, scale = ctx.saved_tensors
+        products = grad * y
+        grad_scale = products.flatten(0, -2).sum(dim=0, dtype=torch.float32)
+        return torch.mul(grad, scale, out=products), grad_scale

@@ -1,0 +1,95 @@
+"""Which layers and parameters an adapter goes on: names, regular expressions and patterns as PEFT reads them."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from fsdp_qlora.errors import UserError
+
+ALL = ("all", "all-linear")  # PEFT says all-linear
+
+
+def is_regex(name: str) -> bool:
+    """Whether a target is a regular expression: no layer's name has characters beyond these."""
+    return name not in ALL and re.fullmatch(r"[\w.]+", name) is None
+
+
+def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:
+    """The linear layers that get an adapter.
+
+    Args:
+        linears: paths of the linear layers of the decoder blocks.
+        requested: "all", "default" (PEFT's choice for the model type), one regular expression that matches whole
+            paths, or names: a layer is meant by its last path components. All as in PEFT.
+    Raises:
+        UserError: a name matches nothing, or PEFT has no default for the model type.
+    """
+    # Here, because the options import this module and PEFT takes seconds to load.
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    leaves = sorted({path.rsplit(".", 1)[-1] for path in linears})
+    if len(requested) == 1 and requested[0] in ALL:
+        return list(linears)
+    if list(requested) == ["default"]:
+        if model_type not in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+            raise UserError(
+                f"lora_target_modules default: PEFT has no default for model type {model_type!r}. "
+                f"Use all, or name some of: {', '.join(leaves)}."
+            )
+        requested = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING[model_type]
+    if len(requested) == 1 and is_regex(requested[0]):
+        chosen = [path for path in linears if re.fullmatch(requested[0], path)]
+        if not chosen:
+            raise UserError(
+                f"lora_target_modules: the regular expression {requested[0]} matches no linear layer of the decoder "
+                f"blocks. It has to match a whole path, such as {linears[0]}."
+            )
+        return chosen
+    chosen = [path for path in linears if _is_named(path, requested)]
+    unmatched = [name for name in requested if not any(_is_named(path, [name]) for path in linears)]
+    if unmatched:
+        raise UserError(
+            f"lora_target_modules: no linear layer of the decoder blocks is named {', '.join(unmatched)}. "
+            f"Linear layers of this model: {', '.join(leaves)} (or all)."
+        )
+    return chosen
+
+
+def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> list[str]:
+    """The 3-D expert parameters that get an adapter, named by their last path components as in PEFT.
+
+    Raises:
+        UserError: a name matches nothing.
+    """
+    unmatched = [name for name in requested if not any(_is_named(path, [name]) for path in parameters)]
+    if unmatched:
+        named = sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})
+        raise UserError(
+            f"lora_target_parameters: no expert parameter of the decoder blocks is named {', '.join(unmatched)}. "
+            f"Those of this model: {', '.join(named) or 'none'}."
+        )
+    return [path for path in parameters if _is_named(path, requested)]
+
+
+def find_pattern(patterns: Iterable[str], path: str) -> str | None:
+    """The first of `patterns`, regular expressions for the end of a path as in PEFT's rank_pattern, that fits."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
+
+
+def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str]) -> None:
+    """Refuse patterns that do nothing.
+
+    Raises:
+        UserError: a pattern is the first match of no layer with an adapter.
+    """
+    patterns = list(patterns)
+    unused = set(patterns) - {find_pattern(patterns, path) for path in targets}
+    if unused:
+        leaves = sorted({path.rsplit(".", 1)[-1] for path in targets})
+        raise UserError(
+            f"{option}: {', '.join(sorted(unused))} matches no layer with an adapter that an earlier pattern leaves. "
+            f"Layers with an adapter: {', '.join(leaves)}; a pattern is a regular expression for the end of a path."
+        )
+
+
+def _is_named(path: str, names: Iterable[str]) -> bool:
+    return any(path == name or path.endswith("." + name) for name in names)

@@ -1,0 +1,83 @@
+"""Secrets are taken out of everything that a run prints or writes: tokens, keys, and passwords in URLs."""
+
+import contextlib
+import functools
+import netrc
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from huggingface_hub import constants
+
+T = TypeVar("T")
+
+HIDDEN = "[secret]"
+_SHORTEST = 8  # a shorter value is no key, and would be found in ordinary words
+_SECRET_VARIABLE = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
+_PATTERNS = {
+    # Tokens of Hugging Face, AWS and GitHub
+    re.compile(r"\bhf_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{16,}"): HIDDEN,
+    # user:password@ in a URL, also where a path has made one slash of two
+    re.compile(r"(:/{1,2})[^\s/@]+@"): rf"\1{HIDDEN}@",
+}
+
+
+def redact(text: str) -> str:
+    """The text without this machine's and user's secrets, and without what looks like one."""
+    for secret in _secrets():
+        text = text.replace(secret, HIDDEN)
+    for pattern, hidden in _PATTERNS.items():
+        text = pattern.sub(hidden, text)
+    return text
+
+
+def redact_values(values: T) -> T:
+    """A nest of dicts and lists with all its strings redacted."""
+    if isinstance(values, str):
+        return redact(values)  # type: ignore[return-value]
+    if isinstance(values, Mapping):
+        return {key: redact_values(value) for key, value in values.items()}  # type: ignore[return-value]
+    if isinstance(values, Sequence):
+        return type(values)(map(redact_values, values))  # type: ignore[call-arg]
+    return values
+
+
+def guard_output() -> None:
+    """From now on, nothing secret passes through this process's stdout and stderr, tracebacks included."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _RedactedStream):
+            setattr(sys, name, _RedactedStream(stream))
+
+
+class _RedactedStream:
+    """A text stream whose writes are redacted one by one."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(redact(text))
+        return len(text)
+
+    def writelines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@functools.cache
+def _secrets() -> tuple[str, ...]:
+    """The values of secret variables, the login of the hub, and the passwords of ~/.netrc; the longest first."""
+    found = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found.add(Path(os.environ.get("HF_TOKEN_PATH") or constants.HF_TOKEN_PATH).read_text().strip())
+    with contextlib.suppress(OSError, UnicodeDecodeError, netrc.NetrcParseError):
+        found.update(password for _, _, password in netrc.netrc().hosts.values() if password)
+    found = {value for value in found if len(value) >= _SHORTEST and not os.path.exists(value)}
+    return tuple(sorted(found, key=len, reverse=True))

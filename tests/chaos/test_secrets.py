@@ -1,0 +1,82 @@
+"""Secrets in the environment, in options, configuration files and paths: in nothing that a run leaves or says."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora.redact import HIDDEN, redact, redact_values
+from tests.tiny import flags, make_model, make_rows, on_ranks, write_rows
+
+IN_ENVIRONMENT, IN_URL = "canary-of-the-environment", "canary-of-a-url"
+LOGIN = f"https://someone:{IN_URL}@example.invalid/rows"
+# If it were ever rendered, the run would not end.
+HOSTILE_TEMPLATE = "{% for i in range(10**9) %}{% for j in range(10**9) %}{{ i }}{% endfor %}{% endfor %}"
+
+
+def train_with_secrets(folder: Path, argv: list[str], bug: bool) -> int:
+    """train.py's main with secrets around it, and with `bug` an exception that carries them."""
+    os.environ |= {"HF_TOKEN": IN_ENVIRONMENT, "FSDP_QLORA_CACHE": str(folder / "cache"), "WANDB_MODE": "offline"}
+    import sys
+
+    import train
+    from fsdp_qlora import run
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(f"could not reach {LOGIN} with {IN_ENVIRONMENT}")
+
+    if bug:
+        run.make_plan = fail
+    sys.argv = ["train.py", *argv]
+    return train.main(argv)
+
+
+def leaks(folder: Path) -> list[str]:
+    """Files below a folder with a secret in them."""
+    secrets = [IN_ENVIRONMENT.encode(), IN_URL.encode()]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [str(path) for path in files if any(secret in path.read_bytes() for secret in secrets)]
+
+
+def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "given" / "model")
+    (model / "chat_template.jinja").write_text(HOSTILE_TEMPLATE)
+    rows = [*make_rows(200), {"instruction": "a", "output": ""}]
+    (data := tmp_path / "given" / IN_ENVIRONMENT).mkdir()
+    write_rows(data / "rows.jsonl", rows)
+    (tmp_path / "given" / "run.yaml").write_text(f"group: {LOGIN}\nmodel_name: {model}\n")
+    left = tmp_path / "left"
+    argv = flags(config=tmp_path / "given" / "run.yaml", dataset=data / "rows.jsonl", name=f"run-{IN_ENVIRONMENT}")
+    argv += flags(project_name=IN_ENVIRONMENT, output_dir=left / "output", log_to="stdout,wandb", max_steps=1)
+    statuses, output = on_ranks(2, train_with_secrets, (left, argv, False), left / "logs")
+    assert statuses == [0, 0], output
+    assert leaks(left) == []
+    assert len(list(left.rglob("*.wandb"))) == 1  # it was among the files
+    assert HIDDEN in output and f"name: run-{HIDDEN}" in (left / "output" / "config.yaml").read_text()
+    [rejected] = map(json.loads, (left / "output" / "rejected.jsonl").read_text().splitlines())
+    assert rejected["row"].endswith("rows.jsonl:201") and rejected["reason"] == "empty output"
+    # The adapter is for others: it names its base without the path to it on this machine.
+    adapter = json.loads((left / "output" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == "model"
+
+
+@pytest.mark.parametrize("case", ["error", "bug"])
+def test_no_secret_is_in_what_a_failing_run_says(case: str, tmp_path: Path) -> None:
+    argv = flags(dataset=LOGIN, model_name=make_model(tmp_path / "model"), output_dir=tmp_path / "output")
+    statuses, output = on_ranks(2, train_with_secrets, (tmp_path, argv, case == "bug"), tmp_path / "logs")
+    assert statuses == ([1, 1] if case == "bug" else [2, 2]), output
+    assert f"https://{HIDDEN}@example.invalid" in output
+    assert leaks(tmp_path / "logs") == []
+
+
+def test_known_forms_are_hidden_and_common_words_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = "hf_" + "aB3" * 10
+    assert (
+        redact(f"token {token}, https://me:pw@host:8080/x?y=1") == f"token {HIDDEN}, https://{HIDDEN}@host:8080/x?y=1"
+    )
+    values = {"a": [f"-{token}-", 1, None], "b": ("x", {"c": token})}
+    assert redact_values(values) == {"a": [f"-{HIDDEN}-", 1, None], "b": ("x", {"c": HIDDEN})}
+    for text in ("tokenizer.json", "hf_hub", "a@b.c", "https://huggingface.co/owner/name@main", "git@host:owner/name"):
+        assert redact(text) == text

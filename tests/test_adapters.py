@@ -1,0 +1,400 @@
+"""Adapter kinds, their variants and first values, against PEFT's own and against each other's splits."""
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+
+from fsdp_qlora.adapters import first_adapter_value
+from fsdp_qlora.cli import parse_train_config
+from fsdp_qlora.config import TrainConfig, check
+from fsdp_qlora.decompositions import pissa, pissa_niter
+from fsdp_qlora.dora import DoraLinear
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.run import run
+from tests.reference import LINEARS, batch_loss, decode, encode, load_adapter, load_base, load_decoded_base
+from tests.tiny import PROBE, flags, make_rows, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+SEED = 5
+RANDOM = functools.partial(first_adapter_value, seed=SEED)
+RUN = {"seed": SEED, "lr": 1e-2, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
+
+
+def peft_model(base: nn.Module, **options: object) -> nn.Module:
+    return get_peft_model(base, LoraConfig(**{"target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options}))
+
+
+def peft_losses(
+    base: nn.Module,
+    batch: list[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    steps: int,
+    first_value: Callable[[str, torch.Size], torch.Tensor],
+    lr_ratio: float = 1.0,
+    **options: object,
+) -> tuple[list[float], nn.Module]:
+    """Full-batch AdamW steps of PEFT's own adapter on `base`, from the A and B that `first_value` gives.
+
+    Args:
+        lr_ratio: the learning rate of B is this many times A's.
+
+    Returns:
+        The losses, and the trained model.
+    """
+    model = peft_model(base, **options)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name:
+                parameter.copy_(first_value(name.replace(".default", ""), parameter.shape))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter], "lr": RUN["lr"] * (lr_ratio if "lora_B" in name else 1.0)}
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    losses = []
+    for _ in range(steps):
+        loss = batch_loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=PROBE).logits
+    return logits
+
+
+# --- DoRA ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("train_type", "model_type"), [("bnb_dora", "qwen2"), ("dora", "llama")])
+def test_dora_equals_pefts_on_the_decoded_base_and_peft_loads_it(
+    train_type: str, model_type: str, models: Models, tmp_path: Path
+) -> None:
+    folder, rows = models(model_type), make_rows(4, seed=3)
+    train_ok(
+        2,
+        tmp_path / "out",
+        model_name=folder,
+        dataset=write_rows(tmp_path / "rows.jsonl", rows),
+        logits_file=tmp_path / "logits.safetensors",
+        train_type=train_type,
+        batch_size=2,
+        num_epochs=10,
+        lora_rank=4,
+        lora_alpha=6,
+        **RUN,
+    )
+    base = load_decoded_base(folder) if train_type == "bnb_dora" else load_base(folder, four_bit=False)
+    expected, trained = peft_losses(
+        copy.deepcopy(base), encode(folder, rows), steps=10, first_value=RANDOM, r=4, lora_alpha=6, use_dora=True
+    )
+    assert expected[-1] < expected[0] - 0.5
+    # The same numbers up to the order of fp32 sums, which ten steps of Adam amplify.
+    assert read_metrics(tmp_path / "out") == pytest.approx(expected, rel=1e-4)
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.down_proj.lora_magnitude_vector"
+    own = trained.get_submodule(name.replace("lora_magnitude_vector", "lora_magnitude_vector.default")).weight
+    assert torch.allclose(saved[name], own, rtol=1e-3)
+
+    logits = load_file(tmp_path / "logits.safetensors")["logits"]
+    assert (logits_of(base) - logits).abs().max() > 1e-1
+    assert (logits_of(load_adapter(base, tmp_path / "out")) - logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("train_type", ["bnb_dora", "dora"])
+def test_dora_does_not_depend_on_the_split_over_ranks_and_micro_batches(
+    train_type: str, models: Models, tmp_path: Path
+) -> None:
+    # 60 columns: rows end within blocks of 64 weights, and shards within rows.
+    folder = models("llama", intermediate_size=100, hidden_size=60, head_dim=10, num_attention_heads=6)
+    runs = {}
+    for ranks, micro_batches in [(1, 4), (2, 2), (4, 1)]:
+        train_ok(
+            ranks,
+            tmp_path / f"{ranks}",
+            model_name=folder,
+            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(18)),
+            train_type=train_type,
+            gradient_accumulation_steps=micro_batches,
+            **{**RUN, "lr": 1e-3},
+        )
+        runs[ranks] = read_metrics(tmp_path / f"{ranks}") + read_metrics(tmp_path / f"{ranks}", "grad_norm")
+    assert runs[2] == pytest.approx(runs[1], rel=1e-5) and runs[4] == pytest.approx(runs[1], rel=1e-5)
+
+
+# --- first values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("init", "train_type"), [("pissa", "qlora"), ("olora", "lora")])
+def test_an_adapter_that_starts_from_its_weights_is_pefts_and_is_saved_for_the_model_as_it_was(
+    init: str, train_type: str, models: Models, tmp_path: Path
+) -> None:
+    folder, rows = models(), make_rows(4, seed=3)
+    output = train_ok(
+        2,
+        tmp_path / "out",
+        model_name=folder,
+        dataset=write_rows(tmp_path / "rows.jsonl", rows),
+        logits_file=tmp_path / "logits.safetensors",
+        train_type=train_type,
+        init_lora_weights=init,
+        batch_size=2,
+        num_epochs=10,
+        lora_rank=4,
+        lora_alpha=6,
+        **RUN,
+    )
+    assert "Self-test" in output
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")  # [A; A0] and [B, -B0]
+    first = {name: value[4:] if "lora_A" in name else -value[:, 4:] for name, value in saved.items()}
+    original = load_base(folder, four_bit=False)
+    own = peft_model(copy.deepcopy(original), r=4, lora_alpha=6, init_lora_weights=init)
+    reduced, restored = copy.deepcopy(original), copy.deepcopy(original)
+    for path in [name.removesuffix(".lora_A.weight") for name in first if "lora_A" in name]:
+        layer = own.get_submodule(path)
+        update = 6 / 4 * (first[f"{path}.lora_B.weight"].double() @ first[f"{path}.lora_A.weight"].double())
+        # The same directions, up to their rounding to bf16.
+        assert (update - layer.get_delta_weight("default")).norm() < 2**-7 * update.norm()
+        name = path.removeprefix("base_model.model.")
+        weight = (original.get_submodule(name).weight.double() - update).float()
+        rest = decode(weight) if train_type == "qlora" else weight
+        reduced.get_submodule(name).weight.data = rest
+        restored.get_submodule(name).weight.data = (rest + update).float()
+    losses, _ = peft_losses(
+        reduced, encode(folder, rows), steps=10, first_value=lambda name, shape: first[name], r=4, lora_alpha=6
+    )
+    assert losses[-1] < losses[0] - 0.5
+    assert read_metrics(tmp_path / "out") == pytest.approx(losses, rel=1e-4)
+
+    # For the model as it was: W itself without quantization, Q(W - s B0 A0) + s B0 A0 with it.
+    if train_type == "lora":
+        restored = original
+    logits = load_file(tmp_path / "logits.safetensors")["logits"]
+    assert (logits_of(load_adapter(restored, tmp_path / "out")) - logits).abs().max() < 2e-4
+
+
+def test_loftq_starts_with_less_quantization_error_and_from_the_base_that_bitsandbytes_makes(
+    models: Models, tmp_path: Path
+) -> None:
+    folder = models()
+    logits = {}
+    for train_type, init in [("lora", "true"), ("qlora", "true"), ("qlora", "loftq")]:
+        train_ok(
+            2,
+            tmp_path / f"{train_type}_{init}",
+            model_name=folder,
+            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4, seed=3)),
+            logits_file=tmp_path / f"{train_type}_{init}.safetensors",
+            train_type=train_type,
+            init_lora_weights=init,
+            batch_size=2,
+            max_steps=1,
+            lora_rank=32,
+            **{**RUN, "lr": 1e-9},
+        )
+        logits[train_type, init] = load_file(tmp_path / f"{train_type}_{init}.safetensors")["logits"]
+    exact = logits["lora", "true"]
+    assert (logits["qlora", "loftq"] - exact).norm() < 0.7 * (logits["qlora", "true"] - exact).norm()
+    saved = load_file(tmp_path / "qlora_loftq" / "adapter_model.safetensors")
+    base, original = load_decoded_base(folder), load_base(folder, four_bit=False)
+    for name, lora_A in saved.items():
+        if "lora_A" in name:
+            lora_B = saved[name.replace("lora_A", "lora_B")]
+            weight = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            lost = (original.get_submodule(weight).weight - base.get_submodule(weight).weight).detach()
+            left = torch.linalg.svdvals(lost)[32:].square().sum().sqrt()  # Eckart and Young's best
+            assert (lost - 2 * lora_B @ lora_A).norm() == pytest.approx(left.item(), rel=1e-3)
+    reloaded = load_adapter(base, tmp_path / "qlora_loftq")
+    assert (logits_of(reloaded) - logits["qlora", "loftq"]).abs().max() < 1e-4
+
+
+def test_the_quick_pissa_leaves_hardly_more_and_is_always_the_same() -> None:
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    least = torch.linalg.svdvals(weight)[8:].norm().item()  # Eckart and Young's best
+    lora_A, lora_B = pissa(weight, 8, 2.0)
+    assert (weight - 2 * lora_B @ lora_A).norm() == pytest.approx(least)
+    torch.manual_seed(1)
+    lora_A, lora_B = pissa_niter(weight, 8, 2.0, iterations=16, seed=3)
+    following = torch.rand(1)
+    assert least <= (weight - 2 * lora_B @ lora_A).norm() < 1.01 * least
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(1), following)  # the run's own random numbers are left alone
+    assert torch.equal(pissa_niter(weight, 8, 2.0, iterations=16, seed=3)[0], lora_A)
+
+
+def test_pissa_does_not_depend_on_the_split_and_its_weights_are_not_cached(models: Models, tmp_path: Path) -> None:
+    runs = []
+    for ranks in (1, 4):
+        output = train_ok(
+            ranks,
+            tmp_path / f"{ranks}",
+            model_name=models("llama", intermediate_size=100, hidden_size=60, head_dim=10, num_attention_heads=6),
+            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(8)),
+            init_lora_weights="pissa_niter_4",
+            quant_cache="auto",
+            batch_size=4 // ranks,
+            lora_rank=4,
+            **{**RUN, "lr": 1e-3},
+        )
+        assert "not kept for the next start" in output
+        runs.append(read_metrics(tmp_path / f"{ranks}") + read_metrics(tmp_path / f"{ranks}", "grad_norm"))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+
+
+# --- variants ------------------------------------------------------------------------------------------
+
+
+def test_rslora_patterns_regex_and_loraplus_are_pefts(models: Models, tmp_path: Path) -> None:
+    folder, rows = models(), make_rows(4, seed=3)
+    regex = r".*\.(self_attn\.[qkvo]_proj|mlp\.down_proj)"
+    train_ok(
+        2,
+        tmp_path / "out",
+        model_name=folder,
+        dataset=write_rows(tmp_path / "rows.jsonl", rows),
+        logits_file=tmp_path / "logits.safetensors",
+        train_type="lora",
+        lora_target_modules=regex,
+        use_rslora=True,
+        rank_pattern="down_proj=6,layers.0.*_proj=2",
+        alpha_pattern="q_proj=3.5",
+        loraplus_lr_ratio=4,
+        batch_size=2,
+        num_epochs=10,
+        lora_rank=4,
+        lora_alpha=6,
+        **RUN,
+    )
+    expected, _ = peft_losses(
+        load_base(folder, four_bit=False),
+        encode(folder, rows),
+        steps=10,
+        first_value=RANDOM,
+        lr_ratio=4.0,
+        target_modules=regex,
+        use_rslora=True,
+        rank_pattern={"down_proj": 6, "layers.0.*_proj": 2},
+        alpha_pattern={"q_proj": 3.5},
+        r=4,
+        lora_alpha=6,
+    )
+    assert expected[-1] < expected[0] - 0.5
+    assert read_metrics(tmp_path / "out") == pytest.approx(expected, rel=1e-4)
+    reloaded = load_adapter(load_base(folder, four_bit=False), tmp_path / "out")
+    logits = load_file(tmp_path / "logits.safetensors")["logits"]
+    assert (logits_of(reloaded) - logits).abs().max() < 1e-4
+
+
+def peft_layer_and_ours(*, dropout: float, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """One adapted linear layer with a bias, by PEFT and by us, with equal weights."""
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 16, dtype=dtype).requires_grad_(False)
+    peft_layer = peft_model(
+        nn.Sequential(linear),
+        target_modules=["0"],
+        task_type=None,
+        r=4,
+        lora_alpha=6,
+        lora_dropout=dropout,
+        use_dora=True,
+    ).base_model.model[0]
+    nn.init.normal_(peft_layer.lora_B["default"].weight)
+    ours = DoraLinear(linear, rank=4, scaling=6 / 4, dropout=dropout)
+    ours.lora.to_empty(device="cpu")
+    with torch.no_grad():
+        ours.lora.lora_A.weight.copy_(peft_layer.lora_A["default"].weight)
+        ours.lora.lora_B.weight.copy_(peft_layer.lora_B["default"].weight)
+        ours.lora.magnitude.weight.copy_(peft_layer.lora_magnitude_vector["default"].weight * 1.3)
+        peft_layer.lora_magnitude_vector["default"].weight.mul_(1.3)
+        ours.lora.magnitude.row_squares.copy_(ours.base_row_squares())
+    return peft_layer, ours
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(dropout: float) -> None:
+    peft_layer, ours = peft_layer_and_ours(dropout=dropout, dtype=torch.float32)
+    x, grad = torch.randn(2, 5, 24), torch.randn(2, 5, 16)
+    results = []
+    for layer in (peft_layer, ours):
+        inputs = x.clone().requires_grad_()
+        torch.manual_seed(7)  # the same elements are dropped
+        output = layer(inputs)
+        output.backward(grad)
+        results.append([output, inputs.grad])
+    results[0] += [peft_layer.lora_A["default"].weight.grad, peft_layer.lora_B["default"].weight.grad]
+    results[0].append(peft_layer.lora_magnitude_vector["default"].weight.grad)
+    results[1] += [ours.lora.lora_A.weight.grad, ours.lora.lora_B.weight.grad, ours.lora.magnitude.weight.grad]
+    for theirs, own in zip(*results, strict=True):
+        assert torch.allclose(own, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_small_change_of_the_magnitude_is_seen_in_bf16() -> None:
+    _, layer = peft_layer_and_ours(dropout=0.0, dtype=torch.bfloat16)
+    layer.lora.lora_A.bfloat16(), layer.lora.lora_B.bfloat16()
+    x = torch.randn(512, 24, dtype=torch.bfloat16)
+    before = layer(x)
+    with torch.no_grad():
+        layer.lora.magnitude.weight.mul_(1 + 2**-10)  # a quarter of what bf16 tells from 1
+    assert before.dtype == torch.bfloat16 and (layer(x) != before).float().mean() > 0.1
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_type": "dora", "init_lora_weights": "pissa"}, "leave --init_lora_weights at true"),
+        ({"train_type": "bnb_dora", "lora_target_parameters": ("mlp.experts.down_proj",)}, "for linear layers only"),
+        ({"init_lora_weights": "eva"}, "Take pissa_niter_16"),
+        ({"init_lora_weights": "pisa"}, "choices: true, pissa, pissa_niter_N, olora, loftq"),
+        ({"init_lora_weights": "loftq", "train_type": "lora"}, "--train_type lora does not quantize"),
+        ({"init_lora_weights": "olora", "quant_cache": "folder"}, "leave out --quant_cache"),
+        ({"init_lora_weights": "pissa", "lora_target_parameters": ("experts.down_proj",)}, "is for linear layers"),
+        ({"use_rslora": True, "rank_pattern": ("q_proj=2",), "train_type": "full"}, "--use_rslora, --rank_pattern"),
+        ({"rank_pattern": ("q_proj",)}, "--rank_pattern needs name=number with a whole number"),
+        ({"rank_pattern": ("q_proj=0",)}, "but has 'q_proj=0'"),
+        ({"alpha_pattern": ("q_proj=nan",)}, "--alpha_pattern needs name=number"),
+        ({"alpha_pattern": ("q_(proj=2",)}, "is wrong as a regular expression"),
+        ({"lora_target_modules": ("all-linear", "q_proj")}, "all-linear cannot be combined"),
+        ({"lora_target_modules": (".*q_proj", "v_proj")}, "a regular expression is given alone"),
+        ({"lora_target_modules": ("q_(proj",)}, "as a regular expression it is wrong"),
+    ],
+)
+def test_combinations_that_exclude_each_other_are_refused(options: dict[str, object], message: str) -> None:
+    (error,) = check(TrainConfig(**options))
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_target_modules": r".*\.x_proj"}, r"the regular expression .* matches no linear layer"),
+        ({"rank_pattern": "x_proj=3"}, r"rank_pattern: x_proj matches no layer with an adapter"),
+        (
+            {"alpha_pattern": ".*=3,q_proj=4"},
+            r"alpha_pattern: q_proj matches no layer .* that an earlier pattern leaves",
+        ),
+        ({"lora_rank": 40, "init_lora_weights": "pissa"}, r"no more than 32 values for .*k_proj.* has a rank of 40"),
+    ],
+)
+def test_names_that_match_nothing_are_refused_before_loading(
+    options: dict[str, object], message: str, models: Models, tmp_path: Path
+) -> None:
+    argv = flags(model_name=models(), dry_run=True, output_dir=tmp_path / "out", dataset="dummy", **options)
+    with pytest.raises(UserError, match=message):
+        run(parse_train_config(argv))

@@ -1,0 +1,60 @@
+"""Models that bring Python code of their own: it runs when it was asked for, and only then."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+CODE = """
+import os, pathlib
+pathlib.Path({marker!r}).touch()
+from transformers import {base} as Base
+class {name}(Base):
+{body}
+"""
+
+
+def make_own(source: Path, folder: Path, marker: Path, *, model: bool) -> Path:
+    """A copy of a llama with config and model (or only the tokenizer) in code of its own."""
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+
+    def edit(file: str, **changes: object) -> None:
+        content = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**content, **changes}))
+
+    def write(file: str, base: str, name: str, body: str) -> None:
+        (folder / file).write_text(CODE.format(marker=str(marker), base=base, name=name, body=body))
+
+    if model:
+        write("own_config.py", "LlamaConfig", "OwnConfig", "    model_type = 'own'")
+        body = "    from .own_config import OwnConfig as config_class"
+        write("own_model.py", "LlamaForCausalLM", "OwnModel", body)
+        auto_map = {"AutoConfig": "own_config.OwnConfig", "AutoModelForCausalLM": "own_model.OwnModel"}
+        edit("config.json", model_type="own", architectures=["OwnModel"], auto_map=auto_map)
+    else:
+        write("own_tokenizer.py", "PreTrainedTokenizerFast", "OwnTokenizer", "    pass")
+        auto_map = {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}
+        edit("tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=auto_map)
+    return folder
+
+
+@pytest.mark.parametrize("model", [True, False], ids=["model", "tokenizer"])
+def test_own_code_runs_only_when_asked_for(model: bool, models: Models, tmp_path: Path) -> None:
+    marker = tmp_path / "has_run"
+    folder = make_own(models(), tmp_path / "model", marker, model=model)
+    common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "lr": 1e-3, "precision": "fp32"}
+    statuses, output = run_ranks(1, flags(model_name=folder, output_dir=tmp_path / "out", **common), tmp_path / "logs")
+    if model:
+        assert statuses == [2] and "needs Python code of its own" in output and "--trust_remote_code true" in output
+    assert not marker.exists()
+    output = train_ok(2, tmp_path / "own", model_name=folder, trust_remote_code=True, **common)
+    assert marker.exists() and "Code that comes with the model runs if it is needed (--trust_remote_code)" in output
+    assert "own_config.py" in output if model else "own_tokenizer.py" in output
+    train_ok(2, tmp_path / "plain", model_name=models(), **common)
+    assert read_metrics(tmp_path / "own") == read_metrics(tmp_path / "plain")
