@@ -145,3 +145,33 @@ def test_restarts_without_progress_end_with_the_reason(reference: Reference, tmp
     with ended(Job(options, tmp_path / "logs", ranks=1, fault=die_unattended)) as job:
         assert job.wait() == [4], job.output()
     assert "has been restarted 2 times without progress: each start from step 0" in job.output()
+    assert status(tmp_path / "out")["state"] == "no_progress"
+
+
+# Stands for train.py: what each start does is a line of PLAN, the state it leaves and its exit status.
+FAKE = """
+line=$(sed -n "1p" PLAN); sed -i 1d PLAN; echo start >> STARTS
+set -- $line
+[ "$1" = - ] || printf '  "state": "%s",\\n  "exit_code": %s,\\n  "n": %s\\n' $1 $2 "$(wc -l < STARTS)" > out/status.json
+exit $3
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "code"),
+    [
+        (["running null 137", "preempted 75 1", "failed 1 1", "finished 0 0"], 0),
+        (["over_budget 3 1"], 3),  # torchrun's own status is always 1
+        (["running null 137", "no_progress 4 1"], 4),
+        (["- - 2"], 2),
+        (["- - 1", "- - 1", "- - 1"], 1),
+    ],
+)
+def test_run_forever_starts_again_what_may_still_finish(plan: list[str], code: int, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "PLAN").write_text("\n".join([*plan, "finished 0 99"]) + "\n")
+    (tmp_path / "fake.sh").write_text(FAKE)
+    command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]
+    result = subprocess.run(command, cwd=tmp_path, env={**os.environ, "RUN_FOREVER_PAUSE": "0"}, capture_output=True)
+    assert result.returncode == code, result.stderr
+    assert (tmp_path / "STARTS").read_text().count("start") == len(plan)
