@@ -12,7 +12,7 @@ An entry of the optimizer's state is stored by what it is:
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,24 @@ class TrainState:
     Args:
         is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer keeps
             something that belongs to one rank's shard alone.
+        beat: called with each tensor that is written, since a large state takes its time.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: ShardedOptimizer, mesh: DeviceMesh, ranks: Ranks, *, is_large: bool
+        self,
+        model: nn.Module,
+        optimizer: ShardedOptimizer,
+        mesh: DeviceMesh,
+        ranks: Ranks,
+        *,
+        is_large: bool,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.parameters = {
             canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         self.optimizer, self.mesh, self.ranks, self.is_large = optimizer, mesh, ranks, is_large
+        self.beat = beat
 
     # --- writing ---
 
@@ -148,6 +157,7 @@ class TrainState:
 
     def _own(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
         """This rank's value of an entry; no rows where it has none."""
+        self.beat()
         local = _local(self.parameters[name])
         if key == _PARAMETER:
             return local.detach()

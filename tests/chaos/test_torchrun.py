@@ -152,7 +152,8 @@ def test_restarts_without_progress_end_with_the_reason(reference: Reference, tmp
 FAKE = """
 line=$(sed -n "1p" PLAN); sed -i 1d PLAN; echo start >> STARTS
 set -- $line
-[ "$1" = - ] || printf '  "state": "%s",\\n  "exit_code": %s,\\n  "n": %s\\n' $1 $2 "$(wc -l < STARTS)" > out/status.json
+n=$(wc -l < STARTS)
+[ "$1" = - ] || printf '  "state": "%s",\\n  "exit_code": %s,\\n  "n": %s\\n' $1 $2 $n > out/status.json
 exit $3
 """
 
