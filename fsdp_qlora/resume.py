@@ -12,8 +12,8 @@ from typing import Any
 from fsdp_qlora import checkpoint
 from fsdp_qlora.checkpoint import DamagedCheckpoint
 from fsdp_qlora.distributed import Ranks, gather_texts
-from fsdp_qlora.errors import RunStopped, UserError
-from fsdp_qlora.run_folder import CHECKPOINTS, RUN, STATUS, read_json
+from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
+from fsdp_qlora.run_folder import CHECKPOINTS, RUN, STATUS, read_json, write_atomically
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -23,8 +23,9 @@ MAY_DIFFER = {
     "world_size", "nproc_per_node", "master_addr", "master_port", "model_name", "attn_implementation", "batch_size",
     "gradient_accumulation_steps", "sharding_strategy", "use_gradient_checkpointing", "use_cpu_offload",
     "use_activation_cpu_offload", "loading_buffer_mib", "quant_cache", "allow_unquantized", "dataset", "eval_dataset",
-    "max_bad_rows", "eval_steps", "save_model", "output_dir", "overwrite_output_dir", "resume", "save_steps",
-    "save_minutes", "save_total_limit", "max_hours", "max_cost_usd", "price_per_hour", "hang_minutes", "on_nonfinite",
+    "max_bad_rows", "on_bad_row", "eval_steps", "save_model", "output_dir", "overwrite_output_dir", "resume",
+    "save_steps", "save_minutes", "save_total_limit", "max_hours", "max_cost_usd", "price_per_hour", "hang_minutes",
+    "on_nonfinite",
     "log_to", "project_name", "name", "group", "entity", "verbose", "dry_run", "profile_memory", "profile",
     "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "wait_steps",
     "profiling_warmup_steps", "active_steps", "repeat", "profiling_frequency", "low_memory", "no_sync",
@@ -127,6 +128,8 @@ def _from_rank_0(decide: Callable[[], Start], ranks: Ranks) -> Start:
             answer = {"start": asdict(decide())}
         except UserError as error:
             answer = {"error": str(error)}
+        except OSError as error:
+            answer = {"error": f"The run's folder cannot be used: {error}."}
         except RunStopped as stopped:
             answer = {"stopped": [stopped.ending.state, str(stopped)]}
     answer = json.loads(gather_texts(json.dumps(answer), ranks.device)[0])
@@ -163,13 +166,15 @@ def _from_output_dir(output_dir: Path, about: Mapping[str, Any], *, overwrite: b
     if status.get("start_step") == start.step and status.get("state") in ("running", "failed", "hung"):
         deaths = int(status.get("deaths", 0)) + 1
     if is_unattended and deaths >= _MAX_DEATHS:
-        raise RunStopped(
-            "no_progress",
+        message = (
             f"The run in {output_dir} has been restarted {deaths - 1} times without progress: each start from step "
             f"{start.step} has ended before the next checkpoint. The last reason known: "
             f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Start it by hand when that "
-            "is mended, perhaps with a smaller --save_minutes.",
+            "is mended, perhaps with a smaller --save_minutes."
         )
+        ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
+        write_atomically(output_dir / STATUS, {**status, **ending})
+        raise RunStopped("no_progress", message)
     used = {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
     return dataclasses.replace(start, deaths=deaths, **used)
 

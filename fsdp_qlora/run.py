@@ -37,11 +37,13 @@ from fsdp_qlora import (
 )
 from fsdp_qlora.adapter_init import decompose_weights, reduces_base
 from fsdp_qlora.adapters import LoraOptions
+from fsdp_qlora.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.config import TrainConfig, needless_lines, pairs, resolved_options, resolved_yaml
 from fsdp_qlora.control import Budget, Control
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.fingerprint import fingerprint_files
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
@@ -450,9 +452,19 @@ def train_and_save(
         control=control,
         heartbeat=watchdog.heartbeat,
     )
-    state = TrainState(model, optimizer, mesh, ranks, is_large=not plan.train_type.has_adapter)
+    state = TrainState(
+        model,
+        optimizer,
+        mesh,
+        ranks,
+        is_large=not plan.train_type.has_adapter,
+        beat=lambda: watchdog.heartbeat.beat(watchdog.heartbeat.step, "save"),
+    )
     if start.folder:
-        state.load(Path(start.folder), start.tensors)
+        try:
+            state.load(Path(start.folder), start.tensors)
+        except DamagedCheckpoint as error:
+            raise UserError(f"Rank {ranks.rank} cannot read the checkpoint, though rank 0 could: {error}.") from error
     progress = Progress.from_dict(start.progress)
     if ranks.is_rank_0 and start.folder:
         if start.is_new:

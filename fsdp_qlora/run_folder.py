@@ -30,6 +30,7 @@ def locked(output_dir: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it, or the folder cannot be made.
     """
+    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     descriptor = _take(output_dir)
     try:
         yield
@@ -37,7 +38,8 @@ def locked(output_dir: Path) -> Iterator[None]:
         (output_dir / LOCK).unlink(missing_ok=True)
         os.close(descriptor)
         with contextlib.suppress(OSError):  # it is not empty
-            output_dir.rmdir()
+            for path in made:
+                path.rmdir()
 
 
 def _take(output_dir: Path) -> int:
