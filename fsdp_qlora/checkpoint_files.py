@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.hub import conversion_advice
 
 # The format's dtype names: github.com/huggingface/safetensors, README, "Format".
 _DTYPES = {
@@ -121,9 +122,8 @@ class Checkpoint:
         if not pickled:
             return "Download the model's weights into it."
         return (
-            f"It has {', '.join(pickled[:3])}, but pickled weights are not read, since they can run code. If you "
-            "trust them, convert them with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of "
-            "transformers."
+            f"It has {', '.join(pickled[:3])}, but pickled weights are not read, since they can run code. "
+            f"{conversion_advice(str(self.folder))}"
         )
 
     def join(self, name: str, parts: Sequence[str], shape: torch.Size) -> None:

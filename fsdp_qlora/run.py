@@ -128,7 +128,11 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     for line in needless_lines(config):
         log.info(line)
     folder = hub.find_model_folder(
-        config.model_name, with_weights=not config.dry_run, with_code=config.trust_remote_code
+        config.model_name,
+        with_weights=not config.dry_run,
+        with_code=config.trust_remote_code,
+        local_rank=ranks.local_rank,
+        show_progress=ranks.is_rank_0,
     )
     model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     stored = decoded_tensors.take_format(model_config)
