@@ -210,7 +210,10 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Refuse a run whose weights alone do not fit."""
+    """Refuse a run whose weights alone do not fit, or whose result does not."""
+    if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
+        size = resources.result_bytes(plan.meta.model, dtype=plan.precision.compute_dtype)
+        resources.check_disk(Path(config.output_dir), size)
     needs = resources.estimate_needs(
         plan.meta.model,
         num_shards=plan.num_shards,
