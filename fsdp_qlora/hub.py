@@ -131,20 +131,19 @@ def find_model_folder(
 def _turn(model_name: str) -> Iterator[None]:
     """Hold the lock on a model's download, so that runs on this machine do not download it twice."""
     path = Path(HF_HUB_CACHE) / ".locks" / f"fsdp_qlora--{model_name.replace('/', '--')}.lock"
-    try:
+    lock = FileLock(path)
+    # A cache that may only be read, or a disk without locks: the hub's client has a file of its own per download.
+    with contextlib.suppress(OSError, NotImplementedError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path)
         try:
             lock.acquire(timeout=0)
         except Timeout:
             log.info("Waiting for another run on this machine, which downloads %s.", model_name)
             lock.acquire()
-    except OSError:  # a cache that may only be read: nothing can be downloaded into it either
+    try:
         yield
-        return
-    with lock:
-        lock.release()  # of the first acquisition; `with` holds it
-        yield
+    finally:
+        lock.release()
 
 
 def _sign() -> Path:
