@@ -207,4 +207,5 @@ def _check_download(model_name: str, info: ModelInfo, patterns: list[str]) -> No
             f"model_name {model_name}: {size / 2**30:.1f} GiB are to be downloaded to {folder}, where "
             f"{free / 2**30:.1f} GiB are free. Free some there, or set HF_HUB_CACHE to a folder on a larger disk."
         )
-    log.info("Downloading %s: %d files, %.2f GiB, to %s", model_name, len(missing), size / 2**30, folder)
+    waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
+    log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(missing), size / 2**30, folder, waiting)
