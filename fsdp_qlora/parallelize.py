@@ -181,7 +181,7 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
     on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
     modules = [module for module in model.modules() if cpu_offload and id(module) not in on_device]
     offloaded = {id(parameter): parameter for module in modules for parameter in module.parameters(recurse=False)}
-    places = _offloaded_places(offloaded, pinned=device.type == "cuda")
+    places = _offloaded_places(offloaded, pinned=device.type == "cuda") if offloaded else {}
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
         return places[id(parameter)] if id(parameter) in places else torch.empty_like(parameter, device=device)

@@ -250,7 +250,11 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     for line in needless_lines(config):
         log.info(line)
     folder = hub.find_model_folder(
-        config.model_name, with_weights=not config.dry_run, with_code=config.trust_remote_code
+        config.model_name,
+        with_weights=not config.dry_run,
+        with_code=config.trust_remote_code,
+        local_rank=ranks.local_rank,
+        show_progress=ranks.is_rank_0,
     )
     model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     stored = decoded_tensors.take_format(model_config)
@@ -356,7 +360,10 @@ def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, A
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Refuse a run whose weights alone do not fit."""
+    """Refuse a run whose weights alone do not fit, or whose result does not."""
+    if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
+        size = resources.result_bytes(plan.meta.model, dtype=plan.precision.compute_dtype)
+        resources.check_disk(Path(config.output_dir), size)
     needs = resources.estimate_needs(
         plan.meta.model,
         num_shards=plan.num_shards,
