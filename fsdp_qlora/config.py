@@ -69,6 +69,9 @@ class TrainConfig:
     lora_target_parameters: tuple[str, ...] = ()
     """Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such as
     mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."""
+    modules_to_save: tuple[str, ...] = ()
+    """Embeddings and head to train in full beside the adapter and save in its file, such as embed_tokens,lm_head; for
+    new tokens or another language. Each takes 16 bytes per weight, shared by the ranks."""
     use_rslora: bool = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
     init_lora_weights: str = "true"
@@ -493,7 +496,8 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 _ADAPTER_OPTIONS = (
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "use_rslora",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "modules_to_save",
+    "use_rslora",
     "init_lora_weights", "rank_pattern", "alpha_pattern", "loraplus_lr_ratio",
 )  # fmt: skip
 
@@ -558,10 +562,12 @@ def _regex_error(pattern: str) -> str | None:
 
 def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
-    if c.optimizer == "muon" and (kind.adapter != "lora" or c.lora_target_parameters):
+    others = _changed(c, "lora_target_parameters", "modules_to_save")
+    if c.optimizer == "muon" and (kind.adapter != "lora" or others):
         yield (
             "--optimizer muon makes whole matrices orthogonal, which here are LoRA's A and B: it cannot be used with "
-            f"--train_type {c.train_type}{' and --lora_target_parameters' * bool(c.lora_target_parameters)}."
+            + (_flags(others) if kind.adapter == "lora" else f"--train_type {c.train_type}")
+            + "."
         )
     if c.optimizer == "schedule_free_adamw" and c.lr_scheduler != "constant":
         yield (

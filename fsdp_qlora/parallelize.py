@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapter_init import check_init
-from fsdp_qlora.adapters import LoraOptions, adapter_modules, add_adapters, add_experts_lora, magnitudes
+from fsdp_qlora.adapters import LoraOptions, adapter_modules, add_adapters, add_experts_lora, magnitudes, train_in_full
 from fsdp_qlora.distributed import SHARDING_STRATEGIES, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.experts import quantizable_weights
@@ -109,6 +109,7 @@ def build_model(
     if train_type.adapter:
         add_adapters(model, train_type.adapter, targets, lora)
         add_experts_lora(model, target_parameters, lora)
+        train_in_full(model, lora.modules_to_save)
         check_init(model, lora.init, prequantized=prequantized is not None)
     return MetaModel(model, everywhere, targets, experts, target_parameters)
 

@@ -338,6 +338,7 @@ def lora_options(config: TrainConfig) -> LoraOptions:
         rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
         alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
         init=config.init_lora_weights,
+        modules_to_save=config.modules_to_save,
     )
 
 
@@ -451,8 +452,8 @@ def train_and_save(
         precision=plan.precision,
         num_replicas=ranks.world_size // plan.num_shards,
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
-        # Gradients of an adapter are small enough to add up unsharded; a whole model's are not.
-        sync_every_micro_batch=not plan.train_type.has_adapter,
+        # Gradients of an adapter are small enough to add up unsharded; a whole model's or module's are not.
+        sync_every_micro_batch=not plan.train_type.has_adapter or bool(config.modules_to_save),
         # No token sees the padding, so any id in the vocabulary will do; a pad token may be outside of it.
         pad_token_id=plan.tokenizer.eos_token_id,
         on_nonfinite=config.on_nonfinite,
