@@ -125,6 +125,10 @@ class Checkpoint:
         self._joined[name] = _Joined(list(parts), ends, shape)
         self.files[name] = self.files[parts[0]]
 
+    def parts(self, name: str) -> list[str]:
+        """The tensors in the files that a tensor consists of: itself, or those it is joined from."""
+        return self._joined[name].parts if name in self._joined else [name]
+
     def shape(self, name: str) -> torch.Size:
         return self._joined[name].shape if name in self._joined else self._entries[name].shape
 

@@ -64,6 +64,7 @@ def build_model(
     lora_target_modules: list[str],
     lora_target_parameters: Sequence[str] = (),
     prequantized: Bnb4bitSettings | None = None,
+    new_blocks: Sequence[int] = (),
 ) -> MetaModel:
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
 
@@ -72,6 +73,7 @@ def build_model(
     Args:
         quantizer_options: those of the train type's quantizer, as QUANTIZER_OPTIONS names them.
         prequantized: how the checkpoint is quantized already; it then decides which layers are, and how.
+        new_blocks: decoder blocks that are not quantized and train in full, where the train type trains these alone.
     """
     dtype = torch.float32 if train_type.trains == "all" else precision.frozen_dtype
     model = build_meta_model(
@@ -99,6 +101,15 @@ def build_model(
     if prequantized:
         quantizer_options = {"quant_type": prequantized.quant_type, "double_quant": prequantized.double_quant}
         quantized, quantized_experts = [path for path in linears if prequantized.is_quantized(path)], []
+    if train_type.trains_new_blocks:
+        new = nn.ModuleList(find_blocks(model)[index] for index in new_blocks)
+        inside = {id(module) for module in new.modules()}
+        quantized = [path for path in quantized if id(model.get_submodule(path)) not in inside]
+        quantized_experts = [
+            path for path in quantized_experts if id(model.get_submodule(path.rpartition(".")[0])) not in inside
+        ]
+        model.requires_grad_(False)
+        new.to(torch.float32).requires_grad_(True)
     if train_type.quantizer:
         options = {**quantizer_options, "compute_dtype": precision.compute_dtype}
         quantize_linears(model, quantized, train_type.quantizer, **options)

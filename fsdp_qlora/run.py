@@ -45,8 +45,9 @@ log = logging.getLogger("fsdp_qlora")
 
 
 # Options that may differ between nodes: paths, and how each was started.
-_OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
-_OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
+_OWN = {"model_name", "llama_pro_path", "dataset", "eval_dataset", "output_dir", "overwrite_output_dir"}
+_OWN |= {"profiling_output", "quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr"}
+_OWN |= {"master_port", "verbose"}
 
 
 @dataclass(frozen=True)
@@ -123,13 +124,13 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     log.info(describe.describe_device(ranks.device, world_size))
     for line in needless_lines(config):
         log.info(line)
-    folder = hub.find_model_folder(config.model_name, with_weights=not config.dry_run)
-    model_config = models.load_config(folder, config.model_name)
-    prequantized = packed.take_settings(model_config, config.model_name)
+    folder = hub.find_model_folder(config.model, with_weights=not config.dry_run)
+    model_config = models.load_config(folder, config.model)
+    prequantized = packed.take_settings(model_config, config.model)
     if prequantized:
-        train_type.check_takes_4bit(config.train_type, config.model_name)
+        train_type.check_takes_4bit(config.train_type, config.model)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    tokenizer = models.load_tokenizer(folder, config.model_name)
+    tokenizer = models.load_tokenizer(folder, config.model)
     meta = parallelize.build_model(
         model_config,
         train_type,
@@ -143,6 +144,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         lora_target_modules=list(config.lora_target_modules),
         lora_target_parameters=list(config.lora_target_parameters),
         prequantized=prequantized,
+        new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
@@ -323,8 +325,18 @@ def train_and_save(config: TrainConfig, ranks: Ranks, plan: Plan, memory: Memory
 
 
 def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Write the adapter, or the whole model where all of it was trained. Every rank calls it."""
+    """Write the adapter, or the whole model where blocks of it or all were trained. Every rank calls it."""
     model, output_dir = plan.meta.model, Path(config.output_dir)
+    if plan.train_type.trains_new_blocks:
+        export.save_new_blocks(
+            model,
+            plan.tokenizer,
+            output_dir,
+            base=Checkpoint(plan.model_folder),
+            dtype=plan.precision.compute_dtype,
+            is_rank_0=ranks.is_rank_0,
+        )
+        return
     if not plan.train_type.has_adapter:
         dtype = plan.precision.compute_dtype
         export.save_model(
