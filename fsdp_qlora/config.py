@@ -43,9 +43,12 @@ class TrainConfig:
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
     SDPA, or eager for models whose attention SDPA cannot compute."""
-    precision: Literal["auto", "fp32", "bf16", "bf16_autocast", "bf16_buffers_autocast"] = "auto"
-    """Number format of the computation; auto is bf16 where the GPU computes in it, else fp32. Weights that
-    train are kept in fp32. Set fp32 to compare runs digit by digit."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"] = (
+        "auto"
+    )
+    """Number format of the computation; auto is bf16 where the GPU computes in it, fp16 on older GPUs and fp32 on
+    the CPU. Weights that train are kept in fp32; with fp16 the loss is scaled, and a step whose gradients overflow
+    is skipped. Set fp32 to compare runs digit by digit."""
 
     # == training ==
     train_type: Literal[

@@ -19,6 +19,7 @@ from fsdp_qlora.data.tokenization import TokenizedRows
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.errors import TrainingError
 from fsdp_qlora.loss import summed_loss, target_positions
+from fsdp_qlora.loss_scale import LossScale
 from fsdp_qlora.metrics import MetricLog
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optim import ShardedOptimizer
@@ -97,10 +98,11 @@ class Trainer:
         self.num_replicas, self.max_grad_norm = num_replicas, max_grad_norm
         self.sync_every_micro_batch, self.pad_token_id = sync_every_micro_batch, pad_token_id
         self.gradient_sync = True  # FSDP2's initial state
+        self.loss_scale = LossScale(enabled=precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
 
     def train_step(self, step: int, rows: np.ndarray, lr: float) -> dict[str, Any]:
-        """One optimizer step over `rows` of all ranks; returns its metrics.
+        """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 it may change no weight.
 
         The loss is a sum over target tokens divided by the step's number of target tokens on all ranks, so
         it does not depend on how the rows are split over ranks and micro-batches.
@@ -121,19 +123,26 @@ class Trainer:
             torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
             loss = self._loss(micro_batch)
             # FSDP2 averages gradients over ranks; the factor makes that a sum.
-            (loss * (self.ranks.world_size / num_targets)).backward()
+            (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
             losses.append(loss.detach())
         self.optimizer.take_gradients()
         local_losses = torch.stack(losses).tolist()
         local = [sum(local_losses), self.optimizer.squared_norm(), *self._memory_gib()]
         numbers = gather_numbers(local, self.ranks.device)
         loss_sum, squared_norm = numbers[:, :2].sum(dim=0).tolist()
-        grad_norm = math.sqrt(squared_norm / self.num_replicas)
-        if not math.isfinite(loss_sum) or not math.isfinite(grad_norm):
+        scale = self.loss_scale.scale
+        grad_norm = math.sqrt(squared_norm / self.num_replicas) / scale
+        overflowed = not math.isfinite(grad_norm)
+        if not math.isfinite(loss_sum) or (overflowed and not self.loss_scale.can_fall):
             self._stop(step, rows, local_losses, grad_norm)
-        if self.max_grad_norm > 0 and grad_norm > self.max_grad_norm:
-            self.optimizer.scale_gradients(self.max_grad_norm / grad_norm)
-        self.optimizer.step(lr)
+        if overflowed:
+            log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
+        else:
+            clip = self.max_grad_norm / grad_norm if grad_norm > self.max_grad_norm > 0 else 1.0
+            if clip / scale != 1.0:
+                self.optimizer.scale_gradients(clip / scale)
+            self.optimizer.step(lr)
+        self.loss_scale.update(overflowed=overflowed)
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         num_tokens = int(self.data.lengths[rows].sum())
@@ -148,6 +157,7 @@ class Trainer:
             "tokens_per_second": num_tokens / seconds,
             "step_seconds": seconds,
             "memory_gib": self._memory_record(numbers[:, 2:]),
+            **({"loss_scale": scale} if self.loss_scale.enabled else {}),
         }
 
     @torch.no_grad()
