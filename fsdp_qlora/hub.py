@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -117,14 +118,15 @@ def find_model_folder(
         finally:
             _sign().touch()
             _remove_old_signs()
-    while not _sign().exists():
+    while not _is_fresh(_sign()):
         time.sleep(0.1)
     try:
         return Path(
             snapshot_download(model_name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED, local_files_only=True)
         )
     except Exception:  # local rank 0 could not get it: say why, as it does
-        return _snapshot(model_name, patterns, show_progress=False)
+        with _turn(model_name):
+            return _snapshot(model_name, patterns, show_progress=False)
 
 
 @contextlib.contextmanager
@@ -149,8 +151,16 @@ def _turn(model_name: str) -> Iterator[None]:
 def _sign() -> Path:
     """A file by which local rank 0 tells the other ranks of its machine that the download is over."""
     launch = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", *_ELASTIC)]
-    name = hashlib.sha256(repr([*launch, os.getppid(), os.getuid()]).encode()).hexdigest()[:24]
+    name = hashlib.sha256(repr([*launch, os.getuid()]).encode()).hexdigest()[:24]
     return Path(tempfile.gettempdir()) / f"fsdp_qlora-{name}.downloaded"
+
+
+def _is_fresh(sign: Path) -> bool:
+    """Whether a sign is this launch's. An earlier one may have used the same port; ranks start within minutes."""
+    try:
+        return sign.stat().st_mtime > psutil.Process().create_time() - 600
+    except OSError:
+        return False
 
 
 def _remove_old_signs() -> None:
