@@ -19,6 +19,7 @@ from fsdp_qlora.dora import DoraLinear
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.run import run
 from tests.reference import LINEARS, batch_loss, decode, encode, load_adapter, load_base, load_decoded_base
+from tests.test_train_types import _base as library_base
 from tests.tiny import PROBE, flags, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -80,9 +81,24 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 # --- DoRA ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("train_type", "model_type"), [("bnb_dora", "qwen2"), ("dora", "llama")])
+def decoded_hqq_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """The base model in fp32, its linear layers rounded to what hqq's own layers keep of them in 4 bits."""
+    model = library_base(folder, {"train_type": "hqq_lora"}, monkeypatch)
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ == "HQQLinear":
+            linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            linear.weight.data = module.dequantize().float()
+            if module.bias is not None:
+                linear.bias.data = module.bias.data
+            model.set_submodule(path, linear)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("train_type", "model_type"), [("bnb_dora", "qwen2"), ("hqq_dora", "qwen2"), ("dora", "llama")]
+)
 def test_dora_equals_pefts_on_the_decoded_base_and_peft_loads_it(
-    train_type: str, model_type: str, models: Models, tmp_path: Path
+    train_type: str, model_type: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, rows = models(model_type), make_rows(4, seed=3)
     train_ok(
@@ -98,7 +114,12 @@ def test_dora_equals_pefts_on_the_decoded_base_and_peft_loads_it(
         lora_alpha=6,
         **RUN,
     )
-    base = load_decoded_base(folder) if train_type == "bnb_dora" else load_base(folder, four_bit=False)
+    bases = {
+        "bnb_dora": lambda: load_decoded_base(folder),
+        "hqq_dora": lambda: decoded_hqq_base(folder, monkeypatch),
+        "dora": lambda: load_base(folder, four_bit=False),
+    }
+    base = bases[train_type]()
     expected, trained = peft_losses(
         copy.deepcopy(base), encode(folder, rows), steps=10, first_value=RANDOM, r=4, lora_alpha=6, use_dora=True
     )
@@ -115,7 +136,7 @@ def test_dora_equals_pefts_on_the_decoded_base_and_peft_loads_it(
     assert (logits_of(load_adapter(base, tmp_path / "out")) - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("train_type", ["bnb_dora", "dora"])
+@pytest.mark.parametrize("train_type", ["bnb_dora", "hqq_dora", "dora"])
 def test_dora_does_not_depend_on_the_split_over_ranks_and_micro_batches(
     train_type: str, models: Models, tmp_path: Path
 ) -> None:
@@ -127,7 +148,7 @@ def test_dora_does_not_depend_on_the_split_over_ranks_and_micro_batches(
             ranks,
             tmp_path / f"{ranks}",
             model_name=folder,
-            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(18)),
+            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(10)),
             train_type=train_type,
             gradient_accumulation_steps=micro_batches,
             **{**RUN, "lr": 1e-3},
