@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora import decompositions
-from fsdp_qlora.adapters import adapter_parameters, first_adapter_value
+from fsdp_qlora.adapters import adapter_parameters, first_adapter_value, full_parameters
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
 from fsdp_qlora.dora import DoraLinear
@@ -156,6 +156,7 @@ def saved_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, torch.cat([whole, lora_A.whole()], dim=0)
         else:
             yield name, torch.cat([whole, -lora_B.whole()], dim=1)
+    yield from full_parameters(model)
 
 
 @torch.no_grad()

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from fsdp_qlora.distributed import derive_seed
 from fsdp_qlora.dora import DoraAdapter, DoraLinear, Magnitude
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
 from fsdp_qlora.lora_targets import find_pattern
-from fsdp_qlora.models import canonical_name
+from fsdp_qlora.models import canonical_name, has_tied_embeddings
 
 # adapter kind -> the layer that takes a linear layer's place, given rank, scaling and dropout.
 ADAPTERS: dict[str, Callable[..., nn.Module]] = {"lora": LoraLinear, "dora": DoraLinear}
@@ -24,6 +26,7 @@ class LoraOptions:
     rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> its own rank or alpha.
     use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
     init: first values: true (A random, B zero), pissa, pissa_niter_N, olora or loftq.
+    modules_to_save: embeddings and head that train in full.
     """
 
     rank: int = 16
@@ -35,6 +38,7 @@ class LoraOptions:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     init: str = "true"
+    modules_to_save: Sequence[str] = ()
 
     def rank_of(self, path: str) -> int:
         """The rank of the adapter on the layer at `path`."""
@@ -77,6 +81,31 @@ def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraO
         model.set_submodule(module, wrapped)
 
 
+def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Let the embeddings or the head of a frozen model train, in fp32.
+
+    Raises:
+        UserError: a name means another module, or embeddings and head are the same weights.
+    """
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    trainable = {path: module for path, module in model.named_modules() if id(module) in ends}
+    for name in names:
+        chosen = [module for path, module in trainable.items() if path == name or path.endswith("." + name)]
+        if not chosen:
+            raise UserError(
+                f"modules_to_save {name}: only embeddings and head can train in full beside an adapter, in this model "
+                f"{', '.join(trainable)}."
+            )
+        if has_tied_embeddings(model):
+            raise UserError(
+                f"modules_to_save {name}: embeddings and head of this model are one tensor, which PEFT would save as "
+                "two. Leave it out, or use --train_type full."
+            )
+        for module in chosen:
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, key, nn.Parameter(torch.empty_like(parameter, dtype=torch.float32)))
+
+
 def adapter_modules(module: nn.Module) -> list[nn.Module]:
     """The adapters inside a block, in the order of the model."""
     return [child for child in module.modules() if isinstance(child, LoraAdapter | ExpertsLora)]
@@ -104,6 +133,14 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.lora_A.weight", lora.lora_A.weight
                 yield f"{prefix}.lora_B.weight", lora.lora_B.weight
                 prefix += ".base_layer"
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in PEFT's file, parameter) of what trains in full beside the adapters."""
+    in_adapters = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in in_adapters:
+            yield "base_model.model." + canonical_name(name), parameter
 
 
 def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:

@@ -13,6 +13,8 @@ from torch import nn
 from fsdp_qlora.lora import LoraAdapter
 from fsdp_qlora.quantized_weight import QuantizedWeight
 
+_PIECE = 2**20  # elements multiplied at a time for the magnitude's gradient
+
 
 class Magnitude(nn.Module):
     """One number per output row, fp32 in every precision: bf16 would not see it change by less than 0.4%.
@@ -119,6 +121,14 @@ class _ScaleRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (grad,) = grads
         y, scale = ctx.saved_tensors
-        products = grad * y
-        grad_scale = products.flatten(0, -2).sum(dim=0, dtype=torch.float32)
-        return torch.mul(grad, scale, out=products), grad_scale
+        return torch.mul(grad, scale, out=torch.empty_like(grad)), _sum_of_products(grad, y)
+
+
+def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a * b summed over all dims but the last, in float32 (fp16 would overflow), in pieces that need little memory."""
+    a, b = a.flatten(0, -2), b.flatten(0, -2)
+    total = torch.zeros(a.shape[-1], dtype=torch.float32, device=a.device)
+    rows = max(1, _PIECE // a.shape[-1])
+    for piece_a, piece_b in zip(a.split(rows), b.split(rows), strict=True):
+        total += (piece_a.float() * piece_b).sum(dim=0)
+    return total

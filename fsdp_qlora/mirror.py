@@ -49,7 +49,7 @@ class Mirror:
             except OSError as error:
                 if not self._is_failing:
                     log.warning(
-                        "The mirror %s has no copy of the last checkpoint: %s. Training goes on, and the next is tried.",
+                        "The mirror %s has no copy of the last checkpoint: %s. Training goes on; the next is tried.",
                         self.target,
                         error,
                     )

@@ -44,8 +44,8 @@ def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, con
     if by_weight and (kind != "lora" or patterns):
         what = "rank_pattern and alpha_pattern" if kind == "lora" else f"an adapter of kind {kind}"
         raise UserError(
-            f"{by_weight[0]} belongs to experts, on which PEFT knows plain LoRA only, not {what}. Name other layers in "
-            "--lora_target_modules, or use plain LoRA."
+            f"{by_weight[0]}: PEFT takes this name for the experts' in a model of this type, and adapts it with plain "
+            f"LoRA only, not {what}. Name other layers in --lora_target_modules, or use plain LoRA."
         )
 
 
@@ -85,6 +85,7 @@ def peft_config(
         use_rslora=options.use_rslora,
         rank_pattern={name: rank_ratio * rank for name, rank in options.rank_pattern.items()},
         alpha_pattern={name: alpha_ratio * alpha for name, alpha in options.alpha_pattern.items()},
+        modules_to_save=list(options.modules_to_save) or None,
         bias="none",
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base_model,

@@ -67,7 +67,7 @@ log = logging.getLogger("fsdp_qlora")
 # Options that may differ between nodes: paths, and how each was started.
 _OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
 _OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
-_OWN |= {"resume", "mirror"}
+_OWN |= {"resume", "mirror", "llama_pro_path"}
 
 
 @dataclass(frozen=True)
@@ -252,17 +252,21 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     for line in needless_lines(config):
         log.info(line)
     folder = hub.find_model_folder(
-        config.model_name, with_weights=not config.dry_run, with_code=config.trust_remote_code
+        config.model,
+        with_weights=not config.dry_run,
+        with_code=config.trust_remote_code,
+        local_rank=ranks.local_rank,
+        show_progress=ranks.is_rank_0,
     )
-    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
     stored = decoded_tensors.take_format(model_config)
     if stored:
         log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
-    prequantized = packed.take_settings(model_config, config.model_name)
+    prequantized = packed.take_settings(model_config, config.model)
     if prequantized:
-        train_type.check_takes_4bit(config.train_type, config.model_name)
+        train_type.check_takes_4bit(config.train_type, config.model)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
     meta = parallelize.build_model(
         model_config,
         train_type,
@@ -273,6 +277,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         lora=lora_options(config),
         prequantized=prequantized,
         trust_remote_code=config.trust_remote_code,
+        new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
@@ -336,6 +341,7 @@ def lora_options(config: TrainConfig) -> LoraOptions:
         rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
         alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
         init=config.init_lora_weights,
+        modules_to_save=config.modules_to_save,
     )
 
 
@@ -358,7 +364,10 @@ def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, A
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Refuse a run whose weights alone do not fit."""
+    """Refuse a run whose weights alone do not fit, or whose result does not."""
+    if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
+        size = resources.result_bytes(plan.meta.model, dtype=plan.precision.compute_dtype)
+        resources.check_disk(Path(config.output_dir), size)
     needs = resources.estimate_needs(
         plan.meta.model,
         num_shards=plan.num_shards,
@@ -446,8 +455,8 @@ def train_and_save(
         precision=plan.precision,
         num_replicas=ranks.world_size // plan.num_shards,
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
-        # Gradients of an adapter are small enough to add up unsharded; a whole model's are not.
-        sync_every_micro_batch=not plan.train_type.has_adapter,
+        # Gradients of an adapter are small enough to add up unsharded; a whole model's or module's are not.
+        sync_every_micro_batch=not plan.train_type.has_adapter or bool(config.modules_to_save),
         # No token sees the padding, so any id in the vocabulary will do; a pad token may be outside of it.
         pad_token_id=plan.tokenizer.eos_token_id,
         on_nonfinite=config.on_nonfinite,
@@ -546,8 +555,18 @@ def train_and_save(
 
 
 def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Write the adapter, or the whole model where all of it was trained. Every rank calls it."""
+    """Write the adapter, or the whole model where blocks of it or all were trained. Every rank calls it."""
     model, output_dir = plan.meta.model, Path(config.output_dir)
+    if plan.train_type.trains_new_blocks:
+        export.save_new_blocks(
+            model,
+            plan.tokenizer,
+            output_dir,
+            base=Checkpoint(plan.model_folder),
+            dtype=plan.precision.compute_dtype,
+            is_rank_0=ranks.is_rank_0,
+        )
+        return
     if plan.train_type.adapter is None:
         dtype = plan.precision.compute_dtype
         export.save_model(

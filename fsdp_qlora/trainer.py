@@ -20,6 +20,7 @@ from fsdp_qlora.data.tokenization import TokenizedRows
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
 from fsdp_qlora.loss import summed_loss, target_positions
+from fsdp_qlora.loss_scale import LossScale
 from fsdp_qlora.metrics import MetricLog
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optim import ShardedOptimizer
@@ -110,10 +111,11 @@ class Trainer:
         self.sync_every_micro_batch, self.pad_token_id = sync_every_micro_batch, pad_token_id
         self.on_nonfinite, self.control, self.heartbeat = on_nonfinite, control or Control(), heartbeat or Heartbeat()
         self.gradient_sync = True  # FSDP2's initial state
+        self.loss_scale = LossScale(enabled=precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
 
     def train_step(self, step: int, rows: np.ndarray, lr: float) -> dict[str, Any]:
-        """One optimizer step over `rows` of all ranks; returns its metrics.
+        """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 it may change no weight.
 
         The loss is a sum over target tokens divided by the step's number of target tokens on all ranks, so
         it does not depend on how the rows are split over ranks and micro-batches. Afterwards `control` knows
@@ -137,7 +139,7 @@ class Trainer:
             torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
             loss = self._loss(micro_batch)
             # FSDP2 averages gradients over ranks; the factor makes that a sum.
-            (loss * (self.ranks.world_size / num_targets)).backward()
+            (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
             losses.append(loss.detach())
         self.optimizer.take_gradients()
         local_losses = torch.stack(losses).tolist()
@@ -147,14 +149,21 @@ class Trainer:
         self.heartbeat.beat(step, "update")
         self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
         loss_sum, squared_norm = numbers[:, :2].sum(dim=0).tolist()
-        grad_norm = math.sqrt(squared_norm / self.num_replicas)
-        is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
-        if is_finite:
-            if self.max_grad_norm > 0 and grad_norm > self.max_grad_norm:
-                self.optimizer.scale_gradients(self.max_grad_norm / grad_norm)
-            self.optimizer.step(lr)
-        else:
+        scale = self.loss_scale.scale
+        grad_norm = math.sqrt(squared_norm / self.num_replicas) / scale
+        overflowed = not math.isfinite(grad_norm)
+        is_finite = math.isfinite(loss_sum) and (not overflowed or self.loss_scale.can_fall)
+        if not is_finite:
             self._not_finite(step, rows, local_losses, grad_norm)
+        elif overflowed:
+            log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
+        else:
+            clip = self.max_grad_norm / grad_norm if grad_norm > self.max_grad_norm > 0 else 1.0
+            if clip / scale != 1.0:
+                self.optimizer.scale_gradients(clip / scale)
+            self.optimizer.step(lr)
+        if is_finite:
+            self.loss_scale.update(overflowed=overflowed)
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         num_tokens = int(self.data.lengths[rows].sum())
@@ -170,6 +179,7 @@ class Trainer:
             "step_seconds": seconds,
             "memory_gib": self._memory_record(numbers[:, 2 + NUM_FLAGS :]),
             **({} if is_finite else {"skipped": True}),
+            **({"loss_scale": scale} if self.loss_scale.enabled else {}),
         }
 
     def try_longest(self, rows: np.ndarray) -> None:
@@ -330,6 +340,8 @@ def train(
             save()
             raise RunStopped(control.stop.state, _describe_stop(control.stop, progress, saver))
 
+    if progress.loss_scale:
+        trainer.loss_scale.load_state(progress.loss_scale)
     if is_eval_due(progress.step) and progress.last_eval_step != progress.step:
         evaluate()
         stop_if_asked()
@@ -339,6 +351,7 @@ def train(
         except NotFinite:
             save()  # of the step before, so that nothing is lost to what is tried next
             raise
+        progress.loss_scale = trainer.loss_scale.state()
         metrics.step(record)
         if (usual := progress.add_step(record)) is not None:
             log.warning(
