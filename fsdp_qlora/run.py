@@ -56,9 +56,10 @@ from fsdp_qlora.progress import Progress
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.run_folder import Status
 from fsdp_qlora.saving import Saver
+from fsdp_qlora.train_loop import train
 from fsdp_qlora.train_state import TrainState
 from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
-from fsdp_qlora.trainer import Schedule, Trainer, train
+from fsdp_qlora.trainer import Schedule, Trainer
 from fsdp_qlora.watchdog import Heartbeat, Watchdog
 
 log = logging.getLogger("fsdp_qlora")
