@@ -234,6 +234,9 @@ class TrainConfig:
     """Save a checkpoint every so many minutes; raise it when all weights train and the disk is slow, 0 is never."""
     save_total_limit: int = 3
     """Newest checkpoints that are kept, besides the one with the lowest held-out loss."""
+    mirror: str | None = None
+    """Second folder, on another disk or machine, to which each checkpoint is copied while training goes on; an empty
+    output_dir, as on a new machine, is filled from it."""
     max_hours: float | None = None
     """Stop with a checkpoint before the run has taken so many hours, earlier starts of it included."""
     max_cost_usd: float | None = None

@@ -75,6 +75,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
         return None
     processes, reason = _processes_wanted(config)
     if processes == 1:
+        _end_with_launcher()
         return None
     _check_address(config.master_addr, config.master_port)
     # print and not the logger, which is set up in the workers.

@@ -47,6 +47,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.fingerprint import fingerprint_files
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
+from fsdp_qlora.mirror import open_mirror
 from fsdp_qlora.optim import ShardedOptimizer, check_optimizer, learning_rate
 from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
@@ -55,9 +56,10 @@ from fsdp_qlora.progress import Progress
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.run_folder import Status
 from fsdp_qlora.saving import Saver
+from fsdp_qlora.train_loop import train
 from fsdp_qlora.train_state import TrainState
 from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
-from fsdp_qlora.trainer import Schedule, Trainer, train
+from fsdp_qlora.trainer import Schedule, Trainer
 from fsdp_qlora.watchdog import Heartbeat, Watchdog
 
 log = logging.getLogger("fsdp_qlora")
@@ -66,8 +68,7 @@ log = logging.getLogger("fsdp_qlora")
 # Options that may differ between nodes: paths, and how each was started.
 _OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
 _OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
-_OWN |= {"resume"}
-_OWN |= {"llama_pro_path"}
+_OWN |= {"resume", "mirror", "llama_pro_path"}
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         resume=config.resume,
         overwrite=config.overwrite_output_dir,
         is_unattended=restarts.is_unattended(),
+        mirror=Path(config.mirror).expanduser() if config.mirror else None,
     )
     if start.is_finished:
         log.info("This run is finished already: nothing to do. Its results are in %s.", output_dir)
@@ -506,6 +508,7 @@ def train_and_save(
         is_rank_0=ranks.is_rank_0,
         run_id=start.run_id,
     ) as metrics:
+        mirror = open_mirror(output_dir, config.mirror if ranks.is_rank_0 else None)
         saver = Saver(
             output_dir / run_folder.CHECKPOINTS,
             state,
@@ -514,9 +517,10 @@ def train_and_save(
             save_steps=config.save_steps,
             save_total_limit=config.save_total_limit,
             before_save=metrics.flush,
+            on_saved=mirror.copy_later,
             saved_step=start.step if start.folder and not start.is_new else -1,
         )
-        with control.catching_signals(), watchdog.watching():
+        with control.catching_signals(), contextlib.closing(mirror), watchdog.watching():
             if ranks.device.type == "cuda":
                 trainer.try_longest(plan.data.train_rows)
             train(
