@@ -19,11 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.hub import conversion_advice
 
 # The format's dtype names: github.com/huggingface/safetensors, README, "Format".
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -124,9 +125,8 @@ class Checkpoint:
         if not pickled:
             return "Download the model's weights into it."
         return (
-            f"It has {', '.join(pickled[:3])}, but pickled weights are not read, since they can run code. If you "
-            "trust them, convert them with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of "
-            "transformers."
+            f"It has {', '.join(pickled[:3])}, but pickled weights are not read, since they can run code. "
+            f"{conversion_advice(str(self.folder))}"
         )
 
     def join(self, name: str, parts: Sequence[str], shape: torch.Size) -> None:

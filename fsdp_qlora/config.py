@@ -43,20 +43,38 @@ class TrainConfig:
     trust_remote_code: bool = False
     """Run the Python code that a model or tokenizer brings along, with your rights; models that transformers does
     not know need it. Read that code first."""
+    llama_pro_path: str | None = None
+    """Folder that scripts/block_expansion.py made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
+    model_name."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
     SDPA, or eager for models whose attention SDPA cannot compute."""
-    precision: Literal["auto", "fp32", "bf16", "bf16_autocast", "bf16_buffers_autocast"] = "auto"
-    """Number format of the computation; auto is bf16 where the GPU computes in it, else fp32. Weights that
-    train are kept in fp32. Set fp32 to compare runs digit by digit."""
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"] = (
+        "auto"
+    )
+    """Number format of the computation; auto is bf16 where the GPU computes in it, fp16 on older GPUs and fp32 on
+    the CPU. Weights that train are kept in fp32; with fp16 the loss is scaled, and a step whose gradients overflow
+    is skipped. Set fp32 to compare runs digit by digit."""
 
     # == training ==
     train_type: Literal[
-        "full", "lora", "qlora", "dora", "bnb_dora", "custom_lora", "custom_qlora", "hqq_lora", "hqq_dora", "int8_lora"
+        "full",
+        "lora",
+        "qlora",
+        "custom_lora",
+        "custom_qlora",
+        "hqq_lora",
+        "int8_lora",
+        "dora",
+        "bnb_dora",
+        "hqq_dora",
+        "bnb_llama_pro",
+        "hqq_llama_pro",
     ] = "qlora"
     """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
-    (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), or all weights
-    (full); the custom_ names are the 2024 program's and mean the same as those without it."""
+    (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), the blocks that
+    block_expansion.py added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
+    names are the 2024 program's and mean the same as those without it."""
     lora_rank: int = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: int = 32
@@ -95,7 +113,7 @@ class TrainConfig:
     max_steps: int = -1
     """Stop after this many optimizer steps of the whole run; -1 runs all epochs."""
     lr: float | None = None
-    """Peak learning rate; by default 2e-4 for adapters and 1e-5 for full."""
+    """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up: constant, or falling so that it would be 0 after the last
     step."""
@@ -216,6 +234,9 @@ class TrainConfig:
     """Save a checkpoint every so many minutes; raise it when all weights train and the disk is slow, 0 is never."""
     save_total_limit: int = 3
     """Newest checkpoints that are kept, besides the one with the lowest held-out loss."""
+    mirror: str | None = None
+    """Second folder, on another disk or machine, to which each checkpoint is copied while training goes on; an empty
+    output_dir, as on a new machine, is filled from it."""
     max_hours: float | None = None
     """Stop with a checkpoint before the run has taken so many hours, earlier starts of it included."""
     max_cost_usd: float | None = None
@@ -272,7 +293,12 @@ class TrainConfig:
         """`lr`, or what suits the train type where it is not given."""
         if self.lr is not None:
             return self.lr
-        return 2e-4 if TRAIN_TYPES[self.train_type].has_adapter else 1e-5
+        return 1e-5 if TRAIN_TYPES[self.train_type].trains == "all" else 2e-4
+
+    @property
+    def model(self) -> str:
+        """Name or folder of the model: `llama_pro_path` where it is given."""
+        return self.llama_pro_path or self.model_name
 
     @property
     def requested_processes(self) -> int:
@@ -459,6 +485,10 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
         if given and kind.quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
             yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
+    if c.llama_pro_path is not None and not kind.trains_new_blocks:
+        yield (
+            f"--train_type {c.train_type} does not know --llama_pro_path: that is for bnb_llama_pro and hqq_llama_pro."
+        )
     if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
         yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
     # The name of a precision starts with its compute dtype. What auto comes to is known with the device.

@@ -82,9 +82,15 @@ def _add_fp8(checkpoint: Checkpoint, weight: str, block: tuple[int, int] | None)
         return
     scale = next((weight + suffix for suffix in _SCALES if weight + suffix in checkpoint.files), None)
     shape = checkpoint.shape(weight)
-    if scale is None or len(shape) != 2:
-        what = "has no scale" if scale is None else f"has shape {list(shape)}, which is not a linear layer's"
-        raise UserError(f"{checkpoint.folder}: {weight} is in FP8 and {what}. {_ADVICE}")
+    wrong = None
+    if scale is None:
+        wrong = "has no scale"
+    elif not checkpoint.dtype(scale).is_floating_point:
+        wrong = f"its scale is of type {checkpoint.dtype(scale)}"
+    elif len(shape) != 2:
+        wrong = f"has shape {list(shape)}, which is not a linear layer's"
+    if scale is None or wrong:
+        raise UserError(f"{checkpoint.folder}: {weight} is in FP8 and {wrong}. {_ADVICE}")
     rows, columns = _scale_block(shape, checkpoint.shape(scale), block, weight)
     checkpoint.decode(weight, _Fp8Weight(weight, scale, shape, rows, columns))
     checkpoint.leave_out(scale)

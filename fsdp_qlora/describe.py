@@ -18,7 +18,7 @@ _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary
 
 
 def count_parameters(meta: MetaModel) -> dict[str, int]:
-    """Number of parameters: total (the base model's), in_blocks (of it, in decoder blocks), quantized, trainable."""
+    """Number of parameters: total (the base model's), in_blocks (those frozen there), quantized, trainable."""
     quantized = sum(math.prod(module.shape) for module in meta.model.modules() if isinstance(module, QuantizedWeight))
     stored = {
         id(parameter)
@@ -30,12 +30,16 @@ def count_parameters(meta: MetaModel) -> dict[str, int]:
 
     stored |= {id(parameter) for adapter in adapter_modules(meta.model) for parameter in adapter.parameters()}
 
-    def plain(module: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in stored)
+    def plain(module: nn.Module, *, trainable: bool) -> int:
+        return sum(
+            parameter.numel()
+            for parameter in module.parameters()
+            if id(parameter) not in stored and (trainable or not parameter.requires_grad)
+        )
 
     return {
-        "total": quantized + plain(meta.model),
-        "in_blocks": quantized + plain(find_blocks(meta.model)),
+        "total": quantized + plain(meta.model, trainable=True),
+        "in_blocks": quantized + plain(find_blocks(meta.model), trainable=False),
         "quantized": quantized,
         "trainable": sum(parameter.numel() for parameter in meta.model.parameters() if parameter.requires_grad),
     }
@@ -68,7 +72,7 @@ def check_quantized_share(meta: MetaModel, *, allow_unquantized: bool) -> None:
 def describe_model(meta: MetaModel) -> str:
     """One line: architecture, parameters, what is quantized (of all, of the blocks), what trains, attention kernels."""
     counts = count_parameters(meta)
-    share = 100 * counts["quantized"] / counts["in_blocks"]
+    share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)  # there are none where all trains
     kind = "DoRA" if magnitudes(meta.model) else "LoRA"
     experts = f" and {len(meta.target_parameters)} expert parameters" if meta.target_parameters else ""
     return (

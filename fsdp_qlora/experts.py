@@ -90,7 +90,7 @@ def is_transposed(experts: nn.Module) -> bool:
     return bool(getattr(experts, "is_transposed", False))
 
 
-def _loops_over_experts(module: nn.Module) -> bool:
+def loops_over_experts(module: nn.Module) -> bool:
     """transformers puts this attribute on the experts modules for which it chooses the implementation."""
     return hasattr(module, "is_transposed")
 
@@ -99,7 +99,7 @@ def router_linears(model: nn.Module) -> list[str]:
     """Paths of the linear layers that choose or weigh experts: small, and too sensitive for 4 bits or an adapter."""
     routers = []
     for path, module in model.named_modules():
-        counts = {child.num_experts for child in module.children() if _loops_over_experts(child)}
+        counts = {child.num_experts for child in module.children() if loops_over_experts(child)}
         for name, child in module.named_children():
             if counts and isinstance(child, nn.Linear) and child.out_features in {1, *counts}:
                 routers.append(f"{path}.{name}")
@@ -112,7 +112,7 @@ def expert_parameters(model: nn.Module) -> list[str]:
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if id(module) in inside and _loops_over_experts(module)
+        if id(module) in inside and loops_over_experts(module)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() == 3 and parameter.is_floating_point()
     ]

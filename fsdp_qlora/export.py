@@ -17,10 +17,12 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.adapter_init import saved_parameters
+from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.experts import expert_parameters
 from fsdp_qlora.flush import flush
 from fsdp_qlora.models import canonical_name, persistent_buffers
+from fsdp_qlora.packed_files import Form, PackedFiles
 from fsdp_qlora.run_folder import CHECKPOINTS, LOCK
 from fsdp_qlora.saving import delete_oldest, is_full
 
@@ -186,6 +188,56 @@ def save_model(
 
     if is_rank_0:
         publish(output_dir, write)
+
+
+def save_new_blocks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    output_dir: Path,
+    *,
+    base: Checkpoint,
+    dtype: torch.dtype,
+    is_rank_0: bool,
+) -> None:
+    """Save the model that was trained in some blocks: these in `dtype`, everything else as it is in `base`.
+
+    Every rank calls it; rank 0 writes, one tensor at a time.
+    """
+    trained = [(name, parameter) for name, parameter in _state(model) if parameter.requires_grad]
+    staging = output_dir / ".saving_weights"
+    names = {part for name, parameter in trained for part in _names_in_checkpoints(model, name, parameter)}
+    forms = {name: Form(dtype if name in names else base.dtype(name), tuple(base.shape(name))) for name in base.files}
+    assert names <= forms.keys(), names - forms.keys()
+    files = PackedFiles(staging, forms)
+    if is_rank_0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        files.create()
+        for name in forms.keys() - names:
+            files.write(name, 0, base.read_flat(name, 0, base.shape(name).numel()))
+    for name, parameter in trained:
+        state = _gather_all([(name, parameter)], dtype, keep=is_rank_0)
+        if is_rank_0:
+            for part, value in _as_in_checkpoints(model, state).items():
+                files.write(part, 0, value)
+    files.close()
+
+    def write(folder: Path) -> None:
+        for path in staging.iterdir():
+            path.replace(folder / path.name)
+        staging.rmdir()
+        for name in ("config.json", "generation_config.json"):
+            if (base.folder / name).is_file():
+                shutil.copyfile(base.folder / name, folder / name)
+        tokenizer.save_pretrained(str(folder))
+
+    if is_rank_0:
+        publish(output_dir, write)
+
+
+def _names_in_checkpoints(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> list[str]:
+    """What a parameter is called in a checkpoint; several names where experts are apart there."""
+    return list(_as_in_checkpoints(model, {name: torch.empty(parameter.shape, device="meta")}))
 
 
 _Named = list[tuple[str, torch.Tensor]]

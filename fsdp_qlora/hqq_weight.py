@@ -21,7 +21,6 @@ from fsdp_qlora.quantized_weight import (
     write_bytes,
 )
 
-_PIECE = 2**22  # weights quantized or decoded at a time: the float32 temporaries of that many
 # A GPU sums a group in another order when there are few groups at a time; their number is a multiple of this.
 _FEW_GROUPS = 256
 # The hqq library's own settings for its solver, but for early_stop: see _quantize_groups.
@@ -91,6 +90,11 @@ class HqqExperts(QuantizedExperts, HqqWeight):
     """The experts of a layer in HQQ's codes."""
 
 
+def _groups_at_a_time(device: torch.device, group_size: int) -> int:
+    """How many groups are quantized or decoded at a time, in float32: what fits a CPU's cache; more fill a GPU."""
+    return max(1, (2**18 if device.type == "cpu" else 2**22) // group_size)
+
+
 def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize whole groups (the last may be short): uint8 codes [groups, group_size], float16 [groups, 2] scale, zero.
 
@@ -112,7 +116,7 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
     largest = 2**n_bits - 1
     all_codes, statistics = [], []
-    for piece in flat.view(-1, group_size).split(_PIECE // group_size):
+    for piece in flat.view(-1, group_size).split(_groups_at_a_time(values.device, group_size)):
         groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
         low, high = groups.aminmax(dim=1, keepdim=True)
         scale = (largest / (high - low)).clamp(max=2e4)  # as the library, which keeps 1 / scale within float16
@@ -175,7 +179,7 @@ def _dequantize(fmt: _Format, dtype: torch.dtype, weight: torch.Tensor, scale_ze
     packed = weight.view(torch.uint8)[first : first + count]
     statistics = scale_zero.view(torch.float16)[first : first + count]
     decoded = torch.empty(count, fmt.group_size, dtype=dtype, device=weight.device)
-    step = _PIECE // fmt.group_size
+    step = _groups_at_a_time(weight.device, fmt.group_size)
     for start in range(0, count, step):
         part = slice(start, start + step)
         decoded[part] = _values(_unpack(packed[part], fmt.n_bits), statistics[part])

@@ -1,12 +1,23 @@
 """Models and datasets on the Hugging Face hub: whether it answers, why not, and a model's files."""
 
+import contextlib
+import hashlib
 import logging
+import os
 import re
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
+import psutil
+from filelock import FileLock, Timeout
+from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
+from fsdp_qlora.disk import free_disk
 from fsdp_qlora.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
@@ -14,6 +25,8 @@ log = logging.getLogger("fsdp_qlora")
 HUB_TIMEOUT_SECONDS = 10
 # Copies of the weights in other layouts, which some repositories hold beside the usual files.
 _NOT_NEEDED = ["consolidated*", "*/*"]
+# What torchrun sets besides, of one launch on a machine.
+_ELASTIC = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 # The first row that fits an error is taken.
@@ -59,11 +72,36 @@ def first_line(error: Exception) -> str:
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
-def find_model_folder(model_name: str, *, with_weights: bool, with_code: bool = False) -> Path:
+def conversion_advice(model: str) -> str:
+    """How to make safetensors of pickled weights; a sentence."""
+    target = f"{Path(model).name}-safetensors"
+    code = (
+        "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+        f"M.from_pretrained({model!r}, dtype='auto').save_pretrained({target!r}); "
+        f"T.from_pretrained({model!r}).save_pretrained({target!r})"
+    )
+    return f'If you trust them, convert them and give --model_name {target}: python -c "{code}"'
+
+
+def find_model_folder(
+    model_name: str,
+    *,
+    with_weights: bool,
+    with_code: bool = False,
+    local_rank: int = 0,
+    show_progress: bool = True,
+) -> Path:
     """The local folder of a model: the given one, or the hub's snapshot, downloaded when it is not there.
 
+    Local rank 0 downloads and the other ranks of its machine wait for it; two runs take turns. A connection that is
+    cut is taken up again where it was; of a download that was ended, complete files are kept and others begin anew.
+
+    Args:
+        with_code: get the Python files too.
+        show_progress: of a download.
     Raises:
-        UserError: there is no such model, it needs a licence click, or the hub is out of reach.
+        UserError: there is no such model, it needs a licence click, its weights are pickled, the disk is too small,
+            or the hub is out of reach.
     """
     folder = Path(model_name).expanduser()
     if folder.is_dir():
@@ -72,10 +110,78 @@ def find_model_folder(model_name: str, *, with_weights: bool, with_code: bool = 
         raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
     if model_name.startswith((".", "/", "~")) or model_name.count("/") > 1:
         raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
-    refusal = ask_hub(model_name, "model")
-    if refusal is not None:
-        log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
     patterns = [*SMALL_FILES, *["*.safetensors"] * with_weights, *["*.py"] * with_code]
+    if local_rank == 0:
+        try:
+            with _turn(model_name):
+                return _snapshot(model_name, patterns, show_progress=show_progress)
+        finally:
+            _sign().touch()
+            _remove_old_signs()
+    while not _is_fresh(_sign()):
+        time.sleep(0.1)
+    try:
+        return Path(
+            snapshot_download(model_name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED, local_files_only=True)
+        )
+    except Exception:  # local rank 0 could not get it: say why, as it does
+        with _turn(model_name):
+            return _snapshot(model_name, patterns, show_progress=False)
+
+
+@contextlib.contextmanager
+def _turn(model_name: str) -> Iterator[None]:
+    """Hold the lock on a model's download, so that runs on this machine do not download it twice."""
+    path = Path(HF_HUB_CACHE) / ".locks" / f"fsdp_qlora--{model_name.replace('/', '--')}.lock"
+    lock = FileLock(path)
+    # A cache that may only be read, or a disk without locks: the hub's client has a file of its own per download.
+    with contextlib.suppress(OSError, NotImplementedError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            log.info("Waiting for another run on this machine, which downloads %s.", model_name)
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _sign() -> Path:
+    """A file by which local rank 0 tells the other ranks of its machine that the download is over."""
+    launch = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", *_ELASTIC)]
+    name = hashlib.sha256(repr([*launch, os.getuid()]).encode()).hexdigest()[:24]
+    return Path(tempfile.gettempdir()) / f"fsdp_qlora-{name}.downloaded"
+
+
+def _is_fresh(sign: Path) -> bool:
+    """Whether a sign is this launch's. An earlier one may have used the same port; ranks start within minutes."""
+    try:
+        return sign.stat().st_mtime > psutil.Process().create_time() - 600
+    except OSError:
+        return False
+
+
+def _remove_old_signs() -> None:
+    """Nobody knows which rank is the last to look at a sign, so they are left for a day."""
+    for path in Path(tempfile.gettempdir()).glob("fsdp_qlora-*.downloaded"):
+        with contextlib.suppress(OSError):  # another user's
+            if path.stat().st_mtime < time.time() - 86400:
+                path.unlink()
+
+
+def _snapshot(model_name: str, patterns: list[str], *, show_progress: bool) -> Path:
+    refusal: Exception | None = None
+    try:
+        info = HfApi().model_info(model_name, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True)
+    except Exception as error:  # of the HTTP library, which has changed, or of the hub's client
+        refusal = error
+        log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
+    else:
+        _check_download(model_name, info, patterns)
+    if not show_progress:
+        disable_progress_bars()
     try:
         return Path(
             snapshot_download(
@@ -88,6 +194,31 @@ def find_model_folder(model_name: str, *, with_weights: bool, with_code: bool = 
             f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
             "path of a model folder, or make one with `python scripts/demo_model.py --output_dir demo/model`."
         ) from error
+
+
+def _check_download(model_name: str, info: ModelInfo, patterns: list[str]) -> None:
+    """Refuse pickled weights, and what the disk has no room for, before anything is downloaded."""
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    wanted = list(filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+    pickled = [name for name in sizes if name.endswith(".bin") and "/" not in name]
+    if "*.safetensors" in patterns and pickled and not any(name.endswith(".safetensors") for name in wanted):
+        raise UserError(
+            f"model_name {model_name} has only pickled weights ({pickled[0]}), which are neither downloaded nor read, "
+            f"since they can run code. {conversion_advice(model_name)}"
+        )
+    cached = [try_to_load_from_cache(model_name, name, revision=info.sha) for name in wanted]
+    missing = {name: sizes[name] for name, path in zip(wanted, cached, strict=True) if not isinstance(path, str)}
+    if not missing:
+        return
+    size, folder = sum(missing.values()), Path(HF_HUB_CACHE)
+    free = free_disk(folder)
+    if size > free:
+        raise UserError(
+            f"model_name {model_name}: {size / 2**30:.1f} GiB are to be downloaded to {folder}, where "
+            f"{free / 2**30:.1f} GiB are free. Free some there, or set HF_HUB_CACHE to a folder on a larger disk."
+        )
+    waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
+    log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(missing), size / 2**30, folder, waiting)
 
 
 def public_name(model_name: str) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.config import TrainConfig
 from fsdp_qlora.errors import ENDINGS, UserError
+from fsdp_qlora.restarts import AUTO_RESTART, is_restart
 
 if TYPE_CHECKING:  # torch is imported where it is needed: --help and bad options should not wait for it
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -74,6 +75,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
         return None
     processes, reason = _processes_wanted(config)
     if processes == 1:
+        _end_with_launcher()
         return None
     _check_address(config.master_addr, config.master_port)
     # print and not the logger, which is set up in the workers.
@@ -211,6 +213,10 @@ def _prepare_environment() -> None:
     """Make this process's environment, which the workers inherit, that of a launcher."""
     # A stop waits for the step and its checkpoint, but for less than the 30 s after which an outer agent kills us.
     is_nested = "TORCHELASTIC_RUN_ID" in os.environ
+    if is_nested:
+        _ask_for_signal_on_death_of_parent()
+    if is_restart():
+        os.environ[AUTO_RESTART] = "1"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if is_nested else "600")
     for name in filter(is_from_an_agent, list(os.environ)):
         del os.environ[name]

@@ -19,7 +19,10 @@ class MatrixOptimizer(Optimizer):
     """Base of those here. Every rank calls `step`, with the same parameters, of which it may own no row.
 
     whole: local parameter -> the sharded one that it is a part of; one that is not there, or not sharded, is whole.
+    stored_as: state key -> kind of train_state.py, where the shape alone does not tell.
     """
+
+    stored_as: dict[str, str] = {}  # noqa: RUF012
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -44,6 +47,8 @@ class Adafactor(MatrixOptimizer):
 
     State: row_var [rows] and col_var [columns] for a matrix, var [rows] for a vector; step.
     """
+
+    stored_as = {"row_var": "rows", "col_var": "once"}  # noqa: RUF012
 
     def __init__(
         self,

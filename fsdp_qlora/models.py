@@ -29,6 +29,7 @@ from fsdp_qlora.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
+NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that block_expansion.py added
 # Module names that a wrapper puts into a parameter's path and that no checkpoint knows.
 _WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
 
@@ -221,6 +222,22 @@ def block_linears(model: nn.Module) -> list[str]:
     blocks = find_blocks(model)
     inside = {id(module) for module in blocks.modules() if isinstance(module, nn.Linear)}
     return [name for name, module in model.named_modules() if id(module) in inside]
+
+
+def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
+    """The blocks that were added to a model.
+
+    Raises:
+        UserError: the model has no record of any.
+    """
+    found = getattr(config, NEW_BLOCKS, None)
+    count = config.get_text_config().num_hidden_layers
+    if isinstance(found, list) and found and set(found) <= set(range(count)):
+        return found
+    raise UserError(
+        f"{model_name}: its config.json does not say which blocks were added ({NEW_BLOCKS}: {found}). Make the model "
+        "with python scripts/block_expansion.py --model_name M --output_dir D."
+    )
 
 
 def has_tied_embeddings(model: PreTrainedModel) -> bool:

@@ -162,6 +162,11 @@ class ShardedOptimizer:
         local = self._local_of.get(id(parameter))
         return {} if self.optimizer is None or local is None else self.optimizer.state[local]
 
+    @property
+    def stored_as(self) -> dict[str, str]:
+        """State key -> kind of train_state.py, where the shape alone does not tell."""
+        return self.optimizer.stored_as if isinstance(self.optimizer, MatrixOptimizer) else {}
+
     def group_values(self) -> list[dict[str, Any]]:
         """The plain numbers that the optimizer keeps for all parameters together, by parameter group."""
         groups = self.optimizer.param_groups if self.optimizer else []

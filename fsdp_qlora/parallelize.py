@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ def build_model(
     lora: LoraOptions,
     prequantized: Bnb4bitSettings | None = None,
     trust_remote_code: bool = False,
+    new_blocks: Sequence[int] = (),
 ) -> MetaModel:
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
 
@@ -76,6 +77,7 @@ def build_model(
         quantizer_options: those of the train type's quantizer, as QUANTIZER_OPTIONS names them.
         prequantized: how the checkpoint is quantized already; it then decides which layers are, and how.
         trust_remote_code: build with code that came with the configuration.
+        new_blocks: decoder blocks that are not quantized and train in full, where the train type trains these alone.
     """
     dtype = torch.float32 if train_type.trains == "all" else precision.frozen_dtype
     model = build_meta_model(
@@ -102,6 +104,15 @@ def build_model(
         quantizer_options = {"quant_type": prequantized.quant_type, "double_quant": prequantized.double_quant}
         quantized = [path for path in linears if prequantized.is_quantized(path)]
         quantized_experts = experts if prequantized.has_experts else []
+    if train_type.trains_new_blocks:
+        new = nn.ModuleList(find_blocks(model)[index] for index in new_blocks)
+        inside = {id(module) for module in new.modules()}
+        quantized = [path for path in quantized if id(model.get_submodule(path)) not in inside]
+        quantized_experts = [
+            path for path in quantized_experts if id(model.get_submodule(path.rpartition(".")[0])) not in inside
+        ]
+        model.requires_grad_(False)
+        new.to(torch.float32).requires_grad_(True)
     if train_type.quantizer:
         options = {**quantizer_options, "compute_dtype": precision.compute_dtype}
         quantize_linears(model, quantized, train_type.quantizer, **options)
@@ -182,7 +193,7 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
     on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
     modules = [module for module in model.modules() if cpu_offload and id(module) not in on_device]
     offloaded = {id(parameter): parameter for module in modules for parameter in module.parameters(recurse=False)}
-    places = _offloaded_places(offloaded, pinned=device.type == "cuda")
+    places = _offloaded_places(offloaded, pinned=device.type == "cuda") if offloaded else {}
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
         return places[id(parameter)] if id(parameter) in places else torch.empty_like(parameter, device=device)

@@ -14,7 +14,8 @@ class Precision(NamedTuple):
     param_dtype: what FSDP2 casts trainable weights to when it gathers them; None keeps fp32.
     autocast: whether the forward runs under autocast to compute_dtype.
 
-    Trainable weights are always stored, and their gradients reduced, in fp32.
+    Trainable weights are always stored, and their gradients reduced, in fp32. Buffers (rotary tables) keep the
+    fp32 in which transformers makes them; its norms compute in fp32 inside.
     """
 
     compute_dtype: torch.dtype
@@ -22,25 +23,34 @@ class Precision(NamedTuple):
     param_dtype: torch.dtype | None
     autocast: bool
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are so narrow in range that the loss has to be scaled."""
+        return self.compute_dtype == torch.float16
+
     def check_storage(self, quant_storage: str) -> None:
         """Raises UserError unless `quant_storage` is auto or this precision's compute dtype."""
-        name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.compute_dtype]
+        name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
         if error := quant_storage_error(quant_storage, name):
             raise UserError(error)
 
 
-_BF16, _FP32 = torch.bfloat16, torch.float32
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(_FP32, _FP32, _FP32, autocast=False),
     "bf16": Precision(_BF16, _BF16, _BF16, autocast=False),
     "bf16_autocast": Precision(_BF16, _FP32, None, autocast=True),
+    "fp16": Precision(_FP16, _FP16, _FP16, autocast=False),
+    "fp16_autocast": Precision(_FP16, _FP32, None, autocast=True),
     # In 2024: bf16 weights with buffers kept in fp32. Buffers are never cast here, so this is bf16.
     "bf16_buffers_autocast": Precision(_BF16, _BF16, _BF16, autocast=False),
 }
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """Resolve `auto`: bf16 where the GPU computes in it, fp32 elsewhere."""
+    """Resolve `auto`: bf16 where the GPU computes in it (Ampere and newer), fp16 on older ones, fp32 on the CPU."""
     if name != "auto":
         return name
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"

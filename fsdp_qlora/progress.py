@@ -15,7 +15,8 @@ _SIGMAS = 8.0
 @dataclass
 class Progress:
     """step: optimizer steps done. last_eval_step: the step after which was last evaluated, -1 for none.
-    best_eval_loss: the lowest so far. recent_losses: of the last steps, for `spike`. scaler: of fp16's loss scale.
+    best_eval_loss: the lowest so far. recent_losses: of the last steps, for `spike`.
+    loss_scale: of fp16, as LossScale.state gives it.
     """
 
     step: int = 0
@@ -28,7 +29,7 @@ class Progress:
     best_eval_loss: float | None = None
     last_eval_step: int = -1
     recent_losses: list[float] = field(default_factory=list)
-    scaler: dict[str, Any] = field(default_factory=dict)
+    loss_scale: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":

@@ -212,7 +212,9 @@ def _write_description(
     source: Path, folder: Path, model: PreTrainedModel, *, quant_type: str, double_quant: bool
 ) -> None:
     """The tokenizer's and other small files as they are, and config.json with the quantization in it."""
-    for path in {path for pattern in [*hub.SMALL_FILES, "*.py"] for path in source.glob(pattern)}:
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    patterns = [*hub.SMALL_FILES, *["*.py"] * ("auto_map" in config)]
+    for path in {path for pattern in patterns for path in source.glob(pattern)}:
         if path.is_file() and not path.name.endswith(".index.json"):
             shutil.copyfile(path, folder / path.name)
     quantization = BitsAndBytesConfig(
@@ -222,7 +224,6 @@ def _write_description(
         bnb_4bit_compute_dtype=torch.bfloat16,
         llm_int8_skip_modules=[name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
     )
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     has_experts = any(isinstance(module, Bnb4bitExperts) for module in model.modules())
     config["quantization_config"] = quantization.to_dict() | ({EXPERTS_KEY: True} if has_experts else {})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

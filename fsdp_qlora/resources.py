@@ -1,4 +1,4 @@
-"""Whether a run's weights fit into this machine, asked before the first byte is read."""
+"""Whether a run's weights and its result fit into this machine, asked before the first byte is read."""
 
 import resource
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.adapters import adapter_modules
+from fsdp_qlora.disk import free_disk
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optim import OPTIMIZER_STATES
 from fsdp_qlora.verify import GIB, count_bytes
@@ -72,6 +73,28 @@ def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, c
             f"{free / GIB:.1f} GiB are left for it ({ranks_on_host} on this machine). More ranks, --use_cpu_offload "
             "false, a smaller --loading_buffer_mib or a smaller model need less."
         )
+
+
+def check_disk(output_dir: Path, num_bytes: int) -> None:
+    """Refuse a run whose result would not fit on the disk.
+
+    Raises:
+        UserError: output_dir has less room than the result takes.
+    """
+    free = free_disk(output_dir)
+    if num_bytes > free:
+        raise UserError(
+            f"The result takes {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has {free / GIB:.2f} GiB free. "
+            "Free some there, or give an --output_dir on a larger disk; --save_model false keeps only the metrics."
+        )
+
+
+def result_bytes(model: nn.Module, *, dtype: torch.dtype) -> int:
+    """What a run saves: the float32 adapters, or where there are none the whole model in `dtype`."""
+    adapters = [parameter for module in adapter_modules(model) for parameter in module.parameters()]
+    if adapters:
+        return sum(parameter.nbytes for parameter in adapters)
+    return sum(parameter.numel() * dtype.itemsize for parameter in model.parameters())
 
 
 def host_memory_free(ranks_on_host: int) -> int:

@@ -5,6 +5,7 @@ is noted in torchrun's own store, which outlives the workers, and the next attem
 """
 
 import contextlib
+import datetime
 import json
 import os
 from typing import TYPE_CHECKING
@@ -30,14 +31,14 @@ def is_unattended() -> bool:
 
 def note_end(ending: Ending, message: str) -> None:
     """Keep torchrun from restarting for nothing, where the end is final."""
-    if ending.is_final and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
+    if ending.is_final and _has_agent_store() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
         with contextlib.suppress(Exception):  # torchrun may be gone; then nobody restarts
             _agent_store().set(_KEY, json.dumps([ending.exit_code, message.splitlines()[0]]))
 
 
 def earlier_end() -> tuple[int, str] | None:
     """(exit status, message) of an attempt after which no other makes sense."""
-    if not is_restart():
+    if not is_restart() or not _has_agent_store():
         return None
     with contextlib.suppress(Exception):
         store = _agent_store()
@@ -47,7 +48,13 @@ def earlier_end() -> tuple[int, str] | None:
     return None
 
 
+def _has_agent_store() -> bool:
+    """Whether the store is torchrun's own. With a fixed port it is rank 0's, and ends with it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _agent_store() -> "TCPStore":
     from torch.distributed import TCPStore
 
-    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, timeout=datetime.timedelta(seconds=10), wait_for_workers=False)

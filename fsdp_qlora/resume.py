@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import secrets
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 from fsdp_qlora import checkpoint
 from fsdp_qlora.checkpoint import DamagedCheckpoint
 from fsdp_qlora.distributed import Ranks, gather_texts
-from fsdp_qlora.errors import RunStopped, UserError
-from fsdp_qlora.run_folder import CHECKPOINTS, RUN, STATUS, read_json
+from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
+from fsdp_qlora.mirror import copy_run
+from fsdp_qlora.run_folder import CHECKPOINTS, RUN, STATUS, read_json, write_atomically
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -23,8 +25,9 @@ MAY_DIFFER = {
     "world_size", "nproc_per_node", "master_addr", "master_port", "model_name", "attn_implementation", "batch_size",
     "gradient_accumulation_steps", "sharding_strategy", "use_gradient_checkpointing", "use_cpu_offload",
     "use_activation_cpu_offload", "loading_buffer_mib", "quant_cache", "allow_unquantized", "dataset", "eval_dataset",
-    "max_bad_rows", "eval_steps", "save_model", "output_dir", "overwrite_output_dir", "resume", "save_steps",
-    "save_minutes", "save_total_limit", "max_hours", "max_cost_usd", "price_per_hour", "hang_minutes", "on_nonfinite",
+    "max_bad_rows", "on_bad_row", "eval_steps", "save_model", "output_dir", "overwrite_output_dir", "resume",
+    "save_steps", "save_minutes", "save_total_limit", "max_hours", "max_cost_usd", "price_per_hour", "hang_minutes",
+    "on_nonfinite", "mirror",
     "log_to", "project_name", "name", "group", "entity", "verbose", "dry_run", "profile_memory", "profile",
     "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "wait_steps",
     "profiling_warmup_steps", "active_steps", "repeat", "profiling_frequency", "low_memory", "no_sync",
@@ -97,6 +100,7 @@ def choose_start(
     resume: str,
     overwrite: bool,
     is_unattended: bool,
+    mirror: Path | None = None,
 ) -> Start:
     """Decide on rank 0 where the run begins, and tell all. Rank 0 holds the folder's lock.
 
@@ -105,6 +109,7 @@ def choose_start(
         resume: auto, off, or a checkpoint's or run's folder.
         overwrite: whether a run that is finished or another one may be replaced.
         is_unattended: refuse another start after several without progress.
+        mirror: a folder with copies, from which an empty output_dir is filled.
     Raises:
         UserError: the run in the folder is another one, or none of its checkpoints is whole.
         RunStopped: nobody is there, and starting it again and again has not helped.
@@ -115,9 +120,22 @@ def choose_start(
             return Start(secrets.token_hex(4))
         if resume != "auto":
             return _from_path(Path(resume).expanduser(), output_dir, about)
+        if mirror is not None and is_run(mirror) and not is_run(output_dir):
+            _fill_from_mirror(output_dir, mirror, about, overwrite=overwrite)
         return _from_output_dir(output_dir, about, overwrite=overwrite, is_unattended=is_unattended)
 
-    return _from_rank_0(decide, ranks)
+    def decide_with_mirror() -> Start:
+        start = decide()
+        if mirror is not None and is_run(mirror) and read_json(mirror / RUN)["run_id"] != start.run_id:
+            if not overwrite:
+                raise UserError(
+                    f"--mirror {mirror} holds another run's checkpoints. Give another folder, or "
+                    "--overwrite_output_dir true to replace them too."
+                )
+            shutil.rmtree(mirror / CHECKPOINTS, ignore_errors=True)
+        return start
+
+    return _from_rank_0(decide_with_mirror, ranks)
 
 
 def _from_rank_0(decide: Callable[[], Start], ranks: Ranks) -> Start:
@@ -127,6 +145,8 @@ def _from_rank_0(decide: Callable[[], Start], ranks: Ranks) -> Start:
             answer = {"start": asdict(decide())}
         except UserError as error:
             answer = {"error": str(error)}
+        except OSError as error:
+            answer = {"error": f"The run's folder cannot be used: {error}."}
         except RunStopped as stopped:
             answer = {"stopped": [stopped.ending.state, str(stopped)]}
     answer = json.loads(gather_texts(json.dumps(answer), ranks.device)[0])
@@ -135,6 +155,16 @@ def _from_rank_0(decide: Callable[[], Start], ranks: Ranks) -> Start:
     if "stopped" in answer:
         raise RunStopped(*answer["stopped"])
     return Start(**answer["start"])
+
+
+def _fill_from_mirror(output_dir: Path, mirror: Path, about: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Copy a run from its mirror into a folder that has none, where it is this run."""
+    if differences := _differences(read_json(mirror / RUN), about):
+        if not overwrite:
+            _refuse(mirror, differences, is_finished=False)
+        return
+    log.info("output_dir %s is empty: the run is copied from its mirror %s.", output_dir, mirror)
+    copy_run(mirror, output_dir)
 
 
 def _from_output_dir(output_dir: Path, about: Mapping[str, Any], *, overwrite: bool, is_unattended: bool) -> Start:
@@ -163,13 +193,15 @@ def _from_output_dir(output_dir: Path, about: Mapping[str, Any], *, overwrite: b
     if status.get("start_step") == start.step and status.get("state") in ("running", "failed", "hung"):
         deaths = int(status.get("deaths", 0)) + 1
     if is_unattended and deaths >= _MAX_DEATHS:
-        raise RunStopped(
-            "no_progress",
+        message = (
             f"The run in {output_dir} has been restarted {deaths - 1} times without progress: each start from step "
             f"{start.step} has ended before the next checkpoint. The last reason known: "
             f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Start it by hand when that "
-            "is mended, perhaps with a smaller --save_minutes.",
+            "is mended, perhaps with a smaller --save_minutes."
         )
+        ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
+        write_atomically(output_dir / STATUS, {**status, **ending})
+        raise RunStopped("no_progress", message)
     used = {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
     return dataclasses.replace(start, deaths=deaths, **used)
 
@@ -293,7 +325,7 @@ def _shown(value: object) -> str:
 
 def _refuse(folder: Path, differences: list[str], *, is_finished: bool) -> None:
     raise UserError(
-        f"output_dir {folder} is not empty: it holds {'a finished run' if is_finished else 'an unfinished run'} "
+        f"{folder} is not empty: it holds {'a finished run' if is_finished else 'an unfinished run'} "
         "that is not this one:\n  "
         + "\n  ".join(differences)
         + "\nGive the same options to go on with it, another folder, or --overwrite_output_dir true to replace it."

@@ -37,14 +37,17 @@ from fsdp_qlora import (
 )
 from fsdp_qlora.adapter_init import decompose_weights, reduces_base
 from fsdp_qlora.adapters import LoraOptions
+from fsdp_qlora.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.config import TrainConfig, needless_lines, pairs, resolved_options, resolved_yaml
 from fsdp_qlora.control import Budget, Control
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.fingerprint import fingerprint_files
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
+from fsdp_qlora.mirror import open_mirror
 from fsdp_qlora.optim import ShardedOptimizer, check_optimizer, learning_rate
 from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
@@ -53,9 +56,10 @@ from fsdp_qlora.progress import Progress
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.run_folder import Status
 from fsdp_qlora.saving import Saver
+from fsdp_qlora.train_loop import train
 from fsdp_qlora.train_state import TrainState
 from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
-from fsdp_qlora.trainer import Schedule, Trainer, train
+from fsdp_qlora.trainer import Schedule, Trainer
 from fsdp_qlora.watchdog import Heartbeat, Watchdog
 
 log = logging.getLogger("fsdp_qlora")
@@ -64,7 +68,7 @@ log = logging.getLogger("fsdp_qlora")
 # Options that may differ between nodes: paths, and how each was started.
 _OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
 _OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
-_OWN |= {"resume"}
+_OWN |= {"resume", "mirror", "llama_pro_path"}
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         resume=config.resume,
         overwrite=config.overwrite_output_dir,
         is_unattended=restarts.is_unattended(),
+        mirror=Path(config.mirror).expanduser() if config.mirror else None,
     )
     if start.is_finished:
         log.info("This run is finished already: nothing to do. Its results are in %s.", output_dir)
@@ -248,17 +253,21 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     for line in needless_lines(config):
         log.info(line)
     folder = hub.find_model_folder(
-        config.model_name, with_weights=not config.dry_run, with_code=config.trust_remote_code
+        config.model,
+        with_weights=not config.dry_run,
+        with_code=config.trust_remote_code,
+        local_rank=ranks.local_rank,
+        show_progress=ranks.is_rank_0,
     )
-    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
     stored = decoded_tensors.take_format(model_config)
     if stored:
         log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
-    prequantized = packed.take_settings(model_config, config.model_name)
+    prequantized = packed.take_settings(model_config, config.model)
     if prequantized:
-        train_type.check_takes_4bit(config.train_type, config.model_name)
+        train_type.check_takes_4bit(config.train_type, config.model)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
     meta = parallelize.build_model(
         model_config,
         train_type,
@@ -269,6 +278,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         lora=lora_options(config),
         prequantized=prequantized,
         trust_remote_code=config.trust_remote_code,
+        new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
@@ -355,7 +365,10 @@ def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, A
 
 
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Refuse a run whose weights alone do not fit."""
+    """Refuse a run whose weights alone do not fit, or whose result does not."""
+    if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
+        size = resources.result_bytes(plan.meta.model, dtype=plan.precision.compute_dtype)
+        resources.check_disk(Path(config.output_dir), size)
     needs = resources.estimate_needs(
         plan.meta.model,
         num_shards=plan.num_shards,
@@ -451,9 +464,19 @@ def train_and_save(
         control=control,
         heartbeat=watchdog.heartbeat,
     )
-    state = TrainState(model, optimizer, mesh, ranks, is_large=not plan.train_type.has_adapter)
+    state = TrainState(
+        model,
+        optimizer,
+        mesh,
+        ranks,
+        is_large=not plan.train_type.has_adapter,
+        beat=lambda: watchdog.heartbeat.beat(watchdog.heartbeat.step, "save"),
+    )
     if start.folder:
-        state.load(Path(start.folder), start.tensors)
+        try:
+            state.load(Path(start.folder), start.tensors)
+        except DamagedCheckpoint as error:
+            raise UserError(f"Rank {ranks.rank} cannot read the checkpoint, though rank 0 could: {error}.") from error
     progress = Progress.from_dict(start.progress)
     if ranks.is_rank_0 and start.folder:
         if start.is_new:
@@ -485,6 +508,7 @@ def train_and_save(
         is_rank_0=ranks.is_rank_0,
         run_id=start.run_id,
     ) as metrics:
+        mirror = open_mirror(output_dir, config.mirror if ranks.is_rank_0 else None)
         saver = Saver(
             output_dir / run_folder.CHECKPOINTS,
             state,
@@ -493,9 +517,10 @@ def train_and_save(
             save_steps=config.save_steps,
             save_total_limit=config.save_total_limit,
             before_save=metrics.flush,
+            on_saved=mirror.copy_later,
             saved_step=start.step if start.folder and not start.is_new else -1,
         )
-        with control.catching_signals(), watchdog.watching():
+        with control.catching_signals(), contextlib.closing(mirror), watchdog.watching():
             if ranks.device.type == "cuda":
                 trainer.try_longest(plan.data.train_rows)
             train(
@@ -531,8 +556,18 @@ def train_and_save(
 
 
 def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Write the adapter, or the whole model where all of it was trained. Every rank calls it."""
+    """Write the adapter, or the whole model where blocks of it or all were trained. Every rank calls it."""
     model, output_dir = plan.meta.model, Path(config.output_dir)
+    if plan.train_type.trains_new_blocks:
+        export.save_new_blocks(
+            model,
+            plan.tokenizer,
+            output_dir,
+            base=Checkpoint(plan.model_folder),
+            dtype=plan.precision.compute_dtype,
+            is_rank_0=ranks.is_rank_0,
+        )
+        return
     if plan.train_type.adapter is None:
         dtype = plan.precision.compute_dtype
         export.save_model(

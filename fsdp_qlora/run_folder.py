@@ -30,6 +30,7 @@ def locked(output_dir: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds it, or the folder cannot be made.
     """
+    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     descriptor = _take(output_dir)
     try:
         yield
@@ -37,7 +38,8 @@ def locked(output_dir: Path) -> Iterator[None]:
         (output_dir / LOCK).unlink(missing_ok=True)
         os.close(descriptor)
         with contextlib.suppress(OSError):  # it is not empty
-            output_dir.rmdir()
+            for path in made:
+                path.rmdir()
 
 
 def _take(output_dir: Path) -> int:
@@ -50,13 +52,16 @@ def _take(output_dir: Path) -> int:
             raise UserError(f"output_dir {output_dir} cannot be written: {error.strerror}.") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise UserError(
                 f"output_dir {output_dir} is in use by a run that is going on ({holder}). Wait for it, end it, or give "
                 "another folder."
             ) from None
+        except OSError as error:  # some network disks know no locks
+            log.warning("%s cannot be locked (%s): take care that no other run writes there.", output_dir, error)
+            return descriptor
         # The last holder may have removed the file between our opening it and its release.
         with contextlib.suppress(OSError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:

@@ -30,6 +30,7 @@ class Saver:
         about: what the run is, kept in every checkpoint.
         save_steps: 0 for none by steps. save_total_limit: newest kept, besides the best by held-out loss.
         before_save: called on each rank before a checkpoint is published.
+        on_saved: called on rank 0 with each published checkpoint.
         saved_step: the newest checkpoint that is there already, -1 for none.
     """
 
@@ -43,11 +44,12 @@ class Saver:
         save_steps: int,
         save_total_limit: int,
         before_save: Callable[[], None] = lambda: None,
+        on_saved: Callable[[Path], None] = lambda folder: None,
         saved_step: int = -1,
     ) -> None:
         self.root, self.state, self.ranks, self.about = root, state, ranks, about
         self.save_steps, self.save_total_limit, self.before_save = save_steps, save_total_limit, before_save
-        self.saved_step = saved_step
+        self.on_saved, self.saved_step = on_saved, saved_step
         self.seconds = 0.0  # of the last save
 
     def is_due(self, step: int) -> bool:
@@ -81,6 +83,7 @@ class Saver:
         self.seconds = time.monotonic() - started
         if self.ranks.is_rank_0:
             self._prune()
+            self.on_saved(checkpoint.step_folder(self.root, progress.step))
         log.info("Checkpoint of step %d: %s", progress.step, checkpoint.step_folder(self.root, progress.step))
         return True
 

@@ -5,14 +5,14 @@ to see the folder. Large ones are written by each rank of one copy of the model,
 that `shard_bounds` gives to rank i of as many as there are files, so any other number of ranks finds its own.
 
 An entry of the optimizer's state is stored by what it is:
-    rows    a tensor of the local shard's shape: sharded like its parameter
-    once    a tensor without dims, such as a count of steps: the same on all ranks
+    rows    a tensor of the local shard's shape, or of its rows: sharded like its parameter
+    once    a tensor without dims, such as a count of steps, or of the whole parameter: the same on all ranks
     number  a plain number: the same on all ranks
     local   any other tensor, such as the scales of 8-bit states: of this rank's shard, and of no other split
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,24 @@ class TrainState:
     Args:
         is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer keeps
             something that belongs to one rank's shard alone.
+        beat: called with each tensor that is written, since a large state takes its time.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: ShardedOptimizer, mesh: DeviceMesh, ranks: Ranks, *, is_large: bool
+        self,
+        model: nn.Module,
+        optimizer: ShardedOptimizer,
+        mesh: DeviceMesh,
+        ranks: Ranks,
+        *,
+        is_large: bool,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self.parameters = {
             canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         self.optimizer, self.mesh, self.ranks, self.is_large = optimizer, mesh, ranks, is_large
+        self.beat = beat
 
     # --- writing ---
 
@@ -125,7 +134,8 @@ class TrainState:
             local = _local(parameter)
             if local.numel():
                 state = {_PARAMETER: local, **self.optimizer.state_of(parameter)}
-                own[name] = {key: _describe(value, local) for key, value in state.items()}
+                kinds = self.optimizer.stored_as
+                own[name] = {key: _describe(value, local, kinds.get(key)) for key, value in state.items()}
         everyone: list[_Layout] = [json.loads(text) for text in gather_texts(json.dumps(own), self.ranks.device)]
         layout: _Layout = {}
         for name in self.parameters:
@@ -138,33 +148,32 @@ class TrainState:
 
     def _form(self, layout: _Layout, name: str, key: str) -> TensorForm:
         entry = layout[name][key]
-        return TensorForm(
-            _DTYPES[entry["dtype"]], tuple(self.parameters[name].shape) if entry["kind"] == "rows" else ()
-        )
+        return TensorForm(_DTYPES[entry["dtype"]], self._whole_shape(name, entry))
+
+    def _whole_shape(self, name: str, entry: Mapping[str, Any]) -> tuple[int, ...]:
+        """Of an entry of kind rows or once, over all ranks."""
+        num_rows = self.parameters[name].shape[:1] if entry["kind"] == "rows" else ()
+        return (*num_rows, *entry["dims"])
 
     def _own(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
         """This rank's value of an entry; no rows where it has none."""
+        self.beat()
         local = _local(self.parameters[name])
         if key == _PARAMETER:
             return local.detach()
         value = self.optimizer.state_of(self.parameters[name]).get(key)
         if value is not None:
             return value.detach()
-        return local.new_empty(
-            local.shape if entry["kind"] == "rows" else (0,), dtype=_DTYPES[entry.get("dtype", "F32")]
-        )
+        return local.new_empty((0, *entry.get("dims", ())), dtype=_DTYPES[entry.get("dtype", "F32")])
 
     def _gathered(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
         """The whole of an entry, on the CPU; it counts on rank 0 only."""
         parameter, own = self.parameters[name], self._own(name, key, entry)
         if entry["kind"] == "rows" and isinstance(parameter, DTensor):
+            shape = torch.Size(self._whole_shape(name, entry))
+            stride = torch.empty(shape, device="meta").stride()
             own = DTensor.from_local(
-                own,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
+                own, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
             ).full_tensor()
         return own.cpu()
 
@@ -206,11 +215,10 @@ class TrainState:
     def _fill_from_rank_0(
         self, readers: Sequence[TensorReader], name: str, key: str, entry: Mapping[str, Any]
     ) -> torch.Tensor:
-        shape = self.parameters[name].shape if entry["kind"] == "rows" else ()
         if readers:
             whole = readers[0].whole(_file_name(name, key)).to(self.ranks.device)
         else:
-            whole = torch.empty(shape, dtype=_DTYPES[entry["dtype"]], device=self.ranks.device)
+            whole = torch.empty(self._whole_shape(name, entry), dtype=_DTYPES[entry["dtype"]], device=self.ranks.device)
         dist.broadcast(whole, src=0)
         return whole[slice(*self._own_rows(name))] if entry["kind"] == "rows" else whole
 
@@ -230,7 +238,7 @@ class TrainState:
                 parts.append(reader.rows(stored, max(start, first) - first, min(stop, end) - first))
         if parts:
             return torch.cat(parts)
-        return torch.empty((0, *self.parameters[name].shape[1:]), dtype=_DTYPES[entry["dtype"]])
+        return torch.empty((0, *entry["dims"]), dtype=_DTYPES[entry["dtype"]])
 
     def _own_rows(self, name: str) -> tuple[int, int]:
         return shard_bounds(self.parameters[name].shape[0], rank=shard_rank(self.mesh), size=shard_size(self.mesh))
@@ -247,10 +255,12 @@ class TrainState:
         self.optimizer.state_of(parameter)[key] = value
 
 
-def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
+def _describe(value: Any, local: torch.Tensor, kind: str | None) -> dict[str, Any]:
+    """What is stored of a value. dims: of a tensor, without that of the rows."""
     if isinstance(value, torch.Tensor):
-        kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
-        return {"kind": kind, "dtype": DTYPE_NAMES[value.dtype], "is_on_device": value.device == local.device}
+        kind = kind or ("once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local")
+        about = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype], "is_on_device": value.device == local.device}
+        return about if kind == "local" else {**about, "dims": list(value.shape[kind == "rows" :])}
     if value is None or isinstance(value, (bool, int, float)):
         return {"kind": "number", "value": value}
     raise TypeError(f"optimizer state of type {type(value).__name__} cannot be saved")

@@ -6,7 +6,7 @@ from fsdp_qlora.errors import UserError
 
 
 class TrainType(NamedTuple):
-    """adapter: what is added to the base. quantizer: how the base is stored. trains: what learns."""
+    """adapter: what is added to the base. quantizer: how the base is stored. trains: all, adapter or new_blocks."""
 
     adapter: str | None
     quantizer: str | None
@@ -16,9 +16,13 @@ class TrainType(NamedTuple):
     def has_adapter(self) -> bool:
         return self.adapter is not None
 
+    @property
+    def trains_new_blocks(self) -> bool:
+        return self.trains == "new_blocks"
+
     def check_takes_4bit(self, name: str, model_name: str) -> None:
         """Refuse a train type, called `name`, that needs weights which a 4-bit checkpoint no longer has."""
-        if self.quantizer != "bnb_4bit":
+        if self.quantizer != "bnb_4bit" or self.trains_new_blocks:
             raise UserError(
                 f"model_name {model_name} is quantized to 4 bits, which train_type {name} cannot train. "
                 "Use --train_type qlora, or give the checkpoint with 16- or 32-bit weights."
@@ -44,4 +48,6 @@ TRAIN_TYPES: dict[str, TrainType] = {
     "hqq_lora": TrainType(adapter="lora", quantizer="hqq", trains="adapter"),
     "hqq_dora": TrainType(adapter="dora", quantizer="hqq", trains="adapter"),
     "int8_lora": TrainType(adapter="lora", quantizer="int8", trains="adapter"),
+    "bnb_llama_pro": TrainType(adapter=None, quantizer="bnb_4bit", trains="new_blocks"),
+    "hqq_llama_pro": TrainType(adapter=None, quantizer="hqq", trains="new_blocks"),
 }

@@ -1,10 +1,10 @@
-"""The training loop: one for all train types."""
+"""How rows become steps, and one optimizer step and one evaluation of a sharded model: for all train types."""
 
 import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,27 +12,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from fsdp_qlora.control import NUM_FLAGS, Control, Stop
+from fsdp_qlora.control import NUM_FLAGS, Control
 from fsdp_qlora.data.batches import collate
-from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.sampler import epoch_order, split_step, steps_per_epoch
 from fsdp_qlora.data.tokenization import TokenizedRows
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
-from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
+from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.loss import summed_loss, target_positions
-from fsdp_qlora.metrics import MetricLog
+from fsdp_qlora.loss_scale import LossScale
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optim import ShardedOptimizer
 from fsdp_qlora.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.profiling import MemoryLog, Profiler
-from fsdp_qlora.progress import Progress
-from fsdp_qlora.saving import Saver
 from fsdp_qlora.watchdog import Heartbeat
 
 log = logging.getLogger("fsdp_qlora")
-
-_MIN_SKIPPED = 10  # or a hundredth of the steps: as many may be skipped
 
 
 @dataclass(frozen=True)
@@ -110,10 +104,11 @@ class Trainer:
         self.sync_every_micro_batch, self.pad_token_id = sync_every_micro_batch, pad_token_id
         self.on_nonfinite, self.control, self.heartbeat = on_nonfinite, control or Control(), heartbeat or Heartbeat()
         self.gradient_sync = True  # FSDP2's initial state
+        self.loss_scale = LossScale(enabled=precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
 
     def train_step(self, step: int, rows: np.ndarray, lr: float) -> dict[str, Any]:
-        """One optimizer step over `rows` of all ranks; returns its metrics.
+        """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 it may change no weight.
 
         The loss is a sum over target tokens divided by the step's number of target tokens on all ranks, so
         it does not depend on how the rows are split over ranks and micro-batches. Afterwards `control` knows
@@ -137,7 +132,7 @@ class Trainer:
             torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
             loss = self._loss(micro_batch)
             # FSDP2 averages gradients over ranks; the factor makes that a sum.
-            (loss * (self.ranks.world_size / num_targets)).backward()
+            (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
             losses.append(loss.detach())
         self.optimizer.take_gradients()
         local_losses = torch.stack(losses).tolist()
@@ -147,14 +142,21 @@ class Trainer:
         self.heartbeat.beat(step, "update")
         self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
         loss_sum, squared_norm = numbers[:, :2].sum(dim=0).tolist()
-        grad_norm = math.sqrt(squared_norm / self.num_replicas)
-        is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
-        if is_finite:
-            if self.max_grad_norm > 0 and grad_norm > self.max_grad_norm:
-                self.optimizer.scale_gradients(self.max_grad_norm / grad_norm)
-            self.optimizer.step(lr)
-        else:
+        scale = self.loss_scale.scale
+        grad_norm = math.sqrt(squared_norm / self.num_replicas) / scale
+        overflowed = not math.isfinite(grad_norm)
+        is_finite = math.isfinite(loss_sum) and (not overflowed or self.loss_scale.can_fall)
+        if not is_finite:
             self._not_finite(step, rows, local_losses, grad_norm)
+        elif overflowed:
+            log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
+        else:
+            clip = self.max_grad_norm / grad_norm if grad_norm > self.max_grad_norm > 0 else 1.0
+            if clip / scale != 1.0:
+                self.optimizer.scale_gradients(clip / scale)
+            self.optimizer.step(lr)
+        if is_finite:
+            self.loss_scale.update(overflowed=overflowed)
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         num_tokens = int(self.data.lengths[rows].sum())
@@ -170,6 +172,7 @@ class Trainer:
             "step_seconds": seconds,
             "memory_gib": self._memory_record(numbers[:, 2 + NUM_FLAGS :]),
             **({} if is_finite else {"skipped": True}),
+            **({"loss_scale": scale} if self.loss_scale.enabled else {}),
         }
 
     def try_longest(self, rows: np.ndarray) -> None:
@@ -278,87 +281,3 @@ class Trainer:
     def _memory_record(self, gathered: torch.Tensor) -> dict[str, list[float]]:
         names = ("allocated", "reserved") if self.ranks.device.type == "cuda" else ("peak_rss",)
         return {name: [round(value, 3) for value in gathered[:, i].tolist()] for i, name in enumerate(names)}
-
-
-def train(
-    trainer: Trainer,
-    data: RunData,
-    metrics: MetricLog,
-    progress: Progress,
-    saver: Saver | None,
-    *,
-    learning_rate: Callable[[int], float],
-    eval_steps: int,
-    profiler: Profiler,
-    memory: MemoryLog,
-    on_step: Callable[[Progress], None] = lambda progress: None,
-) -> None:
-    """Run the optimizer steps that are left; evaluate before the first, every `eval_steps` and after the last.
-
-    Args:
-        progress: where to begin; it is kept up to date.
-        saver: None where no checkpoints are wanted.
-        on_step: called after each step and each save.
-    Raises:
-        RunStopped: all ranks have agreed to stop, and saved.
-        TrainingError: the run cannot go on.
-    """
-    schedule, control = trainer.schedule, trainer.control
-    most_skipped = max(_MIN_SKIPPED, schedule.total_steps // 100)
-
-    def is_eval_due(step: int) -> bool:
-        at_an_end = step in (0, schedule.total_steps)
-        return len(data.eval_rows) > 0 and (at_an_end or (eval_steps > 0 and step % eval_steps == 0))
-
-    def evaluate() -> bool:
-        """Whether it is worth a checkpoint."""
-        result = trainer.evaluate(progress.step, data.evaluation, data.eval_rows)
-        if result is None:
-            return False
-        metrics.evaluation({"step": progress.step, "epoch": progress.step / schedule.steps_per_epoch, **result})
-        return progress.add_evaluation(result["eval_loss"])
-
-    def save() -> None:
-        if saver is not None:
-            trainer.heartbeat.beat(progress.step, "save")
-            saver.save(progress)
-            control.saved(saver.seconds)
-            on_step(progress)
-
-    def stop_if_asked() -> None:
-        if control.stop:
-            save()
-            raise RunStopped(control.stop.state, _describe_stop(control.stop, progress, saver))
-
-    if is_eval_due(progress.step) and progress.last_eval_step != progress.step:
-        evaluate()
-        stop_if_asked()
-    for step, rows in schedule.rows_of_steps(data.train_rows, first=progress.step):
-        try:
-            record = trainer.train_step(step, rows, learning_rate(step))
-        except NotFinite:
-            save()  # of the step before, so that nothing is lost to what is tried next
-            raise
-        metrics.step(record)
-        if (usual := progress.add_step(record)) is not None:
-            log.warning(
-                "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
-                progress.step, record["loss"], usual, trainer.sample_numbers(rows),
-            )  # fmt: skip
-        if progress.num_skipped > most_skipped:
-            raise TrainingError(f"{progress.num_skipped} steps were skipped as not finite. More would be no training.")
-        profiler.step()
-        memory.record(f"after step {progress.step}")
-        on_step(progress)
-        is_best = not control.stop and is_eval_due(progress.step) and evaluate()
-        stop_if_asked()
-        if is_best or control.save or (saver is not None and saver.is_due(progress.step)):
-            save()
-    save()
-
-
-def _describe_stop(stop: Stop, progress: Progress, saver: Saver | None) -> str:
-    saved = "no checkpoint was saved"
-    if saver is not None and saver.saved_step >= 0:
-        saved = f"the checkpoint of step {saver.saved_step} is in {saver.root}; the same command goes on from it"
-    return f"Stopped after step {progress.step} ({stop.reason}): {saved}."

@@ -47,7 +47,8 @@ def load_weights(
     """Fill every parameter of the sharded model: the base from the checkpoint, adapters with first values.
 
     Each rank reads only the part of each tensor that it keeps; a rank holds its shards and the parts in flight,
-    nothing more.
+    nothing more. Threads read ahead while earlier parts are copied to the device and quantized; these two follow
+    one another.
 
     Args:
         sources: what `match_tensors` gives.
@@ -85,12 +86,13 @@ class _Target(NamedTuple):
     """Something that a checkpoint fills.
 
     shape: of the tensor in the checkpoint; None is any. wanted: which flat elements of it this rank reads; None is
-    all. store: keeps them.
+    all. store: keeps them. on_device: they are moved to the device before.
     """
 
     shape: torch.Size | None
     wanted: Callable[[DeviceMesh], tuple[int, int]] | None
     store: Callable[[torch.Tensor, DeviceMesh, torch.device], None]
+    on_device: bool = False
 
 
 def _reduced(target: _Target, layer: LoraLinear) -> _Target:
@@ -109,6 +111,7 @@ def _part(checkpoint: Checkpoint, source: str, target: _Target, mesh: DeviceMesh
 
 
 def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str) -> None:
+    values = values.to(device) if target.on_device else values
     _check_finite(values, name)
     target.store(values, mesh, device)
 
@@ -140,9 +143,9 @@ def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
 
 def _quantized(module: QuantizedWeight) -> _Target:
     def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-        module.load_shard(values.to(device), mesh)
+        module.load_shard(values, mesh)
 
-    return _Target(torch.Size(module.shape), module.shard_range, store)
+    return _Target(torch.Size(module.shape), module.shard_range, store, on_device=True)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_the_resolved_options_are_accepted_back(yaml_file):
     assert parse_train_config(["--config", yaml_file(text)]) == config
 
 
-@pytest.mark.parametrize(("train_type", "rate"), [("qlora", 2e-4), ("lora", 2e-4), ("full", 1e-5)])
+@pytest.mark.parametrize(("train_type", "rate"), [("qlora", 2e-4), ("bnb_llama_pro", 2e-4), ("full", 1e-5)])
 def test_the_learning_rate_follows_the_train_type_and_is_recorded(train_type, rate, yaml_file):
     config = parse_train_config(["--train_type", train_type])
     assert config.learning_rate == rate
@@ -116,6 +117,9 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--train_type lora --allow_unquantized true", "leave out --allow_unquantized"),
         ("--n_bits 3", "qlora does not know --n_bits: that is for hqq_lora"),
         ("--train_type hqq_lora --double_quant false", "hqq_lora does not know --double_quant"),
+        ("--llama_pro_path x", "qlora does not know --llama_pro_path: that is for bnb_llama_pro and hqq_llama_pro"),
+        ("--train_type bnb_llama_pro --lora_rank 8", "bnb_llama_pro has no adapter: leave out --lora_rank"),
+        ("--precision fp16 --quant_storage bf16", "the model computes in fp16"),
         ("--train_type hqq_lora --n_bits 5", "--n_bits must be 8, 4, 3 or 2, but is 5"),
         ("--train_type hqq_lora --group_size 48", "--group_size must be a multiple of 32, but is 48"),
         ("--train_type hqq_lora --int8_threshold 0", "hqq_lora does not know --int8_threshold: that is for int8_lora"),
@@ -155,6 +159,12 @@ def test_bad_input_in_the_yaml_file_names_file_line_and_key(text, says, yaml_fil
 
 def test_a_wrong_yaml_value_is_reported_even_where_a_flag_wins(yaml_file):
     assert "line 1: lr: expected a number" in error_of("--config", yaml_file("lr: abc"), "--lr", "1e-4")
+
+
+def test_a_missing_package_is_said_before_anything_is_loaded(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "hqq" else find(name))
+    assert "hqq_lora needs the package hqq: pip install hqq" in error_of("--train_type", "hqq_lora")
 
 
 def test_all_errors_are_reported_at_once():

@@ -90,6 +90,6 @@ def test_a_rank_reads_its_part_and_holds_its_shard_and_the_parts_in_flight(tmp_p
         measured = json.loads((tmp_path / f"{rank}.json").read_text())
         rest = file_bytes - quantized_bytes
         assert measured["bytes_read"] <= (quantized_bytes / 2) * 1.02 + rest
-        # 64 MiB in flight, and about 120 of temporary values and of what the allocator keeps, which do not grow
-        # with the model. Half of the 588 MiB of weights in memory would break this.
-        assert measured["growth_bytes"] <= measured["shard_bytes"] + (64 + 160) * MIB, measured
+        # 64 MiB in flight, and some of temporary values and of what the allocator keeps, which do not grow with the
+        # model. Half of the 588 MiB of weights in memory would break this.
+        assert measured["growth_bytes"] <= measured["shard_bytes"] + (64 + 64) * MIB, measured

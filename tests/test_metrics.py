@@ -1,5 +1,6 @@
 """The sinks: what they write, and that none of them can stop or stall a run."""
 
+import errno
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import pytest
 
 from fsdp_qlora import metrics, wandb_sink
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics import check_sinks, open_metric_log
+from fsdp_qlora.metrics import check_sinks, cut_metrics, open_metric_log
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -47,7 +48,7 @@ def lines():
     log.setLevel(level)
 
 
-def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, is_rank_0: bool = True) -> metrics.MetricLog:
+def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object) -> metrics.MetricLog:
     return open_metric_log(
         sinks,
         output_dir=tmp_path / "out",
@@ -57,7 +58,7 @@ def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, is_rank_0: bool 
         name="a_name",
         group="a_group",
         entity="an_entity",
-        is_rank_0=is_rank_0,
+        **{"is_rank_0": True, **more},
     )
 
 
@@ -129,6 +130,38 @@ def test_metrics_jsonl_is_appended_to_and_a_torn_last_line_is_cut(tmp_path):
     with open_log(tmp_path) as log:
         log.step(record(2))
     assert [written["step"] for written in read_jsonl(tmp_path)] == [1, 2]
+
+
+def test_what_comes_after_a_checkpoint_is_cut_and_an_evaluation_that_it_does_not_know(tmp_path):
+    with open_log(tmp_path) as log:
+        log.evaluation({"step": 0, "eval_loss": 3.0})
+        for step in range(1, 6):
+            log.step(record(step))
+            if step in (2, 4):
+                log.evaluation({"step": step, "eval_loss": 1.0})
+    (tmp_path / "out" / "metrics.jsonl").open("a").write('{"step": 6, "lo')
+    for last_eval_step, expected in ((4, [0, 1, 2, 2, 3, 4, 4]), (2, [0, 1, 2, 2, 3, 4])):
+        cut_metrics(tmp_path / "out", 4, last_eval_step)
+        assert [one["step"] for one in read_jsonl(tmp_path)] == expected
+
+
+def test_lines_that_a_full_disk_does_not_take_come_later_and_in_order(tmp_path, monkeypatch, lines):
+    real_write, room = os.write, iter([1000, 7, -1, -1, 1000, 1000, 1000])
+
+    def write(descriptor: int, content: bytes) -> int:
+        most = next(room)
+        if most < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(descriptor, content[:most])
+
+    with open_log(tmp_path) as log, monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        for step in range(1, 5):
+            log.step(record(step))
+    assert [one["step"] for one in read_jsonl(tmp_path)] == [1, 2, 3, 4]
+    assert [line for line in lines if "metrics.jsonl" in line] == [
+        "metrics.jsonl cannot be written (No space left on device). Its lines are kept, and written when there is room."
+    ]
 
 
 def test_ranks_other_than_0_write_and_print_nothing(tmp_path, lines, capfd):
@@ -280,6 +313,15 @@ def test_a_run_left_by_an_exception_is_marked_as_failed(tmp_path, monkeypatch):
         raise KeyError("a bug in training")
     exits = [one.exit for one in read_wandb(tmp_path) if one.WhichOneof("record_type") == "exit"]
     assert [one.exit_code for one in exits] == [1]
+
+
+def test_every_start_of_a_run_goes_on_with_its_wandb_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for start in range(2):
+        with open_log(tmp_path / str(start), "wandb", run_id="ab12cd34") as log:
+            log.step(record(start + 1))
+        (run,) = [one.run for one in read_wandb(tmp_path / str(start)) if one.WhichOneof("record_type") == "run"]
+        assert run.run_id == "ab12cd34"
 
 
 def test_disabled_wandb_makes_no_run(tmp_path, monkeypatch, lines):

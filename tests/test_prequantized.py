@@ -196,10 +196,16 @@ def test_fp8_and_mxfp4_are_decoded_as_they_are_read_and_train_as_the_decoded_wei
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
     for train_type in ("qlora", "lora") if form == "blocks" else ("qlora",):
         theirs, ours = tmp_path / f"{train_type}_stored", tmp_path / f"{train_type}_decoded"
-        output = train_ok(2, theirs, model_name=folder, train_type=train_type, **common)
+        cache = {"quant_cache": tmp_path / "cache"} if form == "mxfp4" else {}
+        output = train_ok(2, theirs, model_name=folder, train_type=train_type, **common, **cache)
         train_ok(2, ours, model_name=decoded, train_type=train_type, **common)
         assert read_metrics(theirs) == read_metrics(ours)
         assert f"The model is stored in {stored.name}: its weights are decoded to bf16" in output
+        if cache:
+            output = train_ok(1, tmp_path / "again", model_name=folder, train_type=train_type, **common, **cache)
+            train_ok(1, tmp_path / "alone", model_name=decoded, train_type=train_type, **common)
+            assert "come from the cache" in output
+            assert read_metrics(tmp_path / "again") == read_metrics(tmp_path / "alone")
 
 
 def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp_qlora.quantize import QUANTIZERS
 from fsdp_qlora.quantized_weight import QuantizedLinear, QuantizedWeight
+from fsdp_qlora.verify import count_bytes
 from tests.tiny import on_ranks
 
 HQQ = {f"hqq{n_bits}": ("hqq", {"n_bits": n_bits, "group_size": 64}) for n_bits in (8, 4, 3, 2)}
@@ -190,9 +191,15 @@ def test_int8_gives_each_token_what_bitsandbytes_gives_it_alone(threshold: float
 @pytest.mark.parametrize("kind", [*LIMITS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_bytes_per_parameter_stay_within_the_limits(kind: str, dtype: torch.dtype) -> None:
-    layer = _layer(kind, (1024, 4096), dtype)
-    size = sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
-    assert 0.9 * LIMITS[kind] < size / (1024 * 4096) <= LIMITS[kind]
+    num_weights = 1024 * 4096
+    counts = count_bytes(_layer(kind, (1024, 4096), dtype), num_shards=3)
+    assert counts.keys() == {"codes", "statistics"}
+    assert 0.9 * LIMITS[kind] < sum(part.total for part in counts.values()) / num_weights <= LIMITS[kind]
+    # NF4's absmax: a byte for 64 weights, and float32 for 256 of these. HQQ: fp16 scale and zero. int8: float32 a row.
+    statistics = {"nf4": num_weights // 64 + num_weights // 2**14 * 4, "int8": 1024 * 4}.get(kind, num_weights // 16)
+    assert counts["statistics"].total == statistics
+    for part in counts.values():
+        assert part.total / 3 <= part.largest_shard < 1.01 * part.total / 3
 
 
 @pytest.mark.parametrize("transposed", [False, True])

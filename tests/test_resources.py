@@ -68,6 +68,21 @@ def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.M
         resources.check_resources(resources.Needs(6 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
 
 
+@pytest.mark.parametrize("train_type", ["qlora", "full"])
+def test_a_result_that_the_disk_has_no_room_for_is_refused_with_the_numbers(
+    train_type: str, models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AutoConfig.from_pretrained(models())
+    meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, **BUILD)
+    counted = [p.numel() for p in meta.model.parameters() if p.requires_grad]
+    size = resources.result_bytes(meta.model, dtype=torch.bfloat16)
+    assert size == sum(counted) * (2 if train_type == "full" else 4)
+    monkeypatch.setattr(resources, "free_disk", lambda folder: size)
+    resources.check_disk(tmp_path / "out", size)
+    with pytest.raises(resources.UserError, match=r"takes 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
+        resources.check_disk(tmp_path / "out", size + 10 * 2**20)
+
+
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert resources._cgroup_free(tmp_path) is None
     (tmp_path / "memory.max").write_text("5000\n")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fsdp_qlora import checkpoint
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import Job, ended, numbers, run
+from tests.chaos.harness import Job, ended, numbers, run, wait_for
 from tests.tiny import make_model, make_rows, write_rows
 
 Same = Callable[[Path], None]
@@ -117,6 +117,31 @@ def test_two_ranks_then_one_then_four_give_the_same_run(reference: Reference, tm
         for folder in (tmp_path / "out", reference.output_dir)
     )
     assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-6
+
+
+def test_a_new_box_starts_from_the_mirror_and_a_mirror_out_of_reach_stops_nobody(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out", mirror=tmp_path / "mirror")
+    with ended(Job(options, tmp_path / "logs0", fault=die_at_step, arguments=(14,))) as job:
+        wait_for(lambda: 12 in checkpoint.published(tmp_path / "mirror" / "checkpoints"))
+        job.wait()
+    for folder in checkpoint.published(tmp_path / "mirror" / "checkpoints").values():
+        checkpoint.verify(folder)
+    shutil.rmtree(tmp_path / "out")
+    output = run(options, tmp_path / "logs1")
+    assert "is empty: the run is copied from its mirror" in output and "Resuming at step 1" in output
+    assert_same(tmp_path / "out")
+    steps = [list(checkpoint.published(tmp_path / name / "checkpoints")) for name in ("out", "mirror")]
+    assert steps[0] == steps[1] and steps[0][-1] == 20
+    # Of another run it is left alone, and where nothing can be written training goes on.
+    with ended(Job({**options, "output_dir": tmp_path / "other", "lr": 0.1}, tmp_path / "logs2")) as job:
+        assert job.wait() == [2, 2], job.output()
+    assert "--lr was 0.001 and is 0.1" in job.output() and not (tmp_path / "other").exists()
+    (tmp_path / "file").write_text("")
+    output = run({**options, "output_dir": tmp_path / "third", "mirror": tmp_path / "file"}, tmp_path / "logs3")
+    assert output.count("has no copy of the last checkpoint") == 1
+    assert_same(tmp_path / "third")
 
 
 def test_other_options_model_or_rows_are_refused_by_name(reference: Reference, stopped: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_qlora import checkpoint
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import RANKS, Job, ended, run, steps_done, wait_for
+from tests.chaos.harness import RANKS, Job, ended, numbers, run, steps_done, wait_for
 
 Same = Callable[[Path], None]
 
@@ -77,8 +77,11 @@ def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_only(
             checkpoint.verify(folder)
     run(options, tmp_path / "logs")
     assert_same(tmp_path / "out")
-    left = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
-    assert left[-2:] == ["step_000018", "step_000020"] and not [name for name in left if name.startswith(".")]
+    # What is left: the newest two, and the best by held-out loss.
+    losses = {record["step"]: record["eval_loss"] for record in numbers(tmp_path / "out") if "eval_loss" in record}
+    best = min(set(losses) - {0}, key=losses.__getitem__)
+    left = {path.name for path in (tmp_path / "out" / "checkpoints").iterdir()}
+    assert left == {f"step_{step:06d}" for step in (best, 18, 20)}
 
 
 @pytest.mark.parametrize("train_type", ["full"])

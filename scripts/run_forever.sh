@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Starts a command again until its run is finished, for boxes that are pre-empted or reboot. The run goes on from its
+# newest checkpoint; what would only fail again is not started again.
+#
+#     bash scripts/run_forever.sh OUTPUT_DIR COMMAND...
+#     bash scripts/run_forever.sh output torchrun train.py --train_type qlora --dataset alpaca --output_dir output
+#
+# Exit status: 0 when the run is finished, else that of the last start. Ctrl-C or SIGTERM ends the run, with a
+# checkpoint, and this script.
+set -u
+output_dir="${1:?usage: run_forever.sh OUTPUT_DIR COMMAND...}"
+shift
+export FSDP_QLORA_AUTO_RESTART=1 # a start that has made no progress three times is refused
+child=""
+stopped=""
+# torchrun's own exit status is 1 for every end, so the run's is read from its folder.
+field() { sed -n "s/^ *\"$1\": *\"\{0,1\}\([^\",]*\)\"\{0,1\},\{0,1\}\$/\1/p" "$output_dir/status.json" 2>/dev/null; }
+forward() {
+    stopped=1
+    [ -n "$child" ] && kill -TERM "$child" 2>/dev/null
+}
+trap forward INT TERM
+
+pause="${RUN_FOREVER_PAUSE:-5}"
+early=0
+while :; do
+    before=$(cksum "$output_dir/status.json" 2>/dev/null)
+    "$@" &
+    child=$!
+    wait "$child"
+    status=$?
+    while kill -0 "$child" 2>/dev/null; do # the trap has interrupted the wait
+        wait "$child"
+        status=$?
+    done
+    state=""
+    [ "$before" != "$(cksum "$output_dir/status.json" 2>/dev/null)" ] && state=$(field state)
+    code=$(field exit_code)
+    [ -n "$state" ] && [ "$code" -gt 0 ] 2>/dev/null && [ "$status" -ne 0 ] && status=$code
+    [ "$status" -eq 0 ] && exit 0
+    [ -n "$stopped" ] && exit "$status"
+    case "$status" in
+    2 | 3 | 4 | 130) # bad input, budget used up, no progress, Ctrl-C
+        echo "run_forever: not started again (exit status $status)." >&2
+        exit "$status"
+        ;;
+    esac
+    [ -n "$state" ] && early=0 || early=$((early + 1))
+    if [ "$early" -ge 3 ]; then
+        echo "run_forever: not started again, since three starts have ended before they began to train." >&2
+        exit "$status"
+    fi
+    echo "run_forever: ended with status $status${state:+ ($state)}; started again in $pause s." >&2
+    sleep "$pause"
+done

@@ -1,0 +1,283 @@
+"""Full disks, numbers that are none, ranks that hang or lose their way, too little memory."""
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_qlora import checkpoint
+from fsdp_qlora.progress import spike
+from tests.chaos.conftest import Reference
+from tests.chaos.harness import Job, adapter, ended, numbers, run, status, wait_for
+
+Same = Callable[[Path], None]
+
+
+def on(rank: int) -> bool:
+    return os.environ["RANK"] == str(rank)
+
+
+# --- the disk ---
+
+
+def fill_disk(folder: str, most: int) -> None:
+    """Let the checkpoints' folder have room for `most` tensor files."""
+    original = checkpoint.write_tensors
+
+    def write_tensors(path: Path, *args: object) -> object:
+        if len(list(Path(folder).glob("*/state_*.safetensors"))) >= most:
+            for _ in args[1]:  # type: ignore[attr-defined]
+                pass
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return original(path, *args)  # type: ignore[arg-type]
+
+    checkpoint.write_tensors = write_tensors  # type: ignore[assignment]
+
+
+def test_on_a_full_disk_the_oldest_checkpoint_makes_room(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    text = run(
+        reference.same_but(output), tmp_path / "logs", fault=fill_disk, arguments=(str(output / "checkpoints"), 2)
+    )
+    assert "No space left on device. To make room, step_000003 was deleted." in text
+    assert_same(output)
+    left = checkpoint.published(output / "checkpoints")
+    assert list(left)[-1] == 20 and len(left) == 2
+    checkpoint.verify(left[20])
+
+
+def limit_file_size(num_bytes: int) -> None:
+    if on(0):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+def test_training_goes_on_when_no_checkpoint_fits_and_the_last_good_one_stays(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out")
+    # Too little for a checkpoint's tensors, enough for the adapter itself.
+    limit = (reference.output_dir / "adapter_model.safetensors").stat().st_size + 4000
+    text = run(options, tmp_path / "logs", fault=limit_file_size, arguments=(limit,))
+    assert "Step 3: no checkpoint was saved: " in text and "File too large" in text and "there is none yet" in text
+    assert checkpoint.published(tmp_path / "out" / "checkpoints") == {}
+    assert_same(tmp_path / "out")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not Path("/proc/mounts").exists(), reason="mounting needs root")
+def test_on_a_disk_that_is_really_full_the_newest_checkpoint_is_kept(reference: Reference, tmp_path: Path) -> None:
+    import subprocess
+
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = sum(path.stat().st_size for path in (reference.output_dir / "checkpoints" / "step_000020").iterdir())
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={2 * size + 100_000}", "tmpfs", str(disk)])
+    if mounted.returncode:
+        pytest.skip("tmpfs cannot be mounted here")
+    try:
+        text = run(reference.same_but(disk / "out"), tmp_path / "logs")
+        assert "No space left on device" in text and adapter(disk / "out") == adapter(reference.output_dir)
+        newest = list(checkpoint.published(disk / "out" / "checkpoints").values())[-1]
+        checkpoint.verify(newest)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# --- numbers ---
+
+
+def lose_numbers(rank: int, steps: tuple[int, ...]) -> None:
+    """Let one rank's loss be NaN in some steps."""
+    from fsdp_qlora.trainer import Trainer
+
+    original = Trainer._loss
+
+    def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        value = original(self, micro_batch)
+        bad = on(rank) and self.model.training and self.heartbeat.step in steps
+        return value * float("nan") if bad else value
+
+    Trainer._loss = loss  # type: ignore[method-assign]
+
+
+def test_nan_on_one_rank_halts_all_with_the_samples_and_the_state_before_it(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out", save_steps=0)
+    with ended(Job(options, tmp_path / "logs0", fault=lose_numbers, arguments=(1, (5,)))) as job:
+        assert job.wait() == [1, 1], job.output()
+    for log in job.logs:
+        assert "error: Step 6: the loss is not finite" in log.read_text()
+        assert "Traceback" not in log.read_text()
+    assert status(tmp_path / "out")["state"] == "failed" and status(tmp_path / "out")["saved_step"] == 5
+    run(options, tmp_path / "logs1")  # the cause is gone
+    assert_same(tmp_path / "out")
+
+
+def test_nan_on_one_rank_is_skipped_by_all_together_and_only_so_often(reference: Reference, tmp_path: Path) -> None:
+    options = reference.same_but(tmp_path / "out", on_nonfinite="skip")
+    text = run(options, tmp_path / "logs0", fault=lose_numbers, arguments=(1, (5,)))
+    assert text.count("It is skipped.") == 1 and "with samples" in text
+    skipped = [record for record in numbers(tmp_path / "out") if record.get("skipped")]
+    assert [record["step"] for record in skipped] == [6] and skipped[0]["loss"] is None
+    expected = [record["loss"] for record in numbers(reference.output_dir) if "loss" in record]
+    losses = [record["loss"] for record in numbers(tmp_path / "out") if "loss" in record]
+    assert losses[:5] == expected[:5] and None not in losses[6:]
+    options = reference.same_but(tmp_path / "always", on_nonfinite="skip")
+    with ended(Job(options, tmp_path / "logs1", fault=lose_numbers, arguments=(1, tuple(range(20))))) as job:
+        assert job.wait() == [1, 1], job.output()
+    assert "11 steps were skipped as not finite" in job.output()
+
+
+def spoil_parameter() -> None:
+    """Let the optimizer make a parameter infinite in the third step."""
+    from fsdp_qlora.optim import ShardedOptimizer
+
+    original = ShardedOptimizer.step
+    count = 0
+
+    def step(self: ShardedOptimizer, lr: float) -> None:
+        nonlocal count
+        original(self, lr)
+        count += 1
+        if count == 3 and on(1):
+            with torch.no_grad():
+                self.local[0].view(-1)[0] = float("inf")
+
+    ShardedOptimizer.step = step  # type: ignore[method-assign]
+
+
+def test_an_adapter_that_is_not_finite_is_never_saved(reference: Reference, tmp_path: Path) -> None:
+    options = reference.same_but(tmp_path / "out", save_steps=1, max_steps=3)
+    with ended(Job(options, tmp_path / "logs", fault=spoil_parameter)) as job:
+        assert job.wait() == [1, 1], job.output()
+    assert "has values that are not finite, so nothing is saved" in job.output()
+    assert list(checkpoint.published(tmp_path / "out" / "checkpoints")) == [1, 2]
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_a_loss_that_stands_out_is_noticed_and_noise_is_not() -> None:
+    noise = torch.randn(50, generator=torch.Generator().manual_seed(0)).mul(0.1).add(2).tolist()
+    assert spike(noise, 2.3) is None and spike(noise[:5], 9.0) is None
+    assert spike(noise, 3.5) == pytest.approx(2.0, abs=0.1)
+    assert spike([*noise[:40], *[9.0] * 10], 9.5) is not None  # earlier spikes do not hide a new one
+
+
+# --- ranks that go wrong ---
+
+
+def hang_in_rows(rank: int) -> None:
+    """Let a rank hang when it makes the batches of the fourth step."""
+    from fsdp_qlora.trainer import Trainer
+
+    original = Trainer._micro_batches
+
+    def micro_batches(self: Trainer, *args: object) -> object:
+        while self.heartbeat.step == 3 and on(rank):
+            time.sleep(0.1)
+        return original(self, *args)  # type: ignore[arg-type]
+
+    Trainer._micro_batches = micro_batches  # type: ignore[method-assign, assignment]
+
+
+def test_a_rank_that_hangs_is_named_and_all_end_with_their_stacks(
+    reference: Reference, assert_same: Same, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out", hang_minutes=0.05)
+    with ended(Job(options, tmp_path / "logs0", fault=hang_in_rows, arguments=(1,))) as job:
+        assert job.wait() == [5, 5], job.output()
+    assert job.output().count("error: ") == 1
+    assert "error: No rank has got any further for 0.05 minutes. The others wait for rank 1: " in job.output()
+    assert "rank 1 at step 3, rows, in trainer.py" in job.output()
+    assert "test_faults.py" in (tmp_path / "out" / "hang_rank_1.txt").read_text()
+    assert status(tmp_path / "out")["state"] == "hung"
+    run(options, tmp_path / "logs1")
+    assert_same(tmp_path / "out")
+
+
+def skip_exchange() -> None:
+    """Let a rank leave out one step's exchange of numbers."""
+    from fsdp_qlora import trainer
+
+    original = trainer.gather_numbers
+    count = 0
+
+    def gather_numbers(values: list[float], device: torch.device) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 8 and on(1):
+            return torch.tensor([values, values], dtype=torch.float64)
+        return original(values, device)
+
+    trainer.gather_numbers = gather_numbers  # type: ignore[assignment]
+
+
+def test_a_rank_that_skips_a_collective_does_not_train_on(reference: Reference, tmp_path: Path) -> None:
+    options = reference.same_but(tmp_path / "out", hang_minutes=0.05, save_steps=1, eval_fraction=0, eval_steps=0)
+    with ended(Job(options, tmp_path / "logs", fault=skip_exchange)) as job:
+        statuses = job.wait()
+    assert 0 not in statuses and "error: " in job.output(), job.output()
+    steps = list(checkpoint.published(tmp_path / "out" / "checkpoints"))
+    assert steps[-1] <= 7 and not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def lose_memory() -> None:
+    """Let rank 1 run out of memory in the third step."""
+    from fsdp_qlora.trainer import Trainer
+
+    original = Trainer._loss
+
+    def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if on(1) and self.heartbeat.step == 2 and self.model.training:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return original(self, micro_batch)
+
+    Trainer._loss = loss  # type: ignore[method-assign]
+
+
+def test_out_of_memory_on_one_rank_ends_all_with_one_message_that_helps(reference: Reference, tmp_path: Path) -> None:
+    with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=lose_memory)) as job:
+        assert job.wait() == [1, 1], job.output()
+    assert job.output().count("error: ") == 1 and "Traceback" not in job.output()
+    message = job.logs[1].read_text()
+    assert "error: Rank 1 ran out of GPU memory in step 3 (compute): CUDA out of memory. Tried to" in message
+    assert "--context_length" in message and "--use_cpu_offload true" in message
+
+
+def be_impatient() -> None:
+    from fsdp_qlora import watchdog
+
+    watchdog._SILENT_SECONDS, watchdog._PULSE_SECONDS = 3.0, 0.5
+
+
+def test_a_rank_that_is_stopped_is_missed_by_its_neighbour(reference: Reference, tmp_path: Path) -> None:
+    with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=be_impatient)) as job:
+        wait_for(lambda: (tmp_path / "out" / "metrics.jsonl").exists())
+        job.kill(1, signal.SIGSTOP)
+        job.processes[0].join(20)
+        assert job.processes[0].exitcode == 1
+    assert "error: Rank 1 has given no sign of life for 3 s" in job.output()
+
+
+def try_longest() -> None:
+    from fsdp_qlora import run as module
+
+    original = module.train
+
+    def train(trainer: object, data: object, *args: object, **kwargs: object) -> None:
+        trainer.try_longest(data.train_rows)  # type: ignore[attr-defined]
+        original(trainer, data, *args, **kwargs)  # type: ignore[arg-type]
+
+    module.train = train
+
+
+def test_trying_the_longest_rows_first_changes_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+    run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=try_longest)
+    assert_same(tmp_path / "out")

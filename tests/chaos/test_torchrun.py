@@ -1,0 +1,178 @@
+"""Under the real torchrun, and under train.py's own launcher: restarts, orphans, signals to the agent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fsdp_qlora.launch import is_from_an_agent
+from tests.chaos.conftest import Reference
+from tests.chaos.harness import Job, ended, run, status, steps_done, wait_for
+from tests.tiny import ROOT, flags
+
+Same = Callable[[Path], None]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start a command; whatever of it is left at the end is killed."""
+    environment = {name: value for name, value in os.environ.items() if not is_from_an_agent(name)}
+    environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    family: list[psutil.Process] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(command: list[str]) -> subprocess.Popen[bytes]:
+        with (tmp_path / "log").open("wb") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            family += [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            for member in family:
+                member.kill()
+            process.wait()
+
+
+def log(tmp_path: Path) -> str:
+    return (tmp_path / "log").read_text(errors="replace")
+
+
+def workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return [child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(child.cmdline())]
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    def reached() -> bool:
+        assert process.poll() is None, log(tmp_path)
+        return steps_done(output_dir) >= step
+
+    wait_for(reached, seconds=90)
+
+
+def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
+    reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
+) -> None:
+    argv = flags(**reference.same_but(tmp_path / "out"))
+    process = start([*TORCHRUN, "--max-restarts", "3", str(ROOT / "train.py"), *argv])
+    for kill, step in enumerate((4, 10)):
+        wait_for_step(tmp_path / "out", step, process, tmp_path)
+        victims = workers(process)
+        victims[kill].kill()
+        wait_for(lambda: all(map(is_gone, victims)))  # noqa: B023
+    assert process.wait(90) == 0, log(tmp_path)
+    assert log(tmp_path).count("Resuming at step") == 2
+    assert_same(tmp_path / "out")
+
+
+def test_the_death_of_torchrun_ends_the_workers_and_meanwhile_nobody_else_may_write(
+    reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out")
+    process = start([*TORCHRUN, str(ROOT / "train.py"), *flags(**options)])
+    wait_for_step(tmp_path / "out", 1, process, tmp_path)
+    orphans = workers(process)
+    for worker in orphans:
+        worker.suspend()  # still there, as far as a second launch can tell
+    with ended(Job(options, tmp_path / "logs0")) as job:
+        assert job.wait()[0] == 2, job.output()
+    assert f"out is in use by a run that is going on (process {orphans[0].pid} on " in job.output()
+    process.kill()
+    process.wait()
+    for worker in orphans:
+        worker.resume()
+    killed = time.monotonic()
+    wait_for(lambda: all(map(is_gone, orphans)), seconds=20)
+    print(f"the workers ended {time.monotonic() - killed:.1f} s after torchrun")
+    assert f"Resuming at step {status(tmp_path / 'out')['saved_step']} from" in run(options, tmp_path / "logs1")
+    assert_same(tmp_path / "out")
+
+
+def test_sigterm_to_the_launcher_is_passed_on_and_its_exit_status_is_the_documented_one(
+    reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out", save_steps=0)
+    process = start([sys.executable, str(ROOT / "train.py"), *flags(**options, nproc_per_node=2)])
+    wait_for_step(tmp_path / "out", 3, process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75, log(tmp_path)
+    about = status(tmp_path / "out")
+    assert about["state"] == "preempted" and about["saved_step"] == about["step"] < 20
+    assert log(tmp_path).count(f"error: Stopped after step {about['step']} (SIGTERM)") == 2
+    run(options, tmp_path / "logs")
+    assert_same(tmp_path / "out")
+
+
+def test_bad_input_is_not_restarted(reference: Reference, start: Callable, tmp_path: Path) -> None:
+    argv = flags(**reference.same_but(tmp_path / "out", dataset=tmp_path / "absent.jsonl"))
+    process = start([*TORCHRUN, "--max-restarts", "1", str(ROOT / "train.py"), *argv])
+    assert process.wait(90) != 0
+    assert "not restarted, since the end of the attempt before was final: " in log(tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def die_unattended() -> None:
+    """Be started by a script, and die before the first checkpoint."""
+    from fsdp_qlora.trainer import Trainer
+
+    os.environ["FSDP_QLORA_AUTO_RESTART"] = "1"
+
+    def train_step(self: Trainer, *args: object) -> object:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
+
+
+def test_restarts_without_progress_end_with_the_reason(reference: Reference, tmp_path: Path) -> None:
+    options = reference.same_but(tmp_path / "out", eval_fraction=0, eval_steps=0)
+    for attempt in range(3):
+        with ended(Job(options, tmp_path / f"logs{attempt}", ranks=1, fault=die_unattended)) as job:
+            assert job.wait() == [-signal.SIGKILL]
+    with ended(Job(options, tmp_path / "logs", ranks=1, fault=die_unattended)) as job:
+        assert job.wait() == [4], job.output()
+    assert "has been restarted 2 times without progress: each start from step 0" in job.output()
+    assert status(tmp_path / "out")["state"] == "no_progress"
+
+
+# Stands for train.py: what each start does is a line of PLAN, the state it leaves and its exit status.
+FAKE = """
+line=$(sed -n "1p" PLAN); sed -i 1d PLAN; echo start >> STARTS
+set -- $line
+n=$(wc -l < STARTS)
+[ "$1" = - ] || printf '  "state": "%s",\\n  "exit_code": %s,\\n  "n": %s\\n' $1 $2 $n > out/status.json
+exit $3
+"""
+
+
+@pytest.mark.parametrize(
+    ("plan", "code"),
+    [
+        (["running null 137", "preempted 75 1", "failed 1 1", "finished 0 0"], 0),
+        (["over_budget 3 1"], 3),  # torchrun's own status is always 1
+        (["running null 137", "no_progress 4 1"], 4),
+        (["- - 2"], 2),
+        (["- - 1", "- - 1", "- - 1"], 1),
+    ],
+)
+def test_run_forever_starts_again_what_may_still_finish(plan: list[str], code: int, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "PLAN").write_text("\n".join([*plan, "finished 0 99"]) + "\n")
+    (tmp_path / "fake.sh").write_text(FAKE)
+    command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]
+    result = subprocess.run(command, cwd=tmp_path, env={**os.environ, "RUN_FOREVER_PAUSE": "0"}, capture_output=True)
+    assert result.returncode == code, result.stderr
+    assert (tmp_path / "STARTS").read_text().count("start") == len(plan)

@@ -1,0 +1,49 @@
+"""Folders of checkpoints: what is published stays as it is, and which one goes first."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora import checkpoint, run_folder
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.saving import best_step, delete_oldest
+
+
+def make(root: Path, step: int, eval_loss: float | None = None) -> Path:
+    staging = checkpoint.staging_folder(root, step)
+    staging.mkdir(parents=True)
+    progress = {"eval_loss": eval_loss, "last_eval_step": step if eval_loss else step - 1}
+    record = checkpoint.write_json(staging / checkpoint.STATE, {"progress": progress})
+    target = checkpoint.step_folder(root, step)
+    checkpoint.publish(staging, target, {checkpoint.STATE: record})
+    return target
+
+
+def test_a_published_step_is_never_replaced(tmp_path: Path) -> None:
+    folder = make(tmp_path, 5)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(FileExistsError):
+        make(tmp_path, 5, eval_loss=1.0)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    checkpoint.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
+
+
+def test_room_is_made_by_what_is_needed_least_and_the_newest_stays(tmp_path: Path) -> None:
+    for step, loss in ((1, None), (2, 1.5), (3, 2.0), (1_000_000, None)):
+        make(tmp_path, step, loss)
+    checkpoint.set_aside(make(tmp_path, 1_000_001))
+    assert best_step(checkpoint.published(tmp_path)) == 2
+    freed = [delete_oldest(tmp_path) for _ in range(5)]
+    assert freed == ["step_1000001.set_aside", "step_000001", "step_000003", "step_000002", None]
+    checkpoint.verify(tmp_path / "step_1000000")
+
+
+def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with run_folder.locked(folder):
+        refused = pytest.raises(UserError, match=r"in use by a run that is going on \(process \d+ on ")
+        with refused, run_folder.locked(folder):
+            pass
+        assert folder.is_dir()
+    assert not (tmp_path / "a").exists()

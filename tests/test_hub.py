@@ -1,0 +1,179 @@
+"""Downloads from a hub: a small local server that speaks as much of its protocol as the client asks for."""
+
+import hashlib
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora.hub import conversion_advice
+from tests.tiny import ROOT
+
+COMMIT = "c" * 40
+FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, "original/other.safetensors": b"no"}
+FIND = """
+import logging, os, sys
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.hub import find_model_folder
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+try:
+    print("FOLDER", find_model_folder("owner/model", with_weights=True, local_rank=int(os.environ["LOCAL_RANK"])))
+except UserError as error:
+    print("REFUSED", error)
+"""
+
+
+class Hub:
+    """files: of owner/model. cut: bytes after which the first connection for the weights is closed."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files, self.cut, self.gated = files, 0, False
+        self.requests: Counter[str] = Counter()
+        self.ranges: list[str] = []
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                hub.answer(self)
+
+            def do_GET(self) -> None:
+                hub.answer(self)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        path = request.path.partition("?")[0]
+        if self.gated:
+            self.send(request, 403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif path.startswith("/api/models/owner/model/tree/"):
+            about = [
+                {"type": "file", "path": name, "size": len(content), "oid": self.hash(name)}
+                for name, content in self.files.items()
+            ]
+            self.send(request, 200, json.dumps(about).encode(), {})
+        elif path.startswith("/api/models/owner/model"):
+            about = {
+                "id": "owner/model",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name, "size": len(content)} for name, content in self.files.items()],
+            }
+            self.send(request, 200, json.dumps(about).encode(), {})
+        elif found := re.fullmatch(r"/owner/model/resolve/[^/]+/(.+)", path):
+            self.send_file(request, found[1])
+        else:
+            self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def hash(self, name: str) -> str:
+        return hashlib.sha1(self.files[name]).hexdigest()
+
+    def send_file(self, request: http.server.BaseHTTPRequestHandler, name: str) -> None:
+        content, start = self.files[name], 0
+        if request.command == "GET":
+            self.requests[name] += 1
+            if asked := request.headers.get("Range"):
+                self.ranges.append(asked)
+                start = int(asked.removeprefix("bytes=").partition("-")[0])
+        headers = {"ETag": f'"{self.hash(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self.send(request, 206 if start else 200, content[start:], headers)
+
+    def send(
+        self, request: http.server.BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]
+    ) -> None:
+        request.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command == "GET":
+            cut, self.cut = (self.cut, 0) if len(body) > 100_000 else (0, self.cut)
+            request.wfile.write(body[:cut] if cut else body)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub(dict(FILES))
+    yield hub
+    hub.server.shutdown()
+
+
+@pytest.fixture
+def find(hub: Hub, tmp_path: Path) -> Callable[..., list[str]]:
+    """find(ranks, **environment): what each rank of one launch prints."""
+
+    def find(ranks: int, **environment: str) -> list[str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(tmp_path / "hub")}
+        clean |= {"MASTER_PORT": str(hub.server.server_port), "TMPDIR": str(tmp_path), **environment}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", FIND],
+                cwd=ROOT,
+                env={**clean, "LOCAL_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in reversed(range(ranks))
+        ]
+        return [process.communicate(timeout=60)[0] for process in reversed(processes)]
+
+    return find
+
+
+def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(
+    hub: Hub, find: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    outputs = find(2)
+    (folder,) = {output.partition("FOLDER ")[2].strip() for output in outputs}
+    assert Path(folder).is_relative_to(tmp_path), outputs
+    assert (Path(folder) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert hub.requests == {"config.json": 1, "model.safetensors": 1}  # and not the copy in another layout
+    assert "Downloading owner/model: 2 files" in outputs[0] and "Downloading" not in outputs[1].partition("FOLDER")[0]
+    (offline,) = find(1, HF_HUB_OFFLINE="1")
+    assert f"FOLDER {folder}" in offline and sum(hub.requests.values()) == 2
+
+
+def test_a_cut_connection_is_taken_up_where_it_was(hub: Hub, find: Callable[..., list[str]]) -> None:
+    hub.cut = 11_000_000  # the client keeps what it has in units of 10 MiB
+    (output,) = find(1)
+    folder = Path(output.partition("FOLDER ")[2].strip())
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert hub.requests["model.safetensors"] == 2 and len(hub.ranges) == 1
+    assert hub.ranges == [f"bytes={10 * 2**20}-"]
+
+
+def test_what_cannot_be_had_is_said_on_every_rank(hub: Hub, find: Callable[..., list[str]]) -> None:
+    (output,) = find(1, HF_HUB_OFFLINE="1")
+    assert "REFUSED model_name owner/model: there is no such local folder" in output
+    hub.gated = True
+    for output in find(2):
+        assert "REFUSED" in output and "it is gated: accept its terms on its page there" in output
+        assert "HF_TOKEN" in output
+    hub.gated, hub.files = False, {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
+    for output in find(2):
+        assert "has only pickled weights (pytorch_model.bin)" in output and conversion_advice("owner/model") in output
+    assert not hub.requests
+
+
+def test_a_download_that_the_disk_has_no_room_for_is_refused(hub: Hub, find: Callable[..., list[str]]) -> None:
+    class Huge(bytes):
+        def __len__(self) -> int:
+            return 2**60
+
+    hub.files["model.safetensors"] = Huge(b"")
+    (output,) = find(1)
+    assert "1073741824.0 GiB are to be downloaded" in output and "set HF_HUB_CACHE" in output
+    assert not hub.requests

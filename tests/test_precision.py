@@ -1,0 +1,124 @@
+"""fp16 with a scaled loss, and what stays in fp32."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from fsdp_qlora import models as architectures
+from fsdp_qlora.loss_scale import LossScale
+from fsdp_qlora.precision import choose_precision
+from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0}
+
+
+@pytest.mark.parametrize(("train_type", "precision"), [("qlora", "fp16"), ("full", "fp16_autocast")])
+def test_fp16_losses_are_those_of_fp32_up_to_fp16_rounding(
+    train_type: str, precision: str, models: Models, tmp_path: Path
+) -> None:
+    for name in ("fp32", precision):
+        train_ok(
+            2,
+            tmp_path / name,
+            model_name=models(),
+            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+            num_epochs=4,
+            precision=name,
+            train_type=train_type,
+            **FULL_BATCH,
+        )
+    fp32, norms = read_metrics(tmp_path / "fp32"), read_metrics(tmp_path / "fp32", "grad_norm")
+    assert fp32[-1] < fp32[0] - 0.02
+    assert read_metrics(tmp_path / precision, "loss_scale") == [65536.0] * 4  # nothing overflows here
+    # fp16 has 11 significant bits, 8 times as fine as bf16.
+    assert read_metrics(tmp_path / precision) == pytest.approx(fp32, rel=2e-3)
+    assert read_metrics(tmp_path / precision, "grad_norm")[0] == pytest.approx(norms[0], rel=1e-2)
+    assert read_metrics(tmp_path / precision) != pytest.approx(fp32, rel=1e-7)
+
+
+def _train_from_scale(argv: list[str], first: float) -> int:
+    import fsdp_qlora.loss_scale
+    import train
+
+    fsdp_qlora.loss_scale._FIRST = first
+    return train.main(argv)
+
+
+def test_steps_that_overflow_are_skipped_until_the_scale_fits(models: Models, tmp_path: Path) -> None:
+    argv = functools.partial(
+        flags,
+        model_name=models(),
+        dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)),
+        num_epochs=12,
+        train_type="full",
+        precision="fp16_autocast",
+        log_to="stdout",
+        quant_cache="off",
+        **FULL_BATCH,
+    )
+    statuses, output = on_ranks(2, _train_from_scale, (argv(output_dir=tmp_path / "a"), 2.0**26), tmp_path / "a_logs")
+    assert statuses == [0, 0], output
+    scales = read_metrics(tmp_path / "a", "loss_scale")
+    skipped = [norm is None for norm in read_metrics(tmp_path / "a", "grad_norm")]
+    count = skipped.index(False)
+    assert 1 <= count <= 9 and not any(skipped[count:])
+    assert output.count("is skipped: its gradients overflowed") == count  # rank 0 alone says so
+    assert scales[: count + 1] == [2.0**26 / 2**number for number in range(count + 1)]
+    assert len(set(scales[count:])) == 1
+    # A skipped step changes nothing: the losses that follow are those of a run that begins at that scale.
+    statuses, output = on_ranks(
+        2, _train_from_scale, (argv(output_dir=tmp_path / "b"), scales[count]), tmp_path / "b_logs"
+    )
+    assert statuses == [0, 0], output
+    first, second = read_metrics(tmp_path / "a"), read_metrics(tmp_path / "b")
+    assert first[: count + 1] == pytest.approx([second[0]] * (count + 1), rel=1e-6)
+    assert first[count:] == pytest.approx(second[: len(first) - count], rel=2e-3)
+
+
+def test_the_scale_falls_at_once_grows_after_long_and_survives_a_checkpoint() -> None:
+    scale = LossScale(enabled=True)
+    scale.update(overflowed=True)
+    assert scale.scale == 2.0**15
+    for _ in range(1999):
+        scale.update(overflowed=False)
+    later = LossScale(enabled=True)
+    later.load_state(scale.state())
+    later.update(overflowed=False)
+    assert (scale.scale, later.scale) == (2.0**15, 2.0**16)
+    while later.can_fall:
+        later.update(overflowed=True)
+    assert later.scale == 1.0
+    off = LossScale(enabled=False)
+    off.update(overflowed=False)
+    assert off.scale == 1.0 and not off.can_fall
+
+
+def test_the_default_precision_is_what_the_device_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_precision("auto", torch.device("cpu")) == "fp32"
+    assert choose_precision("fp16_autocast", torch.device("cpu")) == "fp16_autocast"
+    for ampere, expected in ((True, "bf16"), (False, "fp16")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, ampere=ampere: ampere)
+        assert choose_precision("auto", torch.device("cuda")) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rotary_tables_are_in_fp32_whatever_the_weights_are(family: str, dtype: torch.dtype, models: Models) -> None:
+    config = AutoConfig.from_pretrained(models(family))
+
+    def tables(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        model: nn.Module = architectures.build_meta_model(
+            config, attn_implementation="eager", dtype=dtype, compute_dtype=dtype, device=torch.device("cpu")
+        )
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        return {name: buffer for name, buffer in model.named_buffers() if "inv_freq" in name}
+
+    exact, found = tables(torch.float32), tables(dtype)
+    assert found and found.keys() == exact.keys()
+    assert all(torch.equal(found[name], exact[name]) and found[name].dtype == torch.float32 for name in exact)
