@@ -65,6 +65,7 @@ class Saver:
             TrainingError: the parameters are not finite.
         """
         if self.saved_step == progress.step:
+            self._prune()  # a kill may have come in between
             return True
         started = time.monotonic()
         self.state.check_finite()
@@ -81,8 +82,8 @@ class Saver:
             log.warning("Step %d: %s. To make room, %s was deleted.", progress.step, reason, freed)
         self.saved_step = progress.step
         self.seconds = time.monotonic() - started
+        self._prune()
         if self.ranks.is_rank_0:
-            self._prune()
             self.on_saved(checkpoint.step_folder(self.root, progress.step))
         log.info("Checkpoint of step %d: %s", progress.step, checkpoint.step_folder(self.root, progress.step))
         return True
@@ -148,7 +149,7 @@ class Saver:
         return gather_texts(name, self.ranks.device)[0] or None
 
     def _prune(self) -> None:
-        folders = checkpoint.published(self.root)
+        folders = checkpoint.published(self.root) if self.ranks.is_rank_0 else {}
         keep = {*list(folders)[-self.save_total_limit :], best_step(folders)}
         for step, folder in folders.items():
             if step not in keep:
