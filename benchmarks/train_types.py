@@ -38,7 +38,7 @@ RUNS: dict[str, dict[str, object]] = {
     "qlora, fp4": {"train_type": "qlora", "quant_type": "fp4", "max_steps": 1},
     "hqq_lora, 8 bits": {"train_type": "hqq_lora", "n_bits": 8, "max_steps": 1},
     "hqq_lora, 3 bits": {"train_type": "hqq_lora", "n_bits": 3, "max_steps": 1},
-    "hqq_lora, 2 bits in groups of 16": {"train_type": "hqq_lora", "n_bits": 2, "group_size": 16, "max_steps": 1},
+    "hqq_lora, 2 bits in groups of 32": {"train_type": "hqq_lora", "n_bits": 2, "group_size": 32, "max_steps": 1},
 }
 
 
