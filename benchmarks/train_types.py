@@ -24,21 +24,21 @@ ROOT = Path(__file__).resolve().parent.parent
 # name -> options of train.py. The first is the base without quantization.
 RUNS: dict[str, dict[str, object]] = {
     "lora": {"train_type": "lora"},
-    "full": {"train_type": "full", "lr": 5e-5},
-    "dora": {"train_type": "dora"},
-    "qlora, nf4": {"train_type": "qlora"},
-    "qlora, nf4, no double quantization": {"train_type": "qlora", "double_quant": "false"},
-    "qlora, fp4": {"train_type": "qlora", "quant_type": "fp4"},
-    "bnb_dora": {"train_type": "bnb_dora"},
-    "qlora, loftq": {"train_type": "qlora", "init_lora_weights": "loftq"},
-    "hqq_lora, 8 bits": {"train_type": "hqq_lora", "n_bits": 8},
-    "hqq_lora, 4 bits": {"train_type": "hqq_lora", "n_bits": 4},
-    "hqq_lora, 3 bits": {"train_type": "hqq_lora", "n_bits": 3},
-    "hqq_lora, 2 bits": {"train_type": "hqq_lora", "n_bits": 2, "group_size": 32},
-    "hqq_dora, 4 bits": {"train_type": "hqq_dora", "n_bits": 4},
+    "qlora": {"train_type": "qlora"},
+    "hqq_lora": {"train_type": "hqq_lora"},
     "int8_lora": {"train_type": "int8_lora"},
+    "dora": {"train_type": "dora"},
+    "bnb_dora": {"train_type": "bnb_dora"},
+    "hqq_dora": {"train_type": "hqq_dora"},
+    "full": {"train_type": "full", "lr": 5e-5},
     "bnb_llama_pro": {"train_type": "bnb_llama_pro", "lr": 5e-5},
     "hqq_llama_pro": {"train_type": "hqq_llama_pro", "lr": 5e-5},
+    # For what quantization costs; one step, since training is the same.
+    "qlora, nf4 without double quantization": {"train_type": "qlora", "double_quant": "false", "max_steps": 1},
+    "qlora, fp4": {"train_type": "qlora", "quant_type": "fp4", "max_steps": 1},
+    "hqq_lora, 8 bits": {"train_type": "hqq_lora", "n_bits": 8, "max_steps": 1},
+    "hqq_lora, 3 bits": {"train_type": "hqq_lora", "n_bits": 3, "max_steps": 1},
+    "hqq_lora, 2 bits in groups of 32": {"train_type": "hqq_lora", "n_bits": 2, "group_size": 32, "max_steps": 1},
 }
 
 
