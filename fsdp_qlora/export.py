@@ -33,7 +33,7 @@ _MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 _RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
-    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*.txt",
+    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*",
     "checkpoints",
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fsdp_qlora.distributed import Ranks
@@ -26,6 +27,7 @@ _POLL_SECONDS = 0.5
 _PULSE_SECONDS = 2.0  # between signs of life
 _SILENT_SECONDS = 30.0  # without one, after which a rank is taken for dead: NCCL alone would wait for many minutes
 _ANSWER_SECONDS = 5.0  # for the other ranks to say where they are
+_PAUSE_SECONDS = 10.0
 # In their order within a step: a rank in an earlier one keeps the others waiting.
 PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
 
@@ -105,7 +107,12 @@ class Watchdog:
                 self.store = dist.HashStore()  # empty, and nobody else's
 
     def _watch(self) -> None:
+        looked_at = time.monotonic()
         while not self._stopped.wait(_POLL_SECONDS):
+            now = time.monotonic()
+            if now - looked_at > _PAUSE_SECONDS:  # the whole machine stood still, and all clocks are late
+                self.heartbeat.at = self._heard_at = now
+            looked_at = now
             if self._abort_from_another():
                 os._exit(ENDINGS["failed"].exit_code)
             if self.ranks.world_size > 1 and not self._neighbour_lives():
@@ -149,6 +156,9 @@ class Watchdog:
             with stacks.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         everyone = self._ask_where_all_are()
+        with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
+            dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
+            stacks.with_suffix(".json").write_bytes(dump())
         message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
         if self.ranks.rank == min(everyone):  # one message; not rank 0's where that is the one that is gone
             print(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}", file=sys.stderr, flush=True)

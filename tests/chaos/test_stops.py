@@ -22,7 +22,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
     rank: int, number: int, state: str, code: int, reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_steps=0)
-    with ended(Job(options, tmp_path / "logs0")) as job:
+    with ended(Job(options, tmp_path / "logs0", fault=be_slow)) as job:
         wait_for(lambda: steps_done(tmp_path / "out") >= 4)
         job.kill(rank, number)
         assert job.wait() == [code, code], job.output()
@@ -34,6 +34,19 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
         assert f"Stopped after step {step} ({number.name}): the checkpoint of step {step}" in log.read_text()
     assert f"Resuming at step {step} from" in run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
+
+
+def be_slow() -> None:
+    """Give the test time to send a signal before the run is finished."""
+    from fsdp_qlora.trainer import Trainer
+
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, *args: object) -> object:
+        time.sleep(0.1)
+        return original(self, *args)  # type: ignore[arg-type]
+
+    Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
 
 
 def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Path) -> None:
