@@ -235,8 +235,8 @@ class TrainConfig:
     save_total_limit: int = 3
     """Newest checkpoints that are kept, besides the one with the lowest held-out loss."""
     mirror: str | None = None
-    """Second folder, on another disk or machine, to which each checkpoint is copied while training goes on; an empty
-    output_dir, as on a new machine, is filled from it."""
+    """Where each checkpoint is copied while training goes on: a folder on another disk or machine, rclone:REMOTE, or
+    hf:OWNER/NAME (a private repository); an empty output_dir, as on a new machine, is filled from it."""
     max_hours: float | None = None
     """Stop with a checkpoint before the run has taken so many hours, earlier starts of it included."""
     max_cost_usd: float | None = None

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import logging
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ from fsdp_qlora import checkpoint
 from fsdp_qlora.checkpoint import DamagedCheckpoint
 from fsdp_qlora.distributed import Ranks, gather_texts
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
-from fsdp_qlora.mirror import copy_run
+from fsdp_qlora.mirror_stores import Store
 from fsdp_qlora.run_folder import CHECKPOINTS, RUN, STATUS, read_json, write_atomically
 
 log = logging.getLogger("fsdp_qlora")
@@ -100,7 +99,7 @@ def choose_start(
     resume: str,
     overwrite: bool,
     is_unattended: bool,
-    mirror: Path | None = None,
+    mirror: Store | None = None,
 ) -> Start:
     """Decide on rank 0 where the run begins, and tell all. Rank 0 holds the folder's lock.
 
@@ -109,7 +108,7 @@ def choose_start(
         resume: auto, off, or a checkpoint's or run's folder.
         overwrite: whether a run that is finished or another one may be replaced.
         is_unattended: refuse another start after several without progress.
-        mirror: a folder with copies, from which an empty output_dir is filled.
+        mirror: holds copies, from which an empty output_dir is filled.
     Raises:
         UserError: the run in the folder is another one, or none of its checkpoints is whole.
         RunStopped: nobody is there, and starting it again and again has not helped.
@@ -120,19 +119,23 @@ def choose_start(
             return Start(secrets.token_hex(4))
         if resume != "auto":
             return _from_path(Path(resume).expanduser(), output_dir, about)
-        if mirror is not None and is_run(mirror) and not is_run(output_dir):
-            _fill_from_mirror(output_dir, mirror, about, overwrite=overwrite)
+        if copied and mirror is not None and not is_run(output_dir):
+            _fill_from_mirror(output_dir, mirror, copied, about, overwrite=overwrite)
         return _from_output_dir(output_dir, about, overwrite=overwrite, is_unattended=is_unattended)
 
+    copied: dict[str, Any] = {}
+
     def decide_with_mirror() -> Start:
+        nonlocal copied
+        copied = _copied_run(mirror, output_dir)
         start = decide()
-        if mirror is not None and is_run(mirror) and read_json(mirror / RUN)["run_id"] != start.run_id:
+        if mirror is not None and copied and copied["run_id"] != start.run_id:
             if not overwrite:
                 raise UserError(
-                    f"--mirror {mirror} holds another run's checkpoints. Give another folder, or "
+                    f"--mirror {mirror.name} holds another run's checkpoints. Give another folder, or "
                     "--overwrite_output_dir true to replace them too."
                 )
-            shutil.rmtree(mirror / CHECKPOINTS, ignore_errors=True)
+            mirror.forget()
         return start
 
     return _from_rank_0(decide_with_mirror, ranks)
@@ -157,14 +160,32 @@ def _from_rank_0(decide: Callable[[], Start], ranks: Ranks) -> Start:
     return Start(**answer["start"])
 
 
-def _fill_from_mirror(output_dir: Path, mirror: Path, about: Mapping[str, Any], *, overwrite: bool) -> None:
+def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
+    """What the mirror holds; empty for nothing."""
+    if mirror is None:
+        return {}
+    try:
+        return mirror.run()
+    except OSError as error:
+        if not is_run(output_dir):
+            raise UserError(
+                f"--mirror {mirror.name} is out of reach, so nobody knows whether this run has begun elsewhere "
+                f"({error}). Try again, or leave it out."
+            ) from error
+        log.warning("The mirror %s is out of reach: %s. The run goes on from its own folder.", mirror.name, error)
+        return {}
+
+
+def _fill_from_mirror(
+    output_dir: Path, mirror: Store, copied: Mapping[str, Any], about: Mapping[str, Any], *, overwrite: bool
+) -> None:
     """Copy a run from its mirror into a folder that has none, where it is this run."""
-    if differences := _differences(read_json(mirror / RUN), about):
+    if differences := _differences(copied, about):
         if not overwrite:
-            _refuse(mirror, differences, is_finished=False)
+            _refuse(mirror.name, differences, is_finished=False)
         return
-    log.info("output_dir %s is empty: the run is copied from its mirror %s.", output_dir, mirror)
-    copy_run(mirror, output_dir)
+    log.info("output_dir %s is empty: the run is copied from its mirror %s.", output_dir, mirror.name)
+    mirror.fetch(output_dir)
 
 
 def _from_output_dir(output_dir: Path, about: Mapping[str, Any], *, overwrite: bool, is_unattended: bool) -> Start:
@@ -323,7 +344,7 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _refuse(folder: Path, differences: list[str], *, is_finished: bool) -> None:
+def _refuse(folder: Path | str, differences: list[str], *, is_finished: bool) -> None:
     raise UserError(
         f"{folder} is not empty: it holds {'a finished run' if is_finished else 'an unfinished run'} "
         "that is not this one:\n  "

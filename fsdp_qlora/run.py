@@ -47,7 +47,8 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.fingerprint import fingerprint_files
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
-from fsdp_qlora.mirror import open_mirror
+from fsdp_qlora.mirror import Mirror
+from fsdp_qlora.mirror_stores import open_store
 from fsdp_qlora.optim import ShardedOptimizer, check_optimizer, learning_rate
 from fsdp_qlora.peft_format import peft_config
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
@@ -108,6 +109,8 @@ def run(config: TrainConfig) -> None:
         make_plan(config, ranks)
         log.info("Options:\n%s", resolved_yaml(config))
         return
+    if config.mirror:
+        open_store(config.mirror)  # refused before any work where it cannot be used
     output_dir = Path(config.output_dir)
     # Only rank 0 writes; the ranks beside it say so too.
     if ranks.rank < ranks.local_world_size:
@@ -142,7 +145,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         resume=config.resume,
         overwrite=config.overwrite_output_dir,
         is_unattended=restarts.is_unattended(),
-        mirror=Path(config.mirror).expanduser() if config.mirror else None,
+        mirror=open_store(config.mirror) if config.mirror else None,
     )
     if start.is_finished:
         log.info("This run is finished already: nothing to do. Its results are in %s.", output_dir)
@@ -508,7 +511,7 @@ def train_and_save(
         is_rank_0=ranks.is_rank_0,
         run_id=start.run_id,
     ) as metrics:
-        mirror = open_mirror(output_dir, config.mirror if ranks.is_rank_0 else None)
+        mirror = Mirror(output_dir, open_store(config.mirror) if config.mirror and ranks.is_rank_0 else None)
         saver = Saver(
             output_dir / run_folder.CHECKPOINTS,
             state,
