@@ -8,17 +8,26 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_qlora.checkpoint_files import PACKED_STATE
 from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
-from fsdp_qlora.quantized_weight import QuantizedExperts, QuantizedLinear, QuantizedWeight, write_bytes, write_rows
+from fsdp_qlora.packed import NESTED_BLOCKSIZE, check_table, read_state, value_tables, write_state
+from fsdp_qlora.quantized_weight import (
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedWeight,
+    Stored,
+    write_bytes,
+    write_rows,
+)
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
-_NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization, same paper
 
 
 class _Format(NamedTuple):
@@ -61,7 +70,7 @@ class Bnb4bitWeight(QuantizedWeight):
         self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
         if double_quant:
             self.absmax = self._storage(-(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize)
-            self.nested_absmax = self._storage(-(-self.num_blocks // _NESTED_BLOCKSIZE), 4)
+            self.nested_absmax = self._storage(-(-self.num_blocks // NESTED_BLOCKSIZE), 4)
             self.statistics = ("absmax", "nested_absmax")
             self.register_buffer("absmax_offset", torch.zeros((), device="cpu"), persistent=False)
         else:
@@ -109,9 +118,47 @@ class Bnb4bitWeight(QuantizedWeight):
     def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The second quantization, of all blocks' float32 absmax: uint8 codes and nested absmax. Keeps the offset."""
         offset = absmax.mean()
-        absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=_NESTED_BLOCKSIZE)
+        absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
         self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
+
+    # In files: bitsandbytes' own format, see packed.py.
+
+    def stored_parameters(self) -> dict[str, Stored]:
+        stored = {"": Stored("weight", torch.uint8, (-(-math.prod(self.shape) // 2), 1))}
+        if not self.double_quant:
+            return stored | {".absmax": Stored("absmax", torch.float32, (self.num_blocks,))}
+        nested = -(-self.num_blocks // NESTED_BLOCKSIZE)
+        return stored | {
+            ".absmax": Stored("absmax", torch.uint8, (self.num_blocks,)),
+            ".nested_absmax": Stored("nested_absmax", torch.float32, (nested,)),
+        }
+
+    def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        quant_type = self.format.quant_type
+        offset = self.absmax_offset.item() if self.double_quant else None
+        state = write_state(self.shape, quant_type, _BLOCKSIZE, offset, dtype)
+        return value_tables(quant_type, double_quant=self.double_quant) | {f"{PACKED_STATE}{quant_type}": state}
+
+    def load_whole(self, suffix: str, content: torch.Tensor, name: str) -> None:
+        quant_type, double_quant = self.format.quant_type, self.double_quant
+        if not suffix.startswith(PACKED_STATE):
+            check_table(value_tables(quant_type, double_quant=double_quant)[suffix], content, name)
+            return
+        offset = read_state(content, name, self.shape, quant_type, _BLOCKSIZE, double_quant=double_quant)
+        if double_quant:
+            self.absmax_offset.fill_(offset)
+
+    def code_settings(self) -> dict[str, Any]:
+        return {
+            "quant_type": self.format.quant_type,
+            "blocksize": _BLOCKSIZE,
+            "double_quant": self.double_quant,
+            "bitsandbytes": bitsandbytes.__version__,
+        }
+
+    def describe_code(self) -> str:
+        return f"{self.format.quant_type}{', double quantization' * self.double_quant}"
 
 
 class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
@@ -157,8 +204,8 @@ def _unpack(
         return codes, absmax.view(-1).view(torch.float32)[first_block : first_block + num_blocks], {}
     nested_absmax, offset = nested
     # Blocks of absmax know nothing of experts: read from the start of the one in which the first absmax lies.
-    skipped = first_block % _NESTED_BLOCKSIZE
-    first_nested, num_nested = first_block // _NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // _NESTED_BLOCKSIZE)
+    skipped = first_block % NESTED_BLOCKSIZE
+    first_nested, num_nested = first_block // NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // NESTED_BLOCKSIZE)
     scales = nested_absmax.view(-1).view(torch.float32)[first_nested : first_nested + num_nested]
     double = {
         "absmax_8bit": _as_bytes(absmax, first_block - skipped, skipped + num_blocks),
@@ -173,7 +220,7 @@ def _unpack(
 def _decode_absmax(scales: torch.Tensor, double: dict[str, Any]) -> torch.Tensor:
     """Undo the second quantization: one float32 per block of weights."""
     absmax = torch.ops.bitsandbytes.dequantize_blockwise(
-        double["absmax_8bit"], scales, double["absmax_code"], _NESTED_BLOCKSIZE, torch.float32
+        double["absmax_8bit"], scales, double["absmax_code"], NESTED_BLOCKSIZE, torch.float32
     )
     return absmax + double["absmax_offset"]
 

@@ -1,13 +1,14 @@
 """8-bit linear layers with bitsandbytes' kernels: LLM.int8 (Dettmers et al. 2022)."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.quantized_weight import DecodedMatmul, QuantizedLinear, QuantizedWeight, write_bytes
+from fsdp_qlora.quantized_weight import DecodedMatmul, QuantizedLinear, QuantizedWeight, Stored, write_bytes
 
 
 class _Format(NamedTuple):
@@ -60,6 +61,19 @@ class Int8Weight(QuantizedWeight):
             codes = torch.nn.functional.pad(codes, (0, row_bytes - self.row_weights))
         write_bytes(self.weight, codes)
         write_bytes(self.row_scale, row_scale)
+
+    def stored_parameters(self) -> dict[str, Stored]:
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        return {
+            "": Stored("weight", torch.int8, (self.shape[0], row_bytes)),
+            ".row_scale": Stored("row_scale", torch.float32, (self.shape[0],)),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        return {"bitsandbytes": bitsandbytes.__version__}  # the threshold is about activations
+
+    def describe_code(self) -> str:
+        return "int8"
 
 
 class Int8Linear(QuantizedLinear, Int8Weight):

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import torch
 
-from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.quantized_weight import QuantizedWeight
 
-FORMAT_VERSION = 1  # raise it when the layout, the key or the quantization changes
+FORMAT_VERSION = 2  # raise it when the layout, the key or the quantization changes
 CHECKSUMS = "checksums.json"
 _PAGE = 4096  # checksums are of whole pages
 _CHUNKS = 128  # at most so many checksums per tensor: a rank reads at most a chunk more at each end of its part
@@ -38,26 +37,29 @@ def cache_root(option: str) -> Path | None:
 
 
 def cache_key(
-    layers: Mapping[str, Bnb4bitWeight], checkpoint: Checkpoint, sources: Mapping[str, str], device: torch.device
+    layers: Mapping[str, QuantizedWeight], checkpoint: Checkpoint, sources: Mapping[str, str], device: torch.device
 ) -> str:
     """The name of an entry: a hash of everything that decides its bytes.
 
     That is: the files (see `_file_identity`), which tensor goes into which layer, the layers' shapes and settings,
-    and what quantizes: the version of bitsandbytes and the device, since its kernels may round differently.
+    and what quantizes: the library's version and the device, since its kernels may round differently.
     """
     origins = {weight: checkpoint.origins(sources[weight]) for weight in layers}
     files = sorted({file for tensors in origins.values() for file in tensors.values()})
     identity = {
         "format": FORMAT_VERSION,
-        "bitsandbytes": bitsandbytes.__version__,
         "device": _kernels(device),
         "files": [_file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
         "layers": [
-            [weight, list(origins[weight]), list(layer.format), layer.double_quant, type(layer).__name__]
+            [weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings(), _stored(layer)]
             for weight, layer in layers.items()
         ],
     }
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:40]
+
+
+def _stored(layer: QuantizedWeight) -> list[list[object]]:
+    return [[suffix, str(stored.dtype), stored.shape] for suffix, stored in layer.stored_parameters().items()]
 
 
 def _kernels(device: torch.device) -> str:
@@ -89,7 +91,7 @@ def _file_identity(path: Path, *, samples: int) -> list[object]:
 
 
 class CachedWeights(Checkpoint):
-    """The 4-bit weights of an entry, checked as they are read, and everything else from the model's own files.
+    """The quantized weights of an entry, checked as they are read, and all else from the model's own files.
 
     Raises:
         DamagedEntry: by any of its methods.
@@ -100,7 +102,7 @@ class CachedWeights(Checkpoint):
         self._descriptors = {}
         try:
             about = read_about(folder)
-            super().__init__(folder)
+            super().__init__(folder, as_bytes=True)
             self._checksums: dict[str, dict[str, Any]] = about["tensors"]
             _check_headers(folder, about["headers"])
             if self._checksums.keys() != self.files.keys():
@@ -117,7 +119,7 @@ class CachedWeights(Checkpoint):
         return super().dtype(name) if name in self._own else self.original.dtype(name)
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a tensor; of a 4-bit one these are bytes, and their chunks are checked."""
+        """Elements [start, stop) of a tensor; of an entry's own these are bytes, and their chunks are checked."""
         if name not in self._own:
             return self.original.read_flat(name, start, stop)
         if start == stop:

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.cache_entries import CHECKSUMS, chunk_bytes, damaged, own_hash
 from fsdp_qlora.distributed import gather_texts, shard_rank, shard_size
 from fsdp_qlora.flush import flush
-from fsdp_qlora.packed import byte_range, local_bytes, state_name, stored_maps, stored_parameters, write_state
 from fsdp_qlora.packed_files import PackedFiles, packed_forms
+from fsdp_qlora.quantized_weight import QuantizedWeight
 from fsdp_qlora.verify import format_bytes
 
 
@@ -31,7 +30,7 @@ class Unavailable(Exception):
 class EntryWriter:
     """An entry in the making. All ranks of a shard group write into it; their first, the leader, completes it."""
 
-    def __init__(self, root: Path, key: str, layers: Mapping[str, Bnb4bitWeight], mesh: DeviceMesh) -> None:
+    def __init__(self, root: Path, key: str, layers: Mapping[str, QuantizedWeight], mesh: DeviceMesh) -> None:
         self.mesh, self.group, self.leads = mesh, mesh["shard"].get_group(), shard_rank(mesh) == 0
         self.target, self.folder = root / key, root / f"{key}.writing"
         self.layers = layers
@@ -73,14 +72,12 @@ class EntryWriter:
             return
         layer = self.layers[weight]
         with self._collecting_failure():
-            for suffix, stored in stored_parameters(layer).items():
-                start, stop = byte_range(layer, stored, self.mesh)
-                self._write(weight + suffix, start, local_bytes(layer, stored)[: stop - start].cpu())
+            for suffix, stored in layer.stored_parameters().items():
+                start, stop = layer.stored_range(stored, self.mesh)
+                self._write(weight + suffix, start, layer.stored_bytes(stored)[: stop - start].cpu())
             if self.leads:
-                for suffix, values in stored_maps(layer).items():
-                    self._write(weight + suffix, 0, values)
-                state = torch.frombuffer(bytearray(write_state(layer, dtype)), dtype=torch.uint8)
-                self._write(state_name(weight, layer.format.quant_type), 0, state)
+                for suffix, whole in layer.stored_whole(dtype).items():
+                    self._write(weight + suffix, 0, whole)
 
     def _write(self, name: str, start: int, values: torch.Tensor) -> None:
         """Write a part and compute the checksums of the chunks that lie wholly in it."""

@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +75,8 @@ class DecodedTensor:
 class Checkpoint:
     """The safetensors files of a model folder, single or indexed.
 
+    Args:
+        as_bytes: present every tensor as flat bytes, and not only what belongs to 4-bit weights of bitsandbytes.
     Attributes:
         files: tensor name -> file that holds it, or its first part.
         bytes_read: of tensors, by this process so far.
@@ -82,12 +84,13 @@ class Checkpoint:
         UserError: there are no safetensors files, one is absent, or one is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, as_bytes: bool = False) -> None:
         self.folder = folder
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._descriptors: dict[Path, int] = {}
-        self._entries = _packed_as_bytes(self._index())
+        entries = self._index()
+        self._entries = _as_bytes(entries, entries if as_bytes else _packed(entries))
         self._joined: dict[str, _Joined] = {}
         self._decoded: dict[str, DecodedTensor] = {}
         self.files = {name: entry.file for name, entry in self._entries.items()}
@@ -277,13 +280,17 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     }
 
 
-def _packed_as_bytes(entries: dict[str, _Entry]) -> dict[str, _Entry]:
-    """Present what belongs to a 4-bit weight of bitsandbytes as flat bytes, whatever dtype it is stored under."""
-    packed = [name.partition(PACKED_STATE)[0] for name in entries if PACKED_STATE in name]
-    belongs = {weight + suffix for weight in packed for suffix in PACKED_SUFFIXES}
+def _packed(entries: Iterable[str]) -> set[str]:
+    """The names of what belongs to 4-bit weights of bitsandbytes."""
+    states = {name for name in entries if PACKED_STATE in name}
+    return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in PACKED_SUFFIXES}
+
+
+def _as_bytes(entries: dict[str, _Entry], chosen: Collection[str]) -> dict[str, _Entry]:
+    """Present the chosen tensors as flat bytes, whatever dtype they are stored under."""
     return {
         name: entry._replace(dtype=torch.uint8, shape=torch.Size([entry.shape.numel() * entry.dtype.itemsize]))
-        if name in belongs or PACKED_STATE in name
+        if name in chosen
         else entry
         for name, entry in entries.items()
     }

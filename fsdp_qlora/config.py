@@ -176,8 +176,8 @@ class TrainConfig:
     """Go on when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head are
     not counted); needs memory for the rest."""
     quant_cache: str = "auto"
-    """Folder that keeps the quantized weights (a quarter of the model's size) for the next start, with any number
-    of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off keeps nothing."""
+    """Folder that keeps the quantized weights (in 4 bits a quarter of the model's size) for the next start, with any
+    number of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off keeps nothing."""
 
     # == data ==
     dataset: str = "alpaca_sample"
@@ -473,6 +473,8 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
     quantization = _changed(c, "quant_storage", "allow_unquantized")
+    if c.quant_cache not in ("auto", "off"):
+        quantization.append("quant_cache")
     if quantization and kind.quantizer is None:
         yield (
             f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "
@@ -480,8 +482,6 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     for quantizer, names in QUANTIZER_OPTIONS.items():
         given = _changed(c, *names)
-        if quantizer == "bnb_4bit" and c.quant_cache not in ("auto", "off"):
-            given.append("quant_cache")
         if given and kind.quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
             yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."

@@ -6,7 +6,7 @@ stands for the weight (q - zero) * scale, with the group's own zero and scale.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from fsdp_qlora.quantized_weight import (
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
+    Stored,
     write_bytes,
 )
 
@@ -80,6 +81,27 @@ class HqqWeight(QuantizedWeight):
         codes, scale_zero = _quantize_groups(values, self.format.n_bits, self.format.group_size)
         write_bytes(self.weight, _pack(codes, self.format.n_bits))
         write_bytes(self.scale_zero, scale_zero)
+
+    def stored_parameters(self) -> dict[str, Stored]:
+        num_groups = self.scale_zero.shape[0]
+        return {
+            "": Stored("weight", torch.uint8, (num_groups, self.format.group_size * self.format.n_bits // 8)),
+            ".scale_zero": Stored("scale_zero", torch.float16, (num_groups, 2)),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        import hqq
+
+        return {
+            "n_bits": self.format.n_bits,
+            "group_size": self.format.group_size,
+            "solver": _SOLVER,
+            "hqq": hqq.__version__,
+            "torch": torch.__version__,  # whose operations the solver consists of
+        }
+
+    def describe_code(self) -> str:
+        return f"HQQ, {self.format.n_bits} bits, groups of {self.format.group_size}"
 
 
 class HqqLinear(QuantizedLinear, HqqWeight):

@@ -14,25 +14,19 @@ command saves, with EXPERTS_KEY in their quantization_config.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import bitsandbytes.functional as bnb
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from fsdp_qlora.bnb_4bit import Bnb4bitWeight
-from fsdp_qlora.checkpoint_files import PACKED_STATE
-from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
 
 EXPERTS_KEY = "fsdp_qlora_experts"
 _STATE_BYTES = 256  # room for the JSON of any shape, so that a file can be laid out before the mean is known
-_NESTED_BLOCKSIZE = 256
+NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)
 
 
 class Bnb4bitSettings(NamedTuple):
@@ -93,109 +87,66 @@ def _format_name(about: Mapping[str, Any]) -> str:
     return {"fp8": "FP8", "fbgemm_fp8": "FP8 (fbgemm)"}.get(method, method.upper() if len(method) < 6 else method)
 
 
-def state_name(weight: str, quant_type: str) -> str:
-    """The name of the tensor that describes a quantized weight."""
-    return f"{weight}{PACKED_STATE}{quant_type}"
+def value_tables(quant_type: str, *, double_quant: bool) -> dict[str, torch.Tensor]:
+    """What follows the weight's name -> the float32 values that its codes, and those of absmax, stand for."""
+    tables = {".quant_map": bnb.get_4bit_type(quant_type, device="cpu")}
+    return tables | ({".nested_quant_map": bnb.create_dynamic_map()} if double_quant else {})
 
 
-class Stored(NamedTuple):
-    """A parameter of a layer in a file. dtype, shape: as bitsandbytes writes it."""
+def write_state(
+    shape: tuple[int, ...], quant_type: str, blocksize: int, offset: float | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The JSON that describes a quantized weight, as uint8, padded to a fixed size.
 
-    parameter: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def stored_parameters(layer: Bnb4bitWeight) -> dict[str, Stored]:
-    """What follows the weight's name in a checkpoint -> the parameter that is stored there."""
-    num_weights = math.prod(layer.shape)
-    stored = {"": Stored("weight", torch.uint8, (-(-num_weights // 2), 1))}
-    if not layer.double_quant:
-        return stored | {".absmax": Stored("absmax", torch.float32, (layer.num_blocks,))}
-    nested = -(-layer.num_blocks // _NESTED_BLOCKSIZE)
-    return stored | {
-        ".absmax": Stored("absmax", torch.uint8, (layer.num_blocks,)),
-        ".nested_absmax": Stored("nested_absmax", torch.float32, (nested,)),
-    }
-
-
-def stored_maps(layer: Bnb4bitWeight) -> dict[str, torch.Tensor]:
-    """What follows the weight's name -> the constant that is stored there."""
-    maps = {".quant_map": bnb.get_4bit_type(layer.format.quant_type, device="cpu")}
-    return maps | ({".nested_quant_map": bnb.create_dynamic_map()} if layer.double_quant else {})
-
-
-def byte_range(layer: Bnb4bitWeight, stored: Stored, mesh: DeviceMesh) -> tuple[int, int]:
-    """Bytes [start, stop) of the stored tensor that this rank's shard of the parameter consists of."""
-    parameter = getattr(layer, stored.parameter)
-    row_bytes = parameter.shape[1] * parameter.element_size()
-    first, last = shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
-    return min(first * row_bytes, stored.num_bytes), min(last * row_bytes, stored.num_bytes)
-
-
-def local_bytes(layer: Bnb4bitWeight, stored: Stored) -> torch.Tensor:
-    """The bytes of this rank's shard, uint8; at the end of a tensor there may be padding after `byte_range`."""
-    parameter = getattr(layer, stored.parameter)
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.detach().reshape(-1).view(torch.uint8)
-
-
-def write_state(layer: Bnb4bitWeight, dtype: torch.dtype) -> bytes:
-    """The JSON that describes a quantized layer, padded to a fixed size. dtype: of the weight before."""
+    Args:
+        offset: the mean of absmax; None without double quantization.
+        dtype: of the weight before.
+    """
     state: dict[str, Any] = {
-        "quant_type": layer.format.quant_type,
-        "blocksize": layer.format.blocksize,
+        "quant_type": quant_type,
+        "blocksize": blocksize,
         "dtype": str(dtype).removeprefix("torch."),
-        "shape": list(layer.shape),
+        "shape": list(shape),
     }
-    if layer.double_quant:
-        state |= {
-            "nested_blocksize": _NESTED_BLOCKSIZE,
-            "nested_dtype": "float32",
-            "nested_offset": layer.absmax_offset.item(),
-        }
-    return json.dumps(state).encode().ljust(_STATE_BYTES)
+    if offset is not None:
+        state |= {"nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32", "nested_offset": offset}
+    return torch.frombuffer(bytearray(json.dumps(state).encode().ljust(_STATE_BYTES)), dtype=torch.uint8)
 
 
-def state_bytes() -> int:
-    """The size of what `write_state` gives."""
-    return _STATE_BYTES
-
-
-def load_state(layer: Bnb4bitWeight, content: torch.Tensor, name: str) -> None:
-    """Check that a stored layer is the one that `layer` is, and take over the mean of its absmax.
+def read_state(
+    content: torch.Tensor, name: str, shape: tuple[int, ...], quant_type: str, blocksize: int, *, double_quant: bool
+) -> float:
+    """Check that a stored weight is the one that is expected; the mean of its absmax, 0 without double quantization.
 
     Raises:
         UserError: it is quantized in another way, or describes another shape.
     """
+    offset = 0.0
     try:
         state = json.loads(bytes(content.tolist()))
         found = {key: state[key] for key in ("quant_type", "blocksize", "shape")}
-        if layer.double_quant:
+        if double_quant:
             found["nested_blocksize"] = state["nested_blocksize"]
-            layer.absmax_offset.fill_(float(state["nested_offset"]))
+            offset = float(state["nested_offset"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{name} is not a description of a 4-bit weight ({error!r}). Download the model again.") from (
             error
         )
     expected = {
-        "quant_type": layer.format.quant_type,
-        "blocksize": layer.format.blocksize,
-        "shape": list(layer.shape),
-        "nested_blocksize": _NESTED_BLOCKSIZE,
+        "quant_type": quant_type,
+        "blocksize": blocksize,
+        "shape": list(shape),
+        "nested_blocksize": NESTED_BLOCKSIZE,
     }
     if wrong := [f"{key} {value}, not {expected[key]}" for key, value in found.items() if value != expected[key]]:
         raise UserError(
             f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the checkpoint with "
             "16- or 32-bit weights."
         )
+    return offset
 
 
-def check_map(expected: torch.Tensor, content: torch.Tensor, name: str) -> None:
+def check_table(expected: torch.Tensor, content: torch.Tensor, name: str) -> None:
     """Refuse codes that stand for other values than bitsandbytes' own (to the last bit of float32)."""
     found = content.view(torch.float32)
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-7):

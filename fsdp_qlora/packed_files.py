@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import DTYPE_NAMES
-from fsdp_qlora.packed import state_bytes, state_name, stored_maps, stored_parameters
+from fsdp_qlora.quantized_weight import QuantizedWeight
 
 INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 4 * 2**30  # what hubs and network disks like
@@ -35,11 +34,11 @@ class _Place(NamedTuple):
     offset: int
 
 
-def packed_forms(weight: str, layer: Bnb4bitWeight) -> dict[str, Form]:
-    """The tensors that make up a 4-bit weight in a file."""
-    forms = {weight + suffix: Form(stored.dtype, stored.shape) for suffix, stored in stored_parameters(layer).items()}
-    forms |= {weight + suffix: Form(values.dtype, tuple(values.shape)) for suffix, values in stored_maps(layer).items()}
-    return forms | {state_name(weight, layer.format.quant_type): Form(torch.uint8, (state_bytes(),))}
+def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, Form]:
+    """The tensors that make up a quantized weight in a file."""
+    forms = {weight + suffix: Form(stored.dtype, stored.shape) for suffix, stored in layer.stored_parameters().items()}
+    whole = layer.stored_whole()
+    return forms | {weight + suffix: Form(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}
 
 
 class PackedFiles:

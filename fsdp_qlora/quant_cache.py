@@ -1,9 +1,10 @@
 """The quantized weights of a model, kept on disk: a later start reads a quarter of the bytes and quantizes nothing.
 
-An entry is a folder ROOT/KEY: the 4-bit weights as bitsandbytes saves them (see packed.py), whole, so that any
-number of ranks reads its shards from them, and checksums.json. What is not quantized is read from the model's own
-files. While an entry is written it is ROOT/KEY.writing, and its writer holds the lock ROOT/KEY.lock, which the
-system frees when the writer dies: what lies there without a holder is removed by the next start.
+An entry is a folder ROOT/KEY: the quantized layers' parameters as their `stored_parameters` says (4-bit ones are what
+bitsandbytes saves, see packed.py), whole, so that any number of ranks reads its shards from them, and checksums.json.
+What is not quantized is read from the model's own files. While an entry is written it is ROOT/KEY.writing, and its
+writer holds the lock ROOT/KEY.lock, which the system frees when the writer dies: what lies there without a holder is
+removed by the next start.
 """
 
 import contextlib
@@ -15,10 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.cache_entries import (
     CHECKSUMS,
     FORMAT_VERSION,
@@ -32,6 +31,7 @@ from fsdp_qlora.cache_writer import EntryWriter, Unavailable, from_every_rank
 from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import Ranks, shard_size
 from fsdp_qlora.packed_files import packed_forms
+from fsdp_qlora.quantized_weight import QuantizedWeight
 from fsdp_qlora.verify import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
@@ -43,7 +43,7 @@ class QuantCache:
     def __init__(
         self,
         root: Path,
-        layers: Mapping[str, Bnb4bitWeight],
+        layers: Mapping[str, QuantizedWeight],
         checkpoint: Checkpoint,
         sources: Mapping[str, str],
         ranks: Ranks,
@@ -126,8 +126,7 @@ class QuantCache:
         about = {
             "format": FORMAT_VERSION,
             "model": str(self.checkpoint.folder),
-            "quantizer": f"{next(iter(self.layers.values())).format.quant_type}"
-            + ", double quantization" * any(layer.double_quant for layer in self.layers.values()),
+            "quantizer": next(iter(self.layers.values())).describe_code(),
             "created": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         try:
@@ -142,7 +141,7 @@ class QuantCache:
 
 def open_cache(
     option: str,
-    layers: Mapping[str, nn.Module],
+    layers: Mapping[str, QuantizedWeight],
     checkpoint: Checkpoint,
     sources: Mapping[str, str],
     ranks: Ranks,
@@ -150,10 +149,6 @@ def open_cache(
 ) -> QuantCache | None:
     """The cache of a model that this run quantizes; None where there is nothing to keep. See `cache_root`."""
     root = cache_root(option)
-    packable = {weight: layer for weight, layer in layers.items() if isinstance(layer, Bnb4bitWeight)}
     if root is None or not layers:
         return None
-    if len(packable) < len(layers):
-        log.info("No quantized cache is kept: it holds 4-bit weights of bitsandbytes' kind, and this model has others.")
-        return None
-    return QuantCache(root, packable, checkpoint, sources, ranks, mesh)
+    return QuantCache(root, layers, checkpoint, sources, ranks, mesh)

@@ -24,7 +24,7 @@ from fsdp_qlora.checkpoint_files import Checkpoint, Part, read_ahead
 from fsdp_qlora.decoded_tensors import open_checkpoint, take_format
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.experts import quantizable_weights
-from fsdp_qlora.packed import EXPERTS_KEY, state_name, stored_maps, stored_parameters, take_settings, write_state
+from fsdp_qlora.packed import EXPERTS_KEY, take_settings
 from fsdp_qlora.packed_files import Form, PackedFiles, packed_forms
 from fsdp_qlora.quantize import quantize_experts, quantize_linears
 from fsdp_qlora.verify import format_bytes
@@ -199,13 +199,11 @@ def _write_statistics(
     contents = {"absmax": absmax}
     if layer.double_quant:
         contents["absmax"], contents["nested_absmax"] = layer.quantize_absmax(absmax)
-    for suffix, stored in stored_parameters(layer).items():
+    for suffix, stored in layer.stored_parameters().items():
         if stored.parameter in contents:
             files.write(weight + suffix, 0, contents[stored.parameter].cpu())
-    for suffix, constant in stored_maps(layer).items():
-        files.write(weight + suffix, 0, constant)
-    about = torch.frombuffer(bytearray(write_state(layer, dtype)), dtype=torch.uint8)
-    files.write(state_name(weight, layer.format.quant_type), 0, about)
+    for suffix, whole in layer.stored_whole(dtype).items():
+        files.write(weight + suffix, 0, whole)
 
 
 def _write_description(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +11,18 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.experts import ExpertMatrix
+
+
+class Stored(NamedTuple):
+    """A parameter of a layer as a tensor in a file: the parameter's bytes row by row, without what fills its last."""
+
+    parameter: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class QuantizedWeight(nn.Module):
@@ -62,6 +74,45 @@ class QuantizedWeight(nn.Module):
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         """What `dequantize` must give for the whole `weight`, from one unsharded computation."""
         raise NotImplementedError
+
+    # ---- in files ----
+
+    def stored_parameters(self) -> dict[str, Stored]:
+        """What follows the weight's name in a file -> the parameter that is stored there."""
+        raise NotImplementedError
+
+    def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """What follows the weight's name -> what every rank reads whole, for `load_whole`.
+
+        Args:
+            dtype: of the weight before it was quantized; names and sizes do not depend on it.
+        """
+        return {}
+
+    def load_whole(self, suffix: str, content: torch.Tensor, name: str) -> None:
+        """Take over or check the bytes of one of `stored_whole`, called `name`. Raises UserError if it is another."""
+        raise NotImplementedError
+
+    def code_settings(self) -> dict[str, Any]:
+        """All that decides the stored bytes, beside the weight, its shape and the device: settings and libraries."""
+        raise NotImplementedError
+
+    def describe_code(self) -> str:
+        """How the weight is quantized, in a few words."""
+        raise NotImplementedError
+
+    def stored_range(self, stored: Stored, mesh: DeviceMesh) -> tuple[int, int]:
+        """Bytes [start, stop) of the stored tensor that this rank's shard of the parameter consists of."""
+        parameter = getattr(self, stored.parameter)
+        row_bytes = parameter.shape[1] * parameter.element_size()
+        first, last = shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+        return min(first * row_bytes, stored.num_bytes), min(last * row_bytes, stored.num_bytes)
+
+    def stored_bytes(self, stored: Stored) -> torch.Tensor:
+        """The bytes of this rank's shard, uint8; at the tensor's end there may be more than in `stored_range`."""
+        parameter = getattr(self, stored.parameter)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return local.detach().reshape(-1).view(torch.uint8)
 
 
 class QuantizedLinear(QuantizedWeight):

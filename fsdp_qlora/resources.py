@@ -1,5 +1,6 @@
 """Whether a run's weights and its result fit into this machine, asked before the first byte is read."""
 
+import math
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from fsdp_qlora.adapters import adapter_modules
 from fsdp_qlora.disk import free_disk
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optim import OPTIMIZER_STATES
+from fsdp_qlora.quantized_weight import QuantizedWeight
 from fsdp_qlora.verify import GIB, count_bytes
 
 
@@ -89,12 +91,22 @@ def check_disk(output_dir: Path, num_bytes: int) -> None:
         )
 
 
-def result_bytes(model: nn.Module, *, dtype: torch.dtype) -> int:
-    """What a run saves: the float32 adapters, or where there are none the whole model in `dtype`."""
-    adapters = [parameter for module in adapter_modules(model) for parameter in module.parameters()]
-    if adapters:
-        return sum(parameter.nbytes for parameter in adapters)
-    return sum(parameter.numel() * dtype.itemsize for parameter in model.parameters())
+def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) -> int:
+    """What a run saves: all that trains beside a frozen base, in float32, or else the whole model in `dtype`.
+
+    Args:
+        reduces_base: the adapter is saved in twice its rank, see `adapter_init.saved_parameters`.
+    """
+    if adapters := adapter_modules(model):
+        trainable = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        again = sum(4 * parameter.numel() for module in adapters for parameter in module.parameters())
+        return trainable + again * reduces_base
+    # A base that is quantized beside blocks that train is saved as it was.
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    packed = {id(getattr(module, name)) for module in quantized for name in ("weight", *module.statistics)}
+    numbers = [math.prod(module.shape) for module in quantized]
+    numbers += [parameter.numel() for parameter in model.parameters() if id(parameter) not in packed]
+    return sum(numbers) * dtype.itemsize
 
 
 def host_memory_free(ranks_on_host: int) -> int:

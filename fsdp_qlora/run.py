@@ -370,7 +370,9 @@ def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, A
 def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
     """Refuse a run whose weights alone do not fit, or whose result does not."""
     if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
-        size = resources.result_bytes(plan.meta.model, dtype=plan.precision.compute_dtype)
+        size = resources.result_bytes(
+            plan.meta.model, dtype=plan.precision.compute_dtype, reduces_base=reduces_base(config.init_lora_weights)
+        )
         resources.check_disk(Path(config.output_dir), size)
     needs = resources.estimate_needs(
         plan.meta.model,

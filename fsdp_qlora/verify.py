@@ -15,7 +15,6 @@ from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
 from fsdp_qlora.lora import LoraLinear
 from fsdp_qlora.models import canonical_name, find_blocks
-from fsdp_qlora.packed import local_bytes, stored_parameters
 from fsdp_qlora.quantized_weight import QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
@@ -154,9 +153,9 @@ def _has_stored_values(
 
 def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, checkpoint: Checkpoint, sources: dict[str, str]) -> bool:
     """Whether a gathered layer consists of the bytes in the checkpoint."""
-    for suffix, stored in stored_parameters(layer).items():
+    for suffix, stored in layer.stored_parameters().items():
         expected = checkpoint.read_flat(sources[weight + suffix], 0, stored.num_bytes)
-        if not torch.equal(local_bytes(layer, stored)[: stored.num_bytes].cpu(), expected):
+        if not torch.equal(layer.stored_bytes(stored)[: stored.num_bytes].cpu(), expected):
             return False
     return True
 

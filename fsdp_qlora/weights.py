@@ -18,15 +18,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from fsdp_qlora.adapter_init import adapted_weights, initialize_adapters, subtract
 from fsdp_qlora.adapters import adapter_modules
-from fsdp_qlora.bnb_4bit import Bnb4bitWeight
 from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.lora import LoraLinear
 from fsdp_qlora.merged_tensors import MergedTensor
 from fsdp_qlora.models import canonical_name, persistent_buffers
-from fsdp_qlora.packed import Stored, byte_range, check_map, load_state, state_name, stored_maps, stored_parameters
-from fsdp_qlora.quantized_weight import QuantizedWeight, write_bytes
+from fsdp_qlora.quantized_weight import QuantizedWeight, Stored, write_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -52,7 +50,7 @@ def load_weights(
 
     Args:
         sources: what `match_tensors` gives.
-        packed: the checkpoint's weights are 4-bit already, as bitsandbytes saves them.
+        packed: the checkpoint's weights are quantized already, and stored as the layers say.
         keep: called with the name of each weight that has been stored.
         max_bytes_in_flight: host memory for parts that are read but not yet stored.
     Raises:
@@ -157,23 +155,20 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
     }
 
 
-def _packed(weight: str, layer: nn.Module) -> dict[str, _Target]:
-    """The tensors that make up a 4-bit weight, as flat bytes: each rank reads its shards' own."""
-    assert isinstance(layer, Bnb4bitWeight)
+def _packed(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
+    """The tensors that make up a quantized weight, as flat bytes: each rank reads its shards' own."""
     targets: dict[str, _Target] = {}
-    for suffix, stored in stored_parameters(layer).items():
-        wanted = functools.partial(byte_range, layer, stored)
+    for suffix, stored in layer.stored_parameters().items():
+        wanted = functools.partial(layer.stored_range, stored)
         store = functools.partial(_store_packed, layer, stored, weight + suffix)
         targets[weight + suffix] = _Target(torch.Size([stored.num_bytes]), wanted, store)
-    for suffix, expected in stored_maps(layer).items():
-        targets[weight + suffix] = _checked(functools.partial(check_map, expected), weight + suffix)
-    name = state_name(weight, layer.format.quant_type)
-    targets[name] = _checked(functools.partial(load_state, layer), name)
+    for suffix in layer.stored_whole():
+        targets[weight + suffix] = _checked(functools.partial(layer.load_whole, suffix), weight + suffix)
     return targets
 
 
 def _store_packed(
-    layer: Bnb4bitWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
+    layer: QuantizedWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
 ) -> None:
     if stored.dtype.is_floating_point:
         _check_finite(values.view(stored.dtype), name)
@@ -208,7 +203,7 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, *, packed: boo
     """The checkpoint's name of every tensor that the model needs.
 
     Args:
-        packed: the checkpoint's weights are 4-bit already, as bitsandbytes saves them.
+        packed: the checkpoint's weights are quantized already, and stored as the layers say.
     Raises:
         UserError: tensors are missing, left over or wrongly shaped; each is named with its file.
     """

@@ -112,6 +112,41 @@ def test_every_file_that_experts_are_read_from_is_part_of_an_entry_s_name(models
     assert len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"] and set(origins) <= checkpoint.files.keys()
 
 
+@pytest.mark.parametrize(
+    ("options", "all_ranks", "others"),
+    [
+        ({"train_type": "hqq_lora", "n_bits": 3}, [2, 1, 3], {"n_bits": 2}),
+        ({"train_type": "int8_lora"}, [2, 3], {"precision": "bf16"}),
+    ],
+)
+def test_hqq_and_int8_weights_come_from_the_cache_on_any_number_of_ranks(
+    options: dict[str, object],
+    all_ranks: list[int],
+    others: dict[str, object],
+    run: Callable[..., tuple[str, list[float]]],
+    models: Models,
+    tmp_path: Path,
+) -> None:
+    # A weight that does not fill its groups, and whose rows int8 fills up to whole elements of fp32 (not of bf16).
+    options = {**options, "model_name": models("llama", **{**SHAPE, "intermediate_size": 498})}
+    output, first = run(2, **options)
+    assert KEPT in output and FROM_CACHE not in output
+    folder = entry(tmp_path / "cache")
+    for ranks in all_ranks:
+        output, cached = run(ranks, **options)
+        assert FROM_CACHE in output and KEPT not in output
+        assert "bit-identical to the same weight quantized whole" in output
+        expected = first if ranks == 2 else run(ranks, **options, quant_cache="off")[1]
+        assert cached == expected and len(set(expected)) > 1
+    _flip(folder / "model.safetensors")
+    output, again = run(2, **options)
+    assert f" of {NAME} have changed" in output and KEPT in output and again == first
+    output, _ = run(1, **{**options, **others})
+    assert KEPT in output and names(tmp_path / "cache") == ["entry", "entry"]
+    if options["train_type"] == "int8_lora":  # which the threshold has nothing to do with
+        assert FROM_CACHE in run(1, **options, int8_threshold=0)[0]
+
+
 def _flip(file: Path) -> None:
     """Change one bit in the middle of a tensor's second half."""
     header_bytes = int.from_bytes(file.read_bytes()[:8], "little")

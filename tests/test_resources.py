@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from fsdp_qlora import resources
@@ -68,15 +69,21 @@ def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.M
         resources.check_resources(resources.Needs(6 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
 
 
-@pytest.mark.parametrize("train_type", ["qlora", "full"])
+@pytest.mark.parametrize("train_type", ["qlora", "full", "bnb_llama_pro"])
 def test_a_result_that_the_disk_has_no_room_for_is_refused_with_the_numbers(
     train_type: str, models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig.from_pretrained(models())
-    meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, **BUILD)
-    counted = [p.numel() for p in meta.model.parameters() if p.requires_grad]
-    size = resources.result_bytes(meta.model, dtype=torch.bfloat16)
-    assert size == sum(counted) * (2 if train_type == "full" else 4)
+    new_blocks = [1] if train_type == "bnb_llama_pro" else []
+    meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, new_blocks=new_blocks, **BUILD)
+    size = resources.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
+    if train_type == "qlora":
+        adapters = sum(p.numel() for p in meta.model.parameters() if p.requires_grad)
+        assert size == 4 * adapters
+        assert resources.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=True) == 2 * size
+    else:  # whole, and in 16 bits though most of it may be held in 4
+        tensors = load_file(models() / "model.safetensors").values()
+        assert size == 2 * sum(tensor.numel() for tensor in tensors)
     monkeypatch.setattr(resources, "free_disk", lambda folder: size)
     resources.check_disk(tmp_path / "out", size)
     with pytest.raises(resources.UserError, match=r"takes 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
