@@ -162,12 +162,8 @@ def _shards(folder: Path) -> int:
 
 BUILD = {
     "attn_implementation": "auto",
-    "quant_type": "nf4",
-    "double_quant": True,
-    "lora_rank": 4,
-    "lora_alpha": 4,
-    "lora_dropout": 0.0,
-    "lora_target_modules": ["all"],
+    "quantizer_options": {"quant_type": "nf4", "double_quant": True},
+    "lora": LoraOptions(rank=4, alpha=4),
 }
 
 
