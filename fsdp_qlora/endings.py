@@ -1,7 +1,6 @@
 """The end of a run: told in status.json, and turned into one clear error where it was not asked for."""
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.errors import ENDINGS, LostRank, OutOfMemory, RunStopped, TrainingError, UserError
+from fsdp_qlora.errors import LostRank, OutOfMemory, RunStopped, TrainingError, UserError
 from fsdp_qlora.run_folder import Status
 from fsdp_qlora.watchdog import Watchdog
 
@@ -36,13 +35,12 @@ def recorded(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Ite
         raise
     except Exception as error:
         if _is_out_of_memory(error):
-            watchdog.end_others()
             message = _describe_out_of_memory(error, watchdog, memory_settings)
+            watchdog.end_others(message)
             status.end("failed", message)
             raise OutOfMemory(message) from error
         if _is_lost(error):
-            if watchdog.is_ending(seconds=3):
-                os._exit(ENDINGS["failed"].exit_code)  # the rank that has the reason says it
+            watchdog.end_if_asked_within(seconds=3)  # the rank that has the reason says it
             message = f"The connection to another rank was lost in step {watchdog.heartbeat.step + 1}: it has ended."
             status.end("failed", message)
             raise LostRank(message) from error

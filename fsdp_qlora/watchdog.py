@@ -83,19 +83,18 @@ class Watchdog:
             self._stopped.set()
             thread.join(5)
 
-    def end_others(self) -> None:
-        """Let all other ranks end quietly: this one is about to say why."""
+    def end_others(self, reason: str) -> None:
+        """Let all other ranks end quietly: this one is about to say why. Where another was first, this one does."""
         with self._talking():
-            self.store.set(_ABORT, str(self.ranks.rank))
+            self.store.compare_set(_ABORT, "", json.dumps([self.ranks.rank, reason]))
+        self._end_if_another_asked()
 
-    def is_ending(self, seconds: float) -> bool:
-        """Whether, within some seconds, another rank says that it ends the run. This thread may then be quiet."""
+    def end_if_asked_within(self, seconds: float) -> None:
+        """End this process quietly where another rank soon says that it ends the run."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if self._abort_from_another():
-                return True
+            self._end_if_another_asked()
             time.sleep(0.1)
-        return False
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
@@ -113,17 +112,20 @@ class Watchdog:
             if now - looked_at > _PAUSE_SECONDS:  # the whole machine stood still, and all clocks are late
                 self.heartbeat.at = self._heard_at = now
             looked_at = now
-            if self._abort_from_another():
-                os._exit(ENDINGS["failed"].exit_code)
+            self._end_if_another_asked()
             if self.ranks.world_size > 1 and not self._neighbour_lives():
                 self._end_alone()
             if self.hang_seconds and time.monotonic() - self.heartbeat.at > self.hang_seconds:
                 self._end_hanging()
 
-    def _abort_from_another(self) -> bool:
+    def _end_if_another_asked(self) -> None:
+        rank, reason = self.ranks.rank, ""
         with self._talking():
-            return self.store.check([_ABORT]) and self.store.get(_ABORT) != str(self.ranks.rank).encode()
-        return False
+            if self.store.check([_ABORT]):
+                rank, reason = json.loads(self.store.get(_ABORT))
+        if rank != self.ranks.rank:
+            self.on_end("failed", reason)
+            os._exit(ENDINGS["failed"].exit_code)
 
     def _neighbour_lives(self) -> bool:
         """Give a sign of life every few seconds, and look for the neighbour's."""
@@ -146,7 +148,7 @@ class Watchdog:
         )
         print(f"[rank {self.ranks.rank}] error: {message}", file=sys.stderr, flush=True)
         self.on_end("failed", message)
-        self.end_others()
+        self.end_others(message)
         os._exit(ENDINGS["failed"].exit_code)
 
     def _end_hanging(self) -> None:

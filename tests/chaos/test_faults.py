@@ -228,26 +228,32 @@ def test_a_rank_that_skips_a_collective_does_not_train_on(reference: Reference, 
     assert steps[-1] <= 7 and not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def lose_memory() -> None:
-    """Let rank 1 run out of memory in the third step."""
+def lose_memory(*bad: int) -> None:
+    """Let some ranks run out of memory in the third step."""
     from fsdp_qlora.trainer import Trainer
 
     original = Trainer._loss
 
     def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if on(1) and self.heartbeat.step == 2 and self.model.training:
+        if any(map(on, bad)) and self.heartbeat.step == 2 and self.model.training:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
         return original(self, micro_batch)
 
     Trainer._loss = loss  # type: ignore[method-assign]
 
 
-def test_out_of_memory_on_one_rank_ends_all_with_one_message_that_helps(reference: Reference, tmp_path: Path) -> None:
-    with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=lose_memory)) as job:
+@pytest.mark.parametrize("bad", [(1,), (0, 1)])
+def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
+    bad: tuple[int, ...], reference: Reference, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out")
+    with ended(Job(options, tmp_path / "logs", fault=lose_memory, arguments=bad)) as job:
         assert job.wait() == [1, 1], job.output()
     assert job.output().count("error: ") == 1 and "Traceback" not in job.output()
-    message = job.logs[1].read_text()
-    assert "error: Rank 1 ran out of GPU memory in step 3 (compute): CUDA out of memory. Tried to" in message
+    message = job.output()
+    assert "error: Rank" in message
+    assert status(tmp_path / "out")["state"] == "failed" and "GPU memory" in status(tmp_path / "out")["reason"]
+    assert "ran out of GPU memory in step 3 (compute): CUDA out of memory. Tried to" in message
     assert "--context_length" in message and "--use_cpu_offload true" in message
 
 

@@ -76,14 +76,38 @@ def wait_in_rows(rank: int) -> None:
     Trainer._micro_batches = hang  # type: ignore[method-assign, assignment]
 
 
+def take_ten_seconds_per_step() -> None:
+    """Let the clock that budgets are measured by stand still but for the steps."""
+    from types import SimpleNamespace
+
+    from fsdp_qlora import control
+    from fsdp_qlora.trainer import Trainer
+
+    now = 0.0
+    control.time = SimpleNamespace(monotonic=lambda: now)  # type: ignore[attr-defined]
+    begin, original = control.Control.__init__, Trainer.train_step
+
+    def begin_now(self: control.Control, **options: object) -> None:
+        begin(self, **{**options, "started": None})  # type: ignore[arg-type]
+
+    def train_step(self: Trainer, *args: object) -> object:
+        nonlocal now
+        now += 10
+        return original(self, *args)  # type: ignore[arg-type]
+
+    control.Control.__init__ = begin_now  # type: ignore[method-assign]
+    Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
+
+
 def test_a_budget_stops_with_a_checkpoint_and_a_larger_one_goes_on(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
-    options = reference.same_but(tmp_path / "out", save_steps=0, price_per_hour=3600, max_cost_usd=1.5)
-    with ended(Job(options, tmp_path / "logs0")) as job:  # a dollar a second
+    options = reference.same_but(tmp_path / "out", save_steps=0, price_per_hour=3600, max_cost_usd=80)
+    with ended(Job(options, tmp_path / "logs0", fault=take_ten_seconds_per_step)) as job:  # a dollar a second
         assert job.wait() == [3, 3], job.output()
     about = status(tmp_path / "out")
-    assert about["state"] == "over_budget" and 0 < about["step"] < 20
+    # Two steps' time is kept for another step and the checkpoint.
+    assert (about["state"], about["step"], about["seconds"]) == ("over_budget", 6, 60)
     assert "(--max_cost_usd is used up)" in job.output()
     with ended(Job(options, tmp_path / "logs1")) as job:  # what was used is remembered
         assert job.wait() == [3, 3], job.output()
