@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import queue
 import re
@@ -37,6 +38,9 @@ class WandbSink(Sink):
 
     Whether it is online is decided before it starts; what waits for the network runs in daemon threads with
     a time limit; records go through a queue. Whatever goes wrong is one line that says how to sync.
+
+    A run that goes on is sent what metrics.jsonl has and the server lacks (wandb uploads every 15 s: what was
+    not yet sent is lost with a killed start), and is not sent again what the server has.
     """
 
     def __init__(self, options: SinkOptions) -> None:
@@ -49,14 +53,19 @@ class WandbSink(Sink):
         except Exception as error:
             line = f"wandb: not used, it did not start ({_reason(error)}). All numbers are in {METRICS_FILE}."
         say(line)
-        if self._run is not None:
-            threading.Thread(target=self._send, name="wandb-records", daemon=True).start()
+        if self._run is None:
+            return
+        self._last_eval_step = self._run.summary.get("eval_step", -1)  # as the server has it, of a run that goes on
+        threading.Thread(target=self._send, name="wandb-records", daemon=True).start()
+        if options.run_id and not self._run.offline:  # offline nobody knows what the server has
+            earlier = (options.output_dir / METRICS_FILE).read_text().splitlines()
+            self._post(lambda: [self._log(json.loads(line)) for line in earlier])
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
-        self._log(record)
+        self._post(lambda: self._log(record))
 
     def evaluation(self, record: Record) -> None:
-        self._log(record)
+        self._post(lambda: self._log(record))
 
     def summary(self, values: Record) -> None:
         self._post(lambda: self._run.summary.update(values))
@@ -71,8 +80,19 @@ class WandbSink(Sink):
         _stop_wandb(exit_code)
 
     def _log(self, record: Record) -> None:
-        numbers = numbers_in(record)
-        self._post(lambda: self._run.log(numbers, step=record["step"]))
+        """Send a record unless the server has it: its last row is that before `starting_step`.
+
+        An evaluation's numbers have names of their own, because those of its step are in the same row. One that
+        was cut off after its step's row was sent goes into the next row; `eval_step` says where it belongs.
+        """
+        numbers, first_step = numbers_in(record), self._run.starting_step
+        if "eval_loss" in record:
+            numbers = {name if name.startswith("eval_") else f"eval_{name}": n for name, n in numbers.items()}
+            is_there = record["step"] <= self._last_eval_step or record["step"] < first_step - 1
+        else:
+            is_there = record["step"] < first_step
+        if not is_there:
+            self._run.log(numbers, step=max(record["step"], first_step))
 
     def _post(self, call: Callable[[], object]) -> None:
         """Leave a call to the sending thread, so that nothing wandb does can hold up the trainer."""
@@ -141,6 +161,7 @@ def _start_wandb(options: SinkOptions) -> tuple[Any, str]:
             return run, f"wandb: {run.url}"
         except Exception as error:
             problem = _reason(error)
+            _stop_wandb(1)  # it still holds the run's id, and refuses a second run with it
     run = _init_wandb(options, mode="offline")
     return run, f"wandb: offline ({problem}). To upload the run later: {_sync_command(run)}"
 
@@ -214,7 +235,8 @@ def _first_hop(settings: Any) -> tuple[str, int]:
 
 
 def _sync_command(run: Any) -> str:
-    return f"wandb sync {shlex.quote(str(Path(run.dir).parent))}"
+    option = "" if run.offline else "--include-online "  # without it `wandb sync` skips what was begun online
+    return f"wandb sync {option}{shlex.quote(str(Path(run.dir).parent))}"
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,264 @@
+"""wandb against a stand-in server: all numbers arrive once, over kills and resumes; an outage costs seconds only."""
+
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora import wandb_sink
+from fsdp_qlora.metrics import MetricLog, cut_metrics, open_metric_log
+from fsdp_qlora.sinks import numbers_in
+from tests.chaos.conftest import Reference
+from tests.chaos.harness import Job, ended, steps_done, wait_for
+from tests.chaos.wandb_server import Run, WandbServer
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+# The promise is 30 s; twice that only a real stall reaches.
+STALL_SECONDS = 60
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbServer]:
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
+    server = WandbServer()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    yield server
+    server.stop()
+    assert server.errors == []
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What rank 0's logger prints."""
+    said: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("fsdp_qlora")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield said
+    log.removeHandler(handler)
+    log.setLevel(level)
+
+
+def open_log(output_dir: Path) -> MetricLog:
+    return open_metric_log(
+        ["wandb"],
+        output_dir=output_dir,
+        total_steps=8,
+        config={"lr": 2e-4, "lora_target_modules": ("q_proj", "v_proj")},
+        project_name="a_project",
+        name="a_name",
+        group=None,
+        entity="an_entity",
+        is_rank_0=True,
+        run_id="ab12cd34",
+    )
+
+
+def log_steps(log: MetricLog, steps: range, eval_steps: tuple[int, ...] = ()) -> None:
+    for step in steps:
+        memory = {"allocated": [1.0, 2.5]}
+        log.step({"step": step, "epoch": step / 8, "loss": 2 / step, "num_target_tokens": 7, "memory_gib": memory})
+        if step in eval_steps:
+            log.evaluation({"step": step, "epoch": step / 8, "eval_loss": 3 / step, "num_target_tokens": 50})
+
+
+def assert_complete(run: Run, output_dir: Path) -> None:
+    """Every number of metrics.jsonl is in the server's history once, in the row of its step, and nothing else."""
+    expected: dict[int, dict[str, float]] = {}
+    for line in (output_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        is_evaluation = "eval_loss" in record
+        for name, number in numbers_in(record).items():
+            name = f"eval_{name.removeprefix('eval_')}" if is_evaluation else name
+            expected.setdefault(record["step"], {})[name] = number
+    rows = [{name: number for name, number in row.items() if name[0] != "_"} for row in run.rows]
+    assert [row["_step"] for row in run.rows] == sorted(expected)
+    assert rows == [expected[step] for step in sorted(expected)]
+
+
+def sync(line: str) -> None:
+    """Run the command that ends a line for people."""
+    command = shlex.split(line[line.index("wandb sync ") :])
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_number_arrives_as_it_is_in_the_record(server: WandbServer, tmp_path: Path) -> None:
+    with open_log(tmp_path) as log:
+        log.evaluation({"step": 0, "epoch": 0.0, "eval_loss": 4.0, "num_target_tokens": 50})
+        log_steps(log, range(1, 7), eval_steps=(3, 6))
+        log.summary({"final_loss": 0.25})
+    assert_complete(server.run, tmp_path)
+    assert list(server.runs) == ["ab12cd34"]
+    assert server.run.summary["final_loss"] == 0.25 and server.run.exit_code == 0
+    assert server.run.config["lora_target_modules"] == {"value": ["q_proj", "v_proj"]}
+
+
+# The checkpoint that is gone on from is of step 4, and was saved before its evaluation where that has to be done again.
+@pytest.mark.parametrize(
+    ("num_lost", "eval_steps", "is_evaluated"),
+    [(0, (2, 4), True), (4, (2, 4), True), (6, (2, 4), True), (3, (2, 4), False)],
+    ids=["server-is-ahead", "server-is-behind", "server-has-nothing", "evaluation-comes-again"],
+)
+def test_a_run_that_goes_on_sends_what_the_server_lacks_and_repeats_nothing(
+    num_lost: int, eval_steps: tuple[int, ...], is_evaluated: bool, server: WandbServer, tmp_path: Path
+) -> None:
+    with open_log(tmp_path) as log:
+        log_steps(log, range(1, 7), eval_steps)
+    server.run.lose_rows(num_lost)
+    cut_metrics(tmp_path, 4, 4 if is_evaluated else 2)
+    with open_log(tmp_path) as log:
+        if not is_evaluated:
+            log.evaluation({"step": 4, "epoch": 0.5, "eval_loss": 0.75, "num_target_tokens": 50})
+        log_steps(log, range(5, 9), eval_steps=(6,))
+    assert list(server.runs) == ["ab12cd34"] and server.run.num_starts == 2
+    assert_complete(server.run, tmp_path)
+
+
+def test_an_evaluation_that_was_cut_off_goes_into_the_next_row(server: WandbServer, tmp_path: Path) -> None:
+    with open_log(tmp_path) as log:
+        log_steps(log, range(1, 5), eval_steps=(2,))
+    with open_log(tmp_path) as log:
+        log.evaluation({"step": 4, "epoch": 0.5, "eval_loss": 0.75, "num_target_tokens": 50})
+        log_steps(log, range(5, 7))
+    evaluations = [(row["_step"], row["eval_step"], row["eval_loss"]) for row in server.run.rows if "eval_loss" in row]
+    assert evaluations == [(2, 2, 1.5), (5, 4, 0.75)]
+    assert [row["step"] for row in server.run.rows] == [1, 2, 3, 4, 5, 6]
+
+
+def refuse(server: WandbServer) -> None:
+    server.status = 500
+
+
+def come_back(server: WandbServer) -> None:
+    server.status = 200
+
+
+@pytest.mark.parametrize(
+    ("moment", "fail", "recover"),
+    [
+        ("mid-run", refuse, come_back),
+        ("mid-run", WandbServer.stop, WandbServer.start),
+        ("finish", WandbServer.stop, WandbServer.start),
+    ],
+    ids=["500-in-mid-run", "gone-in-mid-run", "gone-at-finish"],
+)
+def test_an_outage_costs_seconds_and_one_line_whose_command_uploads_the_rest(
+    moment: str,
+    fail: Callable[[WandbServer], None],
+    recover: Callable[[WandbServer], None],
+    server: WandbServer,
+    tmp_path: Path,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wandb_sink, "WANDB_FINISH_SECONDS", 2.0)
+    log = open_log(tmp_path)
+    begin = time.monotonic()
+    log_steps(log, range(1, 4))
+    if moment == "mid-run":
+        fail(server)
+    log_steps(log, range(4, 7), eval_steps=(6,))
+    if moment == "finish":
+        fail(server)
+    log.close()
+    assert time.monotonic() - begin < STALL_SECONDS
+    recover(server)
+    assert len([line for line in lines if "wandb" in line]) == 2  # the run's address, and this one
+    assert "the run is not complete there" in lines[-1]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7
+    assert server.run.rows == []
+    sync(lines[-1])
+    assert_complete(server.run, tmp_path)
+
+
+def test_an_outage_that_is_over_before_the_end_is_not_noticed(
+    server: WandbServer, tmp_path: Path, lines: list[str]
+) -> None:
+    log = open_log(tmp_path)
+    log_steps(log, range(1, 4))
+    server.status = 500
+    before = server.num_requests
+    closing = threading.Thread(target=log.close)
+    closing.start()
+    wait_for(lambda: server.num_requests > before)
+    server.status = 200
+    closing.join(STALL_SECONDS)
+    assert_complete(server.run, tmp_path)
+    assert len(lines) == 1
+
+
+def test_a_server_in_trouble_at_the_start_costs_seconds_and_the_run_can_be_uploaded_later(
+    server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wandb_sink, "WANDB_INIT_SECONDS", 2.0)
+    server.status = 500
+    begin = time.monotonic()
+    with open_log(tmp_path) as log:
+        log_steps(log, range(1, 4))
+    assert time.monotonic() - begin < STALL_SECONDS
+    assert server.num_requests > 0 and server.runs == {}
+    assert len(lines) == 1 and "wandb: offline (" in lines[0]
+    server.status = 200
+    sync(lines[0])
+    assert_complete(server.run, tmp_path)
+
+
+def test_without_a_key_the_server_is_not_asked_and_a_later_start_with_one_sends_all(
+    server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("WANDB_API_KEY")
+        with open_log(tmp_path) as log:
+            log_steps(log, range(1, 4), eval_steps=(2,))
+    assert server.num_requests == 0
+    assert len([line for line in lines if "wandb: offline (no API key" in line and "wandb sync" in line]) == 1
+    with open_log(tmp_path) as log:
+        log_steps(log, range(4, 7))
+    assert_complete(server.run, tmp_path)
+
+
+def use_wandb(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    wandb_sink.WANDB_FINISH_SECONDS = 4.0
+
+
+def test_training_is_the_same_over_a_kill_and_an_outage_and_wandb_has_every_step_once(
+    server: WandbServer, reference: Reference, assert_same: Callable[[Path], None], tmp_path: Path
+) -> None:
+    names = ("WANDB_BASE_URL", "WANDB_API_KEY", "HOME", "NETRC")
+    how = {"fault": use_wandb, "arguments": ({name: os.environ[name] for name in names},)}
+    output_dir = tmp_path / "out"
+    options = reference.same_but(output_dir, log_to="wandb", project_name="a_project", entity="an_entity", name="a")
+    with ended(Job(options, tmp_path / "logs0", **how)) as job:
+        wait_for(lambda: steps_done(output_dir) >= 8)
+        job.kill(0)
+        job.wait()
+    assert server.run.exit_code is None
+    with ended(Job(options, tmp_path / "logs1", **how)) as job:
+        wait_for(lambda: server.run.num_starts == 2)
+        server.status = 500
+        assert job.wait(STALL_SECONDS) == [0, 0], job.output()
+    server.status = 200
+    assert_same(output_dir)
+    said = [line for line in job.output().splitlines() if "wandb sync" in line]
+    assert len(said) == 1 and "the run is not complete there" in said[0]
+    sync(said[0])
+    assert_complete(server.run, output_dir)
+    run_id = json.loads((output_dir / "run.json").read_text())["run_id"]
+    assert list(server.runs) == [run_id]
