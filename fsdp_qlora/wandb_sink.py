@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import queue
 import re
@@ -46,7 +47,9 @@ class WandbSink(Sink):
     def __init__(self, options: SinkOptions) -> None:
         self._run: Any = None
         self._problem: str | None = None  # why no more records are sent; set by the sending thread too
+        self._refusal: str | None = None  # why the server lacks what wandb, all the same, writes to disk
         self._is_reported = False
+        self._last_eval_step = -1  # that the server had when the run was gone on with
         self._queue: queue.Queue[Callable[[], object]] = queue.Queue(WANDB_QUEUE_RECORDS)
         try:
             self._run, line = _within(WANDB_INIT_SECONDS + 20, partial(_start_wandb, options))
@@ -55,11 +58,10 @@ class WandbSink(Sink):
         say(line)
         if self._run is None:
             return
-        self._last_eval_step = self._run.summary.get("eval_step", -1)  # as the server has it, of a run that goes on
+        self._listen()
         threading.Thread(target=self._send, name="wandb-records", daemon=True).start()
         if options.run_id and not self._run.offline:  # offline nobody knows what the server has
-            earlier = (options.output_dir / METRICS_FILE).read_text().splitlines()
-            self._post(lambda: [self._log(json.loads(line)) for line in earlier])
+            self._post(partial(self._catch_up, (options.output_dir / METRICS_FILE).read_text().splitlines()))
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
         self._post(lambda: self._log(record))
@@ -79,6 +81,25 @@ class WandbSink(Sink):
             self._report_problem()
         _stop_wandb(exit_code)
 
+    def _listen(self) -> None:
+        """Hear what wandb would print: that a server refuses data for good is told in no other way."""
+        import wandb
+
+        def hear(record: logging.LogRecord) -> bool:
+            if "will not be synced" in record.getMessage():
+                self._refusal = "the server has refused data"
+            return False
+
+        terminal = logging.Logger("wandb")
+        terminal.addFilter(hear)
+        wandb.termsetup(self._run.settings, terminal)
+
+    def _catch_up(self, lines: list[str]) -> None:
+        """Send what earlier starts have left in metrics.jsonl and the server does not have."""
+        self._last_eval_step = self._run.summary.get("eval_step", -1)
+        for line in lines:
+            self._log(json.loads(line))
+
     def _log(self, record: Record) -> None:
         """Send a record unless the server has it: its last row is that before `starting_step`.
 
@@ -96,12 +117,13 @@ class WandbSink(Sink):
 
     def _post(self, call: Callable[[], object]) -> None:
         """Leave a call to the sending thread, so that nothing wandb does can hold up the trainer."""
-        if self._run is None or self._is_reported:
+        if self._run is None:
             return
-        try:
-            self._queue.put_nowait(call)
-        except queue.Full:
-            self._problem = f"it has not taken the last {WANDB_QUEUE_RECORDS:,} records"
+        if self._problem is None:
+            try:
+                self._queue.put_nowait(call)
+            except queue.Full:
+                self._problem = f"it has not taken the last {WANDB_QUEUE_RECORDS:,} records"
         self._report_problem()
 
     def _send(self) -> None:
@@ -121,11 +143,12 @@ class WandbSink(Sink):
 
     def _report_problem(self) -> None:
         """Say once, from the trainer's thread, that wandb does not have everything."""
-        if self._problem is not None and not self._is_reported:
+        problem = self._problem or self._refusal
+        if problem is not None and not self._is_reported:
             self._is_reported = True
             say(
-                f"wandb: the run is not complete there ({self._problem}). Training is not affected, all "
-                f"numbers are in {METRICS_FILE}. To upload what is on disk: {_sync_command(self._run)}"
+                f"wandb: the run is not complete there ({problem}). Training is not affected, all numbers are in "
+                f"{METRICS_FILE}. {_how_to_upload(self._run)}"
             )
 
 
@@ -163,7 +186,7 @@ def _start_wandb(options: SinkOptions) -> tuple[Any, str]:
             problem = _reason(error)
             _stop_wandb(1)  # it still holds the run's id, and refuses a second run with it
     run = _init_wandb(options, mode="offline")
-    return run, f"wandb: offline ({problem}). To upload the run later: {_sync_command(run)}"
+    return run, f"wandb: offline ({problem}). {_how_to_upload(run)}"
 
 
 def _init_wandb(options: SinkOptions, *, mode: Literal["online", "offline"]) -> Any:
@@ -234,9 +257,10 @@ def _first_hop(settings: Any) -> tuple[str, int]:
     return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
 
-def _sync_command(run: Any) -> str:
+def _how_to_upload(run: Any) -> str:
     option = "" if run.offline else "--include-online "  # without it `wandb sync` skips what was begun online
-    return f"wandb sync {option}{shlex.quote(str(Path(run.dir).parent))}"
+    command = f"wandb sync {option}{shlex.quote(str(Path(run.dir).parent))}"
+    return f"A later start of the run that reaches wandb uploads the rest; if there will be none: {command}"
 
 
 def _reason(error: BaseException) -> str:

@@ -141,22 +141,19 @@ def test_an_evaluation_that_was_cut_off_goes_into_the_next_row(server: WandbServ
     assert [row["step"] for row in server.run.rows] == [1, 2, 3, 4, 5, 6]
 
 
-def refuse(server: WandbServer) -> None:
-    server.status = 500
-
-
-def come_back(server: WandbServer) -> None:
-    server.status = 200
+def fail_with(status: int) -> Callable[[WandbServer], None]:
+    return lambda server: setattr(server, "status", status)
 
 
 @pytest.mark.parametrize(
     ("moment", "fail", "recover"),
     [
-        ("mid-run", refuse, come_back),
+        ("mid-run", fail_with(500), fail_with(200)),
+        ("mid-run", fail_with(413), fail_with(200)),  # which wandb does not try again: a quota, a key withdrawn
         ("mid-run", WandbServer.stop, WandbServer.start),
         ("finish", WandbServer.stop, WandbServer.start),
     ],
-    ids=["500-in-mid-run", "gone-in-mid-run", "gone-at-finish"],
+    ids=["500-in-mid-run", "refusal-in-mid-run", "gone-in-mid-run", "gone-at-finish"],
 )
 def test_an_outage_costs_seconds_and_one_line_whose_command_uploads_the_rest(
     moment: str,

@@ -44,7 +44,7 @@ class Run:
 
 
 class WandbServer:
-    """Answers wandb on a port of its own. With `status` 500, every answer is that error, and nothing is taken."""
+    """Answers wandb on a port of its own. With another `status` than 200 that is every answer, and nothing is taken."""
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
