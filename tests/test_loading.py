@@ -69,7 +69,7 @@ def _load(folder: Path, result: Path) -> int:
     before = _peak_kib()
     parallelize.materialize(model, ranks.device, cpu_offload=False)
     weights.load_weights(
-        model, checkpoint, sources, mesh, ranks.device, seed=0, max_bytes_in_flight=64 * MIB, show_progress=False
+        model, checkpoint, sources, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False
     )
     measured = {
         "bytes_read": checkpoint.bytes_read,
