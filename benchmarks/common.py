@@ -17,6 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora import distributed, parallelize, verify, weights
+from fsdp_qlora.adapter_init import initialize_adapters
 from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.checkpoint_files import Checkpoint, _Entry
 from fsdp_qlora.data.rows import TokenizedRows
@@ -117,7 +118,8 @@ def build_run(
     parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=chosen, cpu_offload=cpu_offload)
     parallelize.materialize(model, ranks.device, cpu_offload=cpu_offload)
     on_phase("sharded")
-    weights.load_weights(model, checkpoint, sources, mesh, ranks.device, seed=seed, show_progress=False)
+    weights.load_weights(model, checkpoint, sources, mesh, ranks.device, show_progress=False)
+    initialize_adapters(model, mesh, seed=seed)
     on_phase("loaded")
     verify.check_byte_account(model, mesh)
     verify.check_one_layer(model, checkpoint, sources)

@@ -105,9 +105,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     parallelize.shard_model(meta.model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
     parallelize.materialize(meta.model, ranks.device, cpu_offload=False)
-    load = functools.partial(
-        weights.load_weights, meta.model, mesh=mesh, device=ranks.device, seed=0, show_progress=False
-    )
+    load = functools.partial(weights.load_weights, meta.model, mesh=mesh, device=ranks.device, show_progress=False)
     dist.barrier()
 
     def start() -> None:

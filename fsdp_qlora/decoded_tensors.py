@@ -36,7 +36,7 @@ class StoredFormat(NamedTuple):
 
     def describe_use(self, *, quantizes: bool) -> str:
         """One line: what happens to the weights."""
-        then = "and quantized again to 4 bits" if quantizes else "and kept in the precision of this run"
+        then = "and quantized again" if quantizes else "and kept in the precision of this run"
         return f"The model is stored in {self.name}: its weights are decoded to bf16 as they are read, {then}."
 
 

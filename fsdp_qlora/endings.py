@@ -49,6 +49,21 @@ def recorded(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Ite
     status.end("finished", None)
 
 
+@contextlib.contextmanager
+def naming_lost_ranks(when: str) -> Iterator[None]:
+    """Turn an error in a collective into one sentence, since the reason lies with another rank, which says it.
+
+    Raises:
+        LostRank: instead of that error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_lost(error):
+            raise LostRank(f"The connection to another rank was lost {when}: it has ended.") from error
+        raise
+
+
 def memory_settings(options: Mapping[str, Any]) -> str:
     """The settings that would make a run with these options need less memory."""
     settings = []

@@ -35,7 +35,7 @@ from fsdp_qlora import (
     verify,
     weights,
 )
-from fsdp_qlora.adapter_init import decompose_weights, reduces_base
+from fsdp_qlora.adapter_init import decompose_weights, initialize_adapters, reduces_base
 from fsdp_qlora.adapters import LoraOptions
 from fsdp_qlora.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpoint_files import Checkpoint
@@ -158,10 +158,11 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     plan, about = go_on_with(config, plan, about, start)
     mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
     memory = MemoryLog(ranks.device, enabled=config.profile_memory)
-    shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
-    memory.record("after loading")
-    verify.check_byte_account(plan.meta.model, mesh)
-    verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
+    with endings.naming_lost_ranks("while the model was loaded"):
+        shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
+        memory.record("after loading")
+        verify.check_byte_account(plan.meta.model, mesh)
+        verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
         files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
         export.prepare_output_dir(output_dir, files, keep_run=not start.is_new)
@@ -419,7 +420,6 @@ def shard_and_load(
         model,
         mesh=mesh,
         device=ranks.device,
-        seed=config.seed,
         max_bytes_in_flight=config.loading_buffer_mib * 2**20,
         show_progress=ranks.is_rank_0,
     )
@@ -429,6 +429,7 @@ def shard_and_load(
         cache.load(load_weights)
     else:
         load_weights(checkpoint=checkpoint, sources=sources, packed=plan.is_packed)
+    initialize_adapters(model, mesh, seed=config.seed)
 
 
 def train_and_save(

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from fsdp_qlora.adapter_init import adapted_weights, initialize_adapters, subtract
+from fsdp_qlora.adapter_init import adapted_weights, subtract
 from fsdp_qlora.adapters import adapter_modules
 from fsdp_qlora.checkpoint_files import PACKED_STATE, Checkpoint, Part, read_ahead
 from fsdp_qlora.distributed import own_rows, store_rows
@@ -36,13 +36,12 @@ def load_weights(
     mesh: DeviceMesh,
     device: torch.device,
     *,
-    seed: int,
     packed: bool = False,
     keep: Callable[[str], None] | None = None,
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
 ) -> None:
-    """Fill every parameter of the sharded model: the base from the checkpoint, adapters with first values.
+    """Fill every parameter of the sharded model from the checkpoint, but for adapters (`initialize_adapters`).
 
     Each rank reads only the part of each tensor that it keeps; a rank holds its shards and the parts in flight,
     nothing more. Threads read ahead while earlier parts are copied to the device and quantized; these two follow
@@ -51,6 +50,7 @@ def load_weights(
     Args:
         sources: what `match_tensors` gives.
         packed: the checkpoint's weights are quantized already, and stored as the layers say.
+            Nothing is then exchanged between ranks, so one may fail alone.
         keep: called with the name of each weight that has been stored.
         max_bytes_in_flight: host memory for parts that are read but not yet stored.
     Raises:
@@ -77,7 +77,6 @@ def load_weights(
         "Loaded %s: rank 0 read its %.2f GB in %.1f s (%.2f GB/s).",
         checkpoint.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
     )  # fmt: skip
-    initialize_adapters(model, mesh, seed=seed)
 
 
 class _Target(NamedTuple):

@@ -187,6 +187,15 @@ def test_damage_is_named_and_the_entry_is_made_again_in_the_same_run(
     assert FROM_CACHE in output and losses == expected
 
 
+def test_damage_that_one_rank_finds_stops_no_other_where_loading_ends_with_an_exchange(
+    run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+) -> None:
+    _, expected = run(2, train_type="bnb_dora")  # whose lengths of rows are taken from gathered blocks
+    _flip(entry(tmp_path / "cache") / "model.safetensors")  # in the second rank's part
+    output, losses = run(2, train_type="bnb_dora")
+    assert "is damaged (" in output and KEPT in output and losses == expected
+
+
 def _train_and_fail(argv: list[str], how: str) -> int:
     """A run in which writing the cache goes wrong on its last rank, half-way."""
     import train
