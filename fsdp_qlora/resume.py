@@ -26,7 +26,7 @@ MAY_DIFFER = {
     "use_activation_cpu_offload", "loading_buffer_mib", "quant_cache", "allow_unquantized", "dataset", "eval_dataset",
     "max_bad_rows", "on_bad_row", "eval_steps", "save_model", "output_dir", "overwrite_output_dir", "resume",
     "save_steps", "save_minutes", "save_total_limit", "max_hours", "max_cost_usd", "price_per_hour", "hang_minutes",
-    "on_nonfinite", "mirror", "llama_pro_path",
+    "on_nonfinite", "mirror", "trust_remote_code", "llama_pro_path",
     "log_to", "project_name", "name", "group", "entity", "verbose", "dry_run", "profile_memory", "profile",
     "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "wait_steps",
     "profiling_warmup_steps", "active_steps", "repeat", "profiling_frequency", "low_memory", "no_sync",

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp_qlora.errors import ENDINGS, UserError
 from fsdp_qlora.flush import flush
+from fsdp_qlora.redact import redact_values
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -73,9 +74,9 @@ def _take(output_dir: Path) -> int:
 
 
 def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file; a reader sees the old one or the new one."""
+    """Replace a JSON file; a reader sees the old one or the new one. Secrets are taken out."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.write_text(json.dumps(redact_values(content), indent=2) + "\n")
     flush(partial)
     partial.replace(path)
 

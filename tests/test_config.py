@@ -223,6 +223,7 @@ def test_every_option_is_read():
     # config.py reads them as `self` in the properties that combine options; its checks call the config `c`.
     for path, name in (
         ("fsdp_qlora/run.py", "config"),
+        ("fsdp_qlora/planning.py", "config"),
         ("fsdp_qlora/launch.py", "config"),
         ("fsdp_qlora/config.py", "self"),
     ):
