@@ -82,10 +82,11 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     """One rank: build, shard and load as train.py does; rank 0 prints what all ranks measured."""
     import torch.distributed as dist
 
-    from fsdp_qlora import distributed, parallelize, verify, weights
-    from fsdp_qlora import quant_cache as cache_module
-    from fsdp_qlora.adapters import LoraOptions
-    from fsdp_qlora.checkpoint_files import Checkpoint
+    from fsdp_qlora import distributed, parallelize, verify
+    from fsdp_qlora.adapters.modules import LoraOptions
+    from fsdp_qlora.loading import quant_cache as cache_module
+    from fsdp_qlora.loading import weights
+    from fsdp_qlora.loading.model_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.train_types import TRAIN_TYPES
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fsdp_qlora.lora_targets import ALL, is_regex
+from fsdp_qlora.adapters.lora_targets import ALL, is_regex
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES
 

@@ -11,26 +11,18 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp_qlora import (
-    decoded_tensors,
-    describe,
-    distributed,
-    hub,
-    models,
-    packed,
-    parallelize,
-    resources,
-)
-from fsdp_qlora.adapter_init import reduces_base
-from fsdp_qlora.adapters import LoraOptions
+from fsdp_qlora import describe, distributed, models, parallelize, resources
+from fsdp_qlora.adapters.adapter_init import reduces_base
+from fsdp_qlora.adapters.modules import LoraOptions
 from fsdp_qlora.config import TrainConfig, needless_lines, pairs
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
-from fsdp_qlora.optim import check_optimizer
+from fsdp_qlora.loading import decoded_tensors, hub, packed
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
-from fsdp_qlora.trainer import Schedule
+from fsdp_qlora.training.optim import check_optimizer
+from fsdp_qlora.training.trainer import Schedule
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -1,7 +1,7 @@
 """One rank's run, in its order: plan without weights, shard and load, verify, train, save.
 
 With planning.py, and besides the command line, this is where the options are read; all else takes plain arguments.
-The training step is `Trainer.train_step` in trainer.py.
+The training step is `Trainer.train_step` in training/trainer.py.
 """
 
 import contextlib
@@ -15,45 +15,33 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora import (
-    decoded_tensors,
-    describe,
-    distributed,
-    endings,
-    export,
-    hub,
-    parallelize,
-    quant_cache,
-    restarts,
-    resume,
-    run_folder,
-    verify,
-    weights,
-)
-from fsdp_qlora.adapter_init import decompose_weights, initialize_adapters, reduces_base
-from fsdp_qlora.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpoint_files import Checkpoint
+from fsdp_qlora import describe, distributed, export, parallelize, verify
+from fsdp_qlora.adapters.adapter_init import decompose_weights, initialize_adapters, reduces_base
+from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config import TrainConfig, resolved_options, resolved_yaml
-from fsdp_qlora.control import Budget, Control
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.fingerprint import fingerprint_files
-from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
-from fsdp_qlora.mirror import Mirror
-from fsdp_qlora.mirror_stores import open_store
-from fsdp_qlora.optim import ShardedOptimizer, learning_rate
-from fsdp_qlora.peft_format import peft_config
+from fsdp_qlora.loading import decoded_tensors, hub, quant_cache, weights
+from fsdp_qlora.loading.model_files import Checkpoint
+from fsdp_qlora.metrics.metric_log import copy_metrics, cut_metrics, open_metric_log
+from fsdp_qlora.metrics.profiling import MemoryLog, open_profiler
 from fsdp_qlora.planning import Plan, check_resources, lora_options, make_plan, num_warmup_steps
-from fsdp_qlora.profiling import MemoryLog, open_profiler
-from fsdp_qlora.progress import Progress
 from fsdp_qlora.redact import redact_values
-from fsdp_qlora.run_folder import Status
-from fsdp_qlora.saving import Saver
-from fsdp_qlora.train_loop import train
-from fsdp_qlora.train_state import TrainState
-from fsdp_qlora.trainer import Trainer
-from fsdp_qlora.watchdog import Heartbeat, Watchdog
+from fsdp_qlora.resuming import endings, restarts, resume, run_folder
+from fsdp_qlora.resuming.checkpoint import DamagedCheckpoint
+from fsdp_qlora.resuming.control import Budget, Control
+from fsdp_qlora.resuming.fingerprint import fingerprint_files
+from fsdp_qlora.resuming.mirror import Mirror
+from fsdp_qlora.resuming.mirror_stores import open_store
+from fsdp_qlora.resuming.progress import Progress
+from fsdp_qlora.resuming.run_folder import Status
+from fsdp_qlora.resuming.saving import Saver
+from fsdp_qlora.resuming.train_state import TrainState
+from fsdp_qlora.resuming.watchdog import Heartbeat, Watchdog
+from fsdp_qlora.training.optim import ShardedOptimizer, learning_rate
+from fsdp_qlora.training.train_loop import train
+from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
 

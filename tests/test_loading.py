@@ -43,9 +43,10 @@ def _peak_kib() -> int:
 
 def _load(folder: Path, result: Path) -> int:
     """Build, shard and load as train.py does, and note what it took."""
-    from fsdp_qlora import distributed, models, parallelize, verify, weights
-    from fsdp_qlora.adapters import LoraOptions
-    from fsdp_qlora.checkpoint_files import Checkpoint
+    from fsdp_qlora import distributed, models, parallelize, verify
+    from fsdp_qlora.adapters.modules import LoraOptions
+    from fsdp_qlora.loading import weights
+    from fsdp_qlora.loading.model_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.train_types import TRAIN_TYPES
 

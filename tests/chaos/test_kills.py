@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora import checkpoint
+from fsdp_qlora.resuming import checkpoint
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import RANKS, Job, ended, numbers, run, steps_done, wait_for
 
