@@ -168,7 +168,10 @@ def test_new_blocks_train_as_in_plain_torch_and_transformers_loads_the_result(
             assert torch.allclose(after[name], parameter, atol=1e-4)
 
 
-def test_the_losses_of_new_blocks_do_not_depend_on_the_split(expanded: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("train_type", ["bnb_llama_pro", "hqq_llama_pro"])
+def test_the_losses_of_new_blocks_do_not_depend_on_the_split(
+    train_type: str, expanded: Callable[..., Path], tmp_path: Path
+) -> None:
     data = write_rows(tmp_path / "rows.jsonl", make_rows(10))
     folder, runs = expanded(), []
     for ranks, micro_batches in [(1, 4), (2, 2), (4, 1)]:
@@ -176,7 +179,7 @@ def test_the_losses_of_new_blocks_do_not_depend_on_the_split(expanded: Callable[
         train_ok(
             ranks,
             output,
-            train_type="bnb_llama_pro",
+            train_type=train_type,
             model_name=folder,
             dataset=data,
             gradient_accumulation_steps=micro_batches,
