@@ -16,16 +16,18 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from fsdp_qlora import distributed, parallelize, verify, weights
-from fsdp_qlora.adapters import LoraOptions
-from fsdp_qlora.checkpoint_files import Checkpoint, _Entry
+from fsdp_qlora import distributed, parallelize, verify
+from fsdp_qlora.adapters.adapter_init import initialize_adapters
+from fsdp_qlora.adapters.modules import LoraOptions
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.describe import count_parameters
 from fsdp_qlora.distributed import Ranks, derive_seed
-from fsdp_qlora.optim import ShardedOptimizer
+from fsdp_qlora.loading import weights
+from fsdp_qlora.loading.model_files import Checkpoint, _Entry
 from fsdp_qlora.precision import PRECISIONS
 from fsdp_qlora.train_types import TRAIN_TYPES
-from fsdp_qlora.trainer import Schedule, Trainer
+from fsdp_qlora.training.optim import ShardedOptimizer
+from fsdp_qlora.training.trainer import Schedule, Trainer
 
 _CHUNK = 2**24  # random weights made at a time
 
@@ -117,7 +119,8 @@ def build_run(
     parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=chosen, cpu_offload=cpu_offload)
     parallelize.materialize(model, ranks.device, cpu_offload=cpu_offload)
     on_phase("sharded")
-    weights.load_weights(model, checkpoint, sources, mesh, ranks.device, seed=seed, show_progress=False)
+    weights.load_weights(model, checkpoint, sources, mesh, ranks.device, show_progress=False)
+    initialize_adapters(model, mesh, seed=seed)
     on_phase("loaded")
     verify.check_byte_account(model, mesh)
     verify.check_one_layer(model, checkpoint, sources)

@@ -82,10 +82,11 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     """One rank: build, shard and load as train.py does; rank 0 prints what all ranks measured."""
     import torch.distributed as dist
 
-    from fsdp_qlora import distributed, parallelize, verify, weights
-    from fsdp_qlora import quant_cache as cache_module
-    from fsdp_qlora.adapters import LoraOptions
-    from fsdp_qlora.checkpoint_files import Checkpoint
+    from fsdp_qlora import distributed, parallelize, verify
+    from fsdp_qlora.adapters.modules import LoraOptions
+    from fsdp_qlora.loading import quant_cache as cache_module
+    from fsdp_qlora.loading import weights
+    from fsdp_qlora.loading.model_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.train_types import TRAIN_TYPES
 
@@ -105,9 +106,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     parallelize.shard_model(meta.model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
     parallelize.materialize(meta.model, ranks.device, cpu_offload=False)
-    load = functools.partial(
-        weights.load_weights, meta.model, mesh=mesh, device=ranks.device, seed=0, show_progress=False
-    )
+    load = functools.partial(weights.load_weights, meta.model, mesh=mesh, device=ranks.device, show_progress=False)
     dist.barrier()
 
     def start() -> None:

@@ -19,14 +19,15 @@ from torch import nn
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora import hub, models
-from fsdp_qlora.checkpoint_files import Checkpoint, Part, read_ahead
+from fsdp_qlora import models
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.experts import is_transposed, loops_over_experts
-from fsdp_qlora.packed import take_settings
-from fsdp_qlora.packed_files import Form, PackedFiles
+from fsdp_qlora.loading import hub
+from fsdp_qlora.loading.model_files import Checkpoint, Part, read_ahead
+from fsdp_qlora.loading.packed import take_settings
+from fsdp_qlora.loading.packed_files import Form, PackedFiles
+from fsdp_qlora.loading.weights import match_tensors
+from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
 from fsdp_qlora.verify import format_bytes
-from fsdp_qlora.weights import match_tensors
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fsdp_qlora.lora_targets import ALL, is_regex
+from fsdp_qlora.adapters.lora_targets import ALL, is_regex
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES
 
@@ -137,6 +137,9 @@ class TrainConfig:
     """Largest global gradient norm; lower it when the loss jumps."""
     seed: int = 42
     """Seed of the adapter's initial values, the dropout, the order of the rows and the choice of those held out."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits every time, so that a run on a GPU can be repeated and resumed to the
+    last bit; slower, and refused by operations that have no such kernel. A CPU run is always so."""
 
     # == memory ==
     sharding_strategy: Literal["full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"] = (

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from fsdp_qlora.adapters import adapter_modules, magnitudes
+from fsdp_qlora.adapters.modules import adapter_modules, magnitudes
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, find_blocks
-from fsdp_qlora.optim import OPTIMIZER_STATES
 from fsdp_qlora.parallelize import MetaModel
-from fsdp_qlora.quantized_weight import QuantizedWeight
+from fsdp_qlora.quantizers.quantized_weight import QuantizedWeight
+from fsdp_qlora.training.optim import OPTIMIZER_STATES
 from fsdp_qlora.verify import count_bytes, format_bytes
 
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases

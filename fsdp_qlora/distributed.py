@@ -81,6 +81,14 @@ def set_up_logging(ranks: Ranks, *, verbose: bool) -> None:
         log.addHandler(logging.NullHandler())
 
 
+def make_deterministic() -> None:
+    """Let torch take deterministic kernels only, and raise where there is none. Before the GPU is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace for it
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers passes it on to flash-attn
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+
+
 def start_process_group(ranks: Ranks, *, timeout_minutes: float = 30.0) -> dist.Store:
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdp_qlora.adapter_init import saved_parameters
-from fsdp_qlora.checkpoint_files import Checkpoint
+from fsdp_qlora.adapters.adapter_init import saved_parameters
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.experts import expert_parameters
 from fsdp_qlora.flush import flush
+from fsdp_qlora.loading.model_files import Checkpoint
+from fsdp_qlora.loading.packed_files import Form, PackedFiles
 from fsdp_qlora.models import canonical_name, persistent_buffers
-from fsdp_qlora.packed_files import Form, PackedFiles
-from fsdp_qlora.run_folder import CHECKPOINTS, LOCK
-from fsdp_qlora.saving import delete_oldest, is_full
+from fsdp_qlora.quantizers.experts import expert_parameters
+from fsdp_qlora.resuming.run_folder import CHECKPOINTS, LOCK
+from fsdp_qlora.resuming.saving import delete_oldest, is_full
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.config import TrainConfig
 from fsdp_qlora.errors import ENDINGS, UserError
-from fsdp_qlora.restarts import AUTO_RESTART, is_restart
+from fsdp_qlora.resuming.restarts import AUTO_RESTART, is_restart
 
 if TYPE_CHECKING:  # torch is imported where it is needed: --help and bad options should not wait for it
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

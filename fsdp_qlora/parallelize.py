@@ -24,18 +24,25 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.adapter_init import check_init
-from fsdp_qlora.adapters import LoraOptions, adapter_modules, add_adapters, add_experts_lora, magnitudes, train_in_full
+from fsdp_qlora.adapters.adapter_init import check_init
+from fsdp_qlora.adapters.lora_targets import check_patterns, select_parameters, select_targets
+from fsdp_qlora.adapters.modules import (
+    LoraOptions,
+    adapter_modules,
+    add_adapters,
+    add_experts_lora,
+    magnitudes,
+    train_in_full,
+)
+from fsdp_qlora.adapters.peft_format import check_fits_peft
 from fsdp_qlora.distributed import SHARDING_STRATEGIES, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.experts import quantizable_weights
 from fsdp_qlora.host_arena import split_arena
-from fsdp_qlora.lora_targets import check_patterns, select_parameters, select_targets
+from fsdp_qlora.loading.packed import Bnb4bitSettings
 from fsdp_qlora.models import build_meta_model, find_blocks, has_tied_embeddings
-from fsdp_qlora.packed import Bnb4bitSettings
-from fsdp_qlora.peft_format import check_fits_peft
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.quantize import quantize_experts, quantize_linears
+from fsdp_qlora.quantizers.experts import quantizable_weights
+from fsdp_qlora.quantizers.quantize import quantize_experts, quantize_linears
 from fsdp_qlora.train_types import TrainType
 
 log = logging.getLogger("fsdp_qlora")

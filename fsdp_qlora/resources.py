@@ -9,11 +9,11 @@ import psutil
 import torch
 from torch import nn
 
-from fsdp_qlora.adapters import adapter_modules
+from fsdp_qlora.adapters.modules import adapter_modules
 from fsdp_qlora.disk import free_disk
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.optim import OPTIMIZER_STATES
-from fsdp_qlora.quantized_weight import QuantizedWeight
+from fsdp_qlora.quantizers.quantized_weight import QuantizedWeight
+from fsdp_qlora.training.optim import OPTIMIZER_STATES
 from fsdp_qlora.verify import GIB, count_bytes
 
 

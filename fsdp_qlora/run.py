@@ -1,7 +1,7 @@
 """One rank's run, in its order: plan without weights, shard and load, verify, train, save.
 
-Besides the command line this is the one place that sees the options; everything it calls takes plain arguments.
-The training step is `Trainer.train_step` in trainer.py.
+With planning.py, and besides the command line, this is where the options are read; all else takes plain arguments.
+The training step is `Trainer.train_step` in training/trainer.py.
 """
 
 import contextlib
@@ -10,58 +10,38 @@ import functools
 import logging
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from fsdp_qlora import (
-    decoded_tensors,
-    describe,
-    distributed,
-    endings,
-    export,
-    hub,
-    models,
-    packed,
-    parallelize,
-    quant_cache,
-    resources,
-    restarts,
-    resume,
-    run_folder,
-    verify,
-    weights,
-)
-from fsdp_qlora.adapter_init import decompose_weights, reduces_base
-from fsdp_qlora.adapters import LoraOptions
-from fsdp_qlora.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpoint_files import Checkpoint
-from fsdp_qlora.config import TrainConfig, needless_lines, pairs, resolved_options, resolved_yaml
-from fsdp_qlora.control import Budget, Control
-from fsdp_qlora.data.prepare import RunData, prepare_data
+from fsdp_qlora import describe, distributed, export, parallelize, verify
+from fsdp_qlora.adapters.adapter_init import decompose_weights, initialize_adapters, reduces_base
+from fsdp_qlora.adapters.peft_format import peft_config
+from fsdp_qlora.config import TrainConfig, resolved_options, resolved_yaml
+from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.fingerprint import fingerprint_files
-from fsdp_qlora.launch import planned_processes
-from fsdp_qlora.metrics import copy_metrics, cut_metrics, open_metric_log
-from fsdp_qlora.mirror import Mirror
-from fsdp_qlora.mirror_stores import open_store
-from fsdp_qlora.optim import ShardedOptimizer, check_optimizer, learning_rate
-from fsdp_qlora.peft_format import peft_config
-from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
-from fsdp_qlora.profiling import MemoryLog, open_profiler
-from fsdp_qlora.progress import Progress
+from fsdp_qlora.loading import decoded_tensors, hub, quant_cache, weights
+from fsdp_qlora.loading.model_files import Checkpoint
+from fsdp_qlora.metrics.metric_log import copy_metrics, cut_metrics, open_metric_log
+from fsdp_qlora.metrics.profiling import MemoryLog, open_profiler
+from fsdp_qlora.planning import Plan, check_resources, lora_options, make_plan, num_warmup_steps
 from fsdp_qlora.redact import redact_values
-from fsdp_qlora.run_folder import Status
-from fsdp_qlora.saving import Saver
-from fsdp_qlora.train_loop import train
-from fsdp_qlora.train_state import TrainState
-from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
-from fsdp_qlora.trainer import Schedule, Trainer
-from fsdp_qlora.watchdog import Heartbeat, Watchdog
+from fsdp_qlora.resuming import endings, restarts, resume, run_folder
+from fsdp_qlora.resuming.checkpoint import DamagedCheckpoint
+from fsdp_qlora.resuming.control import Budget, Control
+from fsdp_qlora.resuming.fingerprint import fingerprint_files
+from fsdp_qlora.resuming.mirror import Mirror
+from fsdp_qlora.resuming.mirror_stores import open_store
+from fsdp_qlora.resuming.progress import Progress
+from fsdp_qlora.resuming.run_folder import Status
+from fsdp_qlora.resuming.saving import Saver
+from fsdp_qlora.resuming.train_state import TrainState
+from fsdp_qlora.resuming.watchdog import Heartbeat, Watchdog
+from fsdp_qlora.training.optim import ShardedOptimizer, learning_rate
+from fsdp_qlora.training.train_loop import train
+from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -70,28 +50,6 @@ log = logging.getLogger("fsdp_qlora")
 _OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
 _OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
 _OWN |= {"resume", "mirror", "llama_pro_path"}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that is known before a weight is read.
-
-    is_packed: the model's files are in 4 bits already. stored: they are in a format that is decoded.
-    """
-
-    train_type: TrainType
-    precision: Precision
-    precision_name: str
-    model_folder: Path
-    model_config: PretrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    meta: parallelize.MetaModel
-    is_packed: bool
-    stored: decoded_tensors.StoredFormat | None
-    data: RunData
-    schedule: Schedule
-    warmup_steps: int
-    num_shards: int
 
 
 def run(config: TrainConfig) -> None:
@@ -103,6 +61,8 @@ def run(config: TrainConfig) -> None:
         RunStopped: it was asked to stop, and will go on from there when it is started again.
         LostRank: another rank has ended.
     """
+    if config.deterministic:
+        distributed.make_deterministic()
     ranks = distributed.read_ranks()
     distributed.set_up_logging(ranks, verbose=config.verbose)
     if config.dry_run:
@@ -158,10 +118,11 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     plan, about = go_on_with(config, plan, about, start)
     mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
     memory = MemoryLog(ranks.device, enabled=config.profile_memory)
-    shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
-    memory.record("after loading")
-    verify.check_byte_account(plan.meta.model, mesh)
-    verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
+    with endings.naming_lost_ranks("while the model was loaded"):
+        shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
+        memory.record("after loading")
+        verify.check_byte_account(plan.meta.model, mesh)
+        verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
         files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
         export.prepare_output_dir(output_dir, files, keep_run=not start.is_new)
@@ -244,149 +205,6 @@ def go_on_with(
     return plan, {**about, "global_batch_size": start.global_batch_size}
 
 
-def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
-    """Build the model without weights, tokenize the rows, and say what is going to happen."""
-    train_type = TRAIN_TYPES[config.train_type]
-    precision_name = choose_precision(config.precision, ranks.device)
-    precision = PRECISIONS[precision_name]
-    precision.check_storage(config.quant_storage)
-    check_optimizer(config.optimizer, ranks.device)
-    world_size = planned_processes(config) if config.dry_run else ranks.world_size
-    log.info(describe.describe_device(ranks.device, world_size))
-    for line in needless_lines(config):
-        log.info(line)
-    folder = hub.find_model_folder(
-        config.model,
-        with_weights=not config.dry_run,
-        with_code=config.trust_remote_code,
-        local_rank=ranks.local_rank,
-        show_progress=ranks.is_rank_0,
-    )
-    model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
-    stored = decoded_tensors.take_format(model_config)
-    if stored:
-        log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
-    prequantized = packed.take_settings(model_config, config.model)
-    if prequantized:
-        train_type.check_takes_4bit(config.train_type, config.model)
-        log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
-    meta = parallelize.build_model(
-        model_config,
-        train_type,
-        precision,
-        ranks.device,
-        attn_implementation=config.attn_implementation,
-        quantizer_options=quantizer_options(config, train_type.quantizer),
-        lora=lora_options(config),
-        prequantized=prequantized,
-        trust_remote_code=config.trust_remote_code,
-        new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
-    )
-    if train_type.quantizer:
-        describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
-    log.info("%s, precision %s", describe.describe_model(meta), precision_name)
-    models.warn_of_long_context(model_config, config.context_length)
-    num_shards = distributed.num_shards(ranks, world_size, sharding_strategy=config.sharding_strategy)
-    for line in describe.describe_memory(meta, num_shards=num_shards, optimizer=config.optimizer):
-        log.info(line)
-    # Before the ranks meet, so that no collective waits for the tokenizer.
-    data = prepare_data(
-        tokenizer,
-        dataset=config.dataset,
-        eval_dataset=config.eval_dataset,
-        eval_fraction=config.eval_fraction,
-        context_length=config.context_length,
-        dataset_format=config.dataset_format,
-        dataset_samples=config.dataset_samples,
-        on_bad_row=config.on_bad_row,
-        max_bad_rows=config.max_bad_rows,
-        seed=config.seed,
-        vocab_size=meta.model.get_input_embeddings().num_embeddings,
-    )
-    schedule = Schedule(
-        num_rows=len(data.train_rows),
-        batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        world_size=world_size,
-        num_epochs=config.num_epochs,
-        max_steps=config.max_steps,
-        seed=config.seed,
-    )
-    warmup_steps = num_warmup_steps(config, schedule)
-    log.info(schedule.describe(warmup_steps))
-    log.info(data.sample)
-    return Plan(
-        train_type=train_type,
-        precision=precision,
-        precision_name=precision_name,
-        model_folder=folder,
-        model_config=model_config,
-        tokenizer=tokenizer,
-        meta=meta,
-        is_packed=prequantized is not None,
-        stored=stored,
-        data=data,
-        schedule=schedule,
-        warmup_steps=warmup_steps,
-        num_shards=num_shards,
-    )
-
-
-def lora_options(config: TrainConfig) -> LoraOptions:
-    """The options of the adapter."""
-    return LoraOptions(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
-        target_parameters=config.lora_target_parameters,
-        use_rslora=config.use_rslora,
-        rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
-        alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
-        init=config.init_lora_weights,
-        modules_to_save=config.modules_to_save,
-    )
-
-
-def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
-    if config.warmup_steps >= 0:
-        return config.warmup_steps
-    return math.ceil(config.warmup_ratio * schedule.total_steps)
-
-
-def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
-    """The options that are the quantizer's own."""
-    options = {
-        "quant_type": config.quant_type,
-        "double_quant": config.double_quant,
-        "n_bits": config.n_bits,
-        "group_size": config.group_size,
-        "int8_threshold": config.int8_threshold,
-    }
-    return {name: options[name] for name in QUANTIZER_OPTIONS.get(quantizer or "", ())}
-
-
-def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Refuse a run whose weights alone do not fit, or whose result does not."""
-    if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
-        size = resources.result_bytes(
-            plan.meta.model, dtype=plan.precision.compute_dtype, reduces_base=reduces_base(config.init_lora_weights)
-        )
-        resources.check_disk(Path(config.output_dir), size)
-    needs = resources.estimate_needs(
-        plan.meta.model,
-        num_shards=plan.num_shards,
-        optimizer=config.optimizer,
-        cpu_offload=config.use_cpu_offload,
-        buffer_bytes=config.loading_buffer_mib * 2**20,
-        device=ranks.device,
-    )
-    resources.check_resources(
-        needs, ranks.device, ranks_on_host=ranks.local_world_size, can_offload=not config.use_cpu_offload
-    )
-
-
 def shard_and_load(
     config: TrainConfig,
     ranks: Ranks,
@@ -419,7 +237,6 @@ def shard_and_load(
         model,
         mesh=mesh,
         device=ranks.device,
-        seed=config.seed,
         max_bytes_in_flight=config.loading_buffer_mib * 2**20,
         show_progress=ranks.is_rank_0,
     )
@@ -429,6 +246,7 @@ def shard_and_load(
         cache.load(load_weights)
     else:
         load_weights(checkpoint=checkpoint, sources=sources, packed=plan.is_packed)
+    initialize_adapters(model, mesh, seed=config.seed)
 
 
 def train_and_save(

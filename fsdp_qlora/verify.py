@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.adapter_init import adapted_weights, subtract
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
-from fsdp_qlora.checkpoint_files import Checkpoint
+from fsdp_qlora.adapters.adapter_init import adapted_weights, subtract
+from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
-from fsdp_qlora.lora import LoraLinear
+from fsdp_qlora.loading.model_files import Checkpoint
 from fsdp_qlora.models import canonical_name, find_blocks
-from fsdp_qlora.quantized_weight import QuantizedWeight
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.quantizers.quantized_weight import QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.block_expansion import block_origins, expand_model
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.quantize import QUANTIZERS
+from fsdp_qlora.quantizers.quantize import QUANTIZERS
 from tests.reference import batch_loss, encode
 from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
@@ -168,7 +168,10 @@ def test_new_blocks_train_as_in_plain_torch_and_transformers_loads_the_result(
             assert torch.allclose(after[name], parameter, atol=1e-4)
 
 
-def test_the_losses_of_new_blocks_do_not_depend_on_the_split(expanded: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("train_type", ["bnb_llama_pro", "hqq_llama_pro"])
+def test_the_losses_of_new_blocks_do_not_depend_on_the_split(
+    train_type: str, expanded: Callable[..., Path], tmp_path: Path
+) -> None:
     data = write_rows(tmp_path / "rows.jsonl", make_rows(10))
     folder, runs = expanded(), []
     for ranks, micro_batches in [(1, 4), (2, 2), (4, 1)]:
@@ -176,7 +179,7 @@ def test_the_losses_of_new_blocks_do_not_depend_on_the_split(expanded: Callable[
         train_ok(
             ranks,
             output,
-            train_type="bnb_llama_pro",
+            train_type=train_type,
             model_name=folder,
             dataset=data,
             gradient_accumulation_steps=micro_batches,

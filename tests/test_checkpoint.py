@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora import checkpoint, run_folder
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.saving import best_step, delete_oldest
+from fsdp_qlora.resuming import checkpoint, run_folder
+from fsdp_qlora.resuming.saving import best_step, delete_oldest
 
 
 def make(root: Path, step: int, eval_loss: float | None = None) -> Path:

@@ -198,10 +198,10 @@ def test_every_option_has_help():
 def test_every_choice_has_its_row_in_the_table_it_selects_from():
     from fsdp_qlora.data.formats import FORMATS
     from fsdp_qlora.distributed import SHARDING_STRATEGIES
-    from fsdp_qlora.metrics import SINKS
-    from fsdp_qlora.optim import OPTIMIZERS, SCHEDULES
+    from fsdp_qlora.metrics.metric_log import SINKS
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.train_types import TRAIN_TYPES
+    from fsdp_qlora.training.optim import OPTIMIZERS, SCHEDULES
 
     hints = get_type_hints(TrainConfig)
 
@@ -223,6 +223,7 @@ def test_every_option_is_read():
     # config.py reads them as `self` in the properties that combine options; its checks call the config `c`.
     for path, name in (
         ("fsdp_qlora/run.py", "config"),
+        ("fsdp_qlora/planning.py", "config"),
         ("fsdp_qlora/launch.py", "config"),
         ("fsdp_qlora/config.py", "self"),
     ):

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.bnb_4bit import Bnb4bitExperts
-from fsdp_qlora.experts import expert_parameters, router_linears
 from fsdp_qlora.export import save_model
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
+from fsdp_qlora.quantizers.experts import expert_parameters, router_linears
 from tests.reference import batch_loss, encode, load_adapter
 from tests.tiny import PROBE, SIZES, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
 

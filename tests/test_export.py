@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from fsdp_qlora.checkpoint_files import Checkpoint
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.model_files import Checkpoint
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.hub import conversion_advice
+from fsdp_qlora.loading.hub import conversion_advice
 from tests.tiny import ROOT
 
 COMMIT = "c" * 40
@@ -22,7 +22,7 @@ FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, 
 FIND = """
 import logging, os, sys
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.hub import find_model_folder
+from fsdp_qlora.loading.hub import find_model_folder
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 try:
     print("FOLDER", find_model_folder("owner/model", with_weights=True, local_rank=int(os.environ["LOCAL_RANK"])))

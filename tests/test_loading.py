@@ -1,14 +1,16 @@
-"""How much a rank reads and holds while it loads."""
+"""How much a rank reads and holds while it loads, and what the others say when it cannot."""
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.tiny import SIZES, make_tokenizer, on_ranks
+from tests.tiny import SIZES, flags, make_rows, make_tokenizer, on_ranks, run_ranks, write_rows
 
 MIB = 2**20
 
@@ -41,9 +43,10 @@ def _peak_kib() -> int:
 
 def _load(folder: Path, result: Path) -> int:
     """Build, shard and load as train.py does, and note what it took."""
-    from fsdp_qlora import distributed, models, parallelize, verify, weights
-    from fsdp_qlora.adapters import LoraOptions
-    from fsdp_qlora.checkpoint_files import Checkpoint
+    from fsdp_qlora import distributed, models, parallelize, verify
+    from fsdp_qlora.adapters.modules import LoraOptions
+    from fsdp_qlora.loading import weights
+    from fsdp_qlora.loading.model_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.train_types import TRAIN_TYPES
 
@@ -69,7 +72,7 @@ def _load(folder: Path, result: Path) -> int:
     before = _peak_kib()
     parallelize.materialize(model, ranks.device, cpu_offload=False)
     weights.load_weights(
-        model, checkpoint, sources, mesh, ranks.device, seed=0, max_bytes_in_flight=64 * MIB, show_progress=False
+        model, checkpoint, sources, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False
     )
     measured = {
         "bytes_read": checkpoint.bytes_read,
@@ -93,3 +96,24 @@ def test_a_rank_reads_its_part_and_holds_its_shard_and_the_parts_in_flight(tmp_p
         # 64 MiB in flight, and some of temporary values and of what the allocator keeps, which do not grow with the
         # model. Half of the 588 MiB of weights in memory would break this.
         assert measured["growth_bytes"] <= measured["shard_bytes"] + (64 + 64) * MIB, measured
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "hqq_lora"])
+def test_nan_that_one_rank_reads_is_named_and_the_other_says_that_it_lost_it(
+    train_type: str, models: Callable[..., Path], tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    state = load_file(models() / "model.safetensors")
+    state[name][-1, -1] = torch.nan
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in models().iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    options = {"model_name": folder, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
+    argv = flags(**options, train_type=train_type, output_dir=tmp_path / "out", quant_cache=tmp_path / "cache")
+    statuses, output = run_ranks(2, argv, tmp_path / "logs")
+    assert statuses == [1, 2] and "Traceback" not in output, output
+    assert f"[rank 1] error: Weight {name} has values that are not finite" in output
+    assert "[rank 0] error: The connection to another rank was lost while the model was loaded" in output
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]

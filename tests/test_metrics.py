@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdp_qlora import metrics, wandb_sink
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics import check_sinks, cut_metrics, open_metric_log
+from fsdp_qlora.metrics import metric_log as metrics
+from fsdp_qlora.metrics import wandb_sink
+from fsdp_qlora.metrics.metric_log import check_sinks, cut_metrics, open_metric_log
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -369,7 +370,8 @@ def test_a_server_that_never_answers_stalls_neither_the_start_nor_the_end(tmp_pa
     program = f"""
         import logging, sys
         from pathlib import Path
-        from fsdp_qlora import metrics, wandb_sink
+        from fsdp_qlora.metrics import metric_log as metrics
+        from fsdp_qlora.metrics import wandb_sink
         logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
         wandb_sink.WANDB_INIT_SECONDS = 1.0
         wandb_sink.WANDB_TEARDOWN_SECONDS = 1.0

@@ -13,7 +13,7 @@ from transformers.optimization import Adafactor
 
 from fsdp_qlora.config import TrainConfig, check
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.optim import OPTIMIZERS, ShardedOptimizer, check_optimizer
+from fsdp_qlora.training.optim import OPTIMIZERS, ShardedOptimizer, check_optimizer
 from tests.reference import batch_loss, encode, load_adapter, load_base
 from tests.tiny import make_rows, on_ranks, read_metrics, train_ok, write_rows
 

@@ -19,9 +19,9 @@ from transformers import (
     Mxfp4Config,
 )
 
-from fsdp_qlora.decoded_tensors import StoredFormat, open_checkpoint
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.weights import match_tensors
+from fsdp_qlora.loading.decoded_tensors import StoredFormat, open_checkpoint
+from fsdp_qlora.loading.weights import match_tensors
 from tests.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 

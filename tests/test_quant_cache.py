@@ -17,9 +17,9 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.cache_entries import _file_identity
-from fsdp_qlora.checkpoint_files import Checkpoint
-from fsdp_qlora.weights import match_tensors
+from fsdp_qlora.loading.cache_entries import _file_identity
+from fsdp_qlora.loading.model_files import Checkpoint
+from fsdp_qlora.loading.weights import match_tensors
 from tests.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
@@ -187,10 +187,19 @@ def test_damage_is_named_and_the_entry_is_made_again_in_the_same_run(
     assert FROM_CACHE in output and losses == expected
 
 
+def test_damage_that_one_rank_finds_stops_no_other_where_loading_ends_with_an_exchange(
+    run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+) -> None:
+    _, expected = run(2, train_type="bnb_dora")  # whose lengths of rows are taken from gathered blocks
+    _flip(entry(tmp_path / "cache") / "model.safetensors")  # in the second rank's part
+    output, losses = run(2, train_type="bnb_dora")
+    assert "is damaged (" in output and KEPT in output and losses == expected
+
+
 def _train_and_fail(argv: list[str], how: str) -> int:
     """A run in which writing the cache goes wrong on its last rank, half-way."""
     import train
-    from fsdp_qlora.packed_files import PackedFiles
+    from fsdp_qlora.loading.packed_files import PackedFiles
 
     write, count = PackedFiles.write, iter(range(10_000))
     is_last = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.adapters.lora_targets import select_targets
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.lora_targets import select_targets
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from tests.tiny import on_ranks
 
 # Rows that ranks cannot share equally; weights that do not fill blocks of 64, nor the ranks with blocks.

@@ -9,8 +9,8 @@ import torch
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from fsdp_qlora import packed_files, quantize_command
 from fsdp_qlora.__main__ import main
+from fsdp_qlora.loading import packed_files, quantize_command
 from tests.test_experts import FAMILIES
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fsdp_qlora.quantize import QUANTIZERS
-from fsdp_qlora.quantized_weight import QuantizedLinear, QuantizedWeight
+from fsdp_qlora.quantizers.quantize import QUANTIZERS
+from fsdp_qlora.quantizers.quantized_weight import QuantizedLinear, QuantizedWeight
 from fsdp_qlora.verify import count_bytes
 from tests.tiny import on_ranks
 

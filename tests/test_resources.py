@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from fsdp_qlora import resources
-from fsdp_qlora.adapters import LoraOptions
+from fsdp_qlora.adapters.modules import LoraOptions
 from fsdp_qlora.parallelize import build_model
 from fsdp_qlora.precision import PRECISIONS
 from fsdp_qlora.train_types import TRAIN_TYPES

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_qlora import checkpoint, control, trainer
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.optim import OPTIMIZERS, ShardedOptimizer
+from fsdp_qlora.resuming import checkpoint, control
+from fsdp_qlora.training import trainer
+from fsdp_qlora.training.optim import OPTIMIZERS, ShardedOptimizer
 from tests.tiny import on_ranks
 
 NAMES = [name for name in OPTIMIZERS if not name.startswith("paged_")]
@@ -49,7 +50,7 @@ def save_and_load(folder: Path, start: bool) -> int:
     from torch.distributed.fsdp import fully_shard
 
     from fsdp_qlora import distributed
-    from fsdp_qlora.train_state import TrainState
+    from fsdp_qlora.resuming.train_state import TrainState
 
     ranks = distributed.read_ranks()
     distributed.start_process_group(ranks)

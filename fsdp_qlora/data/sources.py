@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_qlora.data.files import FILE_KINDS, find_files, hash_file, read_files
 from fsdp_qlora.data.rows import Part, Rows
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.hub import ask_hub, first_line, hub_reason, is_hub_name
+from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason, is_hub_name
 
 log = logging.getLogger("fsdp_qlora")
 

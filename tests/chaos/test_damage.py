@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora import checkpoint
+from fsdp_qlora.resuming import checkpoint
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, numbers, run, wait_for
 from tests.tiny import make_model, make_rows, write_rows
@@ -42,7 +42,7 @@ def stopped(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def die_at_step(step: int) -> None:
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer.train_step
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora import checkpoint
-from fsdp_qlora.progress import spike
+from fsdp_qlora.resuming import checkpoint
+from fsdp_qlora.resuming.progress import spike
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, adapter, ended, numbers, run, status, wait_for
 
@@ -95,7 +95,7 @@ def test_on_a_disk_that_is_really_full_the_newest_checkpoint_is_kept(reference: 
 
 def lose_numbers(rank: int, steps: tuple[int, ...]) -> None:
     """Let one rank's loss be NaN in some steps."""
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer._loss
 
@@ -138,7 +138,7 @@ def test_nan_on_one_rank_is_skipped_by_all_together_and_only_so_often(reference:
 
 def spoil_parameter() -> None:
     """Let the optimizer make a parameter infinite in the third step."""
-    from fsdp_qlora.optim import ShardedOptimizer
+    from fsdp_qlora.training.optim import ShardedOptimizer
 
     original = ShardedOptimizer.step
     count = 0
@@ -175,7 +175,7 @@ def test_a_loss_that_stands_out_is_noticed_and_noise_is_not() -> None:
 
 def hang_in_rows(rank: int) -> None:
     """Let a rank hang when it makes the batches of the fourth step."""
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer._micro_batches
 
@@ -204,7 +204,7 @@ def test_a_rank_that_hangs_is_named_and_all_end_with_their_stacks(
 
 def skip_exchange() -> None:
     """Let a rank leave out one step's exchange of numbers."""
-    from fsdp_qlora import trainer
+    from fsdp_qlora.training import trainer
 
     original = trainer.gather_numbers
     count = 0
@@ -230,7 +230,7 @@ def test_a_rank_that_skips_a_collective_does_not_train_on(reference: Reference, 
 
 def lose_memory(*bad: int) -> None:
     """Let some ranks run out of memory in the third step."""
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer._loss
 
@@ -258,7 +258,7 @@ def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
 
 
 def be_impatient() -> None:
-    from fsdp_qlora import watchdog
+    from fsdp_qlora.resuming import watchdog
 
     watchdog._SILENT_SECONDS, watchdog._PULSE_SECONDS = 3.0, 0.5
 

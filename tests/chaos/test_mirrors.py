@@ -11,10 +11,10 @@ import pytest
 from huggingface_hub import CommitOperationAdd
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from fsdp_qlora import checkpoint, mirror_stores
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.mirror_stores import Store, open_store
-from fsdp_qlora.run_folder import CHECKPOINTS
+from fsdp_qlora.resuming import checkpoint, mirror_stores
+from fsdp_qlora.resuming.mirror_stores import Store, open_store
+from fsdp_qlora.resuming.run_folder import CHECKPOINTS
 
 # The commands of rclone that are used, on folders, for machines that do not have it.
 RCLONE = f"""#!{sys.executable}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora import checkpoint
+from fsdp_qlora.resuming import checkpoint
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, numbers, run, status, steps_done, wait_for
 
@@ -38,7 +38,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
 
 def be_slow() -> None:
     """Give the test time to send a signal before the run is finished."""
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer.train_step
 
@@ -63,7 +63,7 @@ def wait_in_rows(rank: int) -> None:
     """Let a rank hang, in Python, when it makes the batches of the fourth step."""
     import os
 
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer._micro_batches
 
@@ -80,8 +80,8 @@ def take_ten_seconds_per_step() -> None:
     """Let the clock that budgets are measured by stand still but for the steps."""
     from types import SimpleNamespace
 
-    from fsdp_qlora import control
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.resuming import control
+    from fsdp_qlora.training.trainer import Trainer
 
     now = 0.0
     control.time = SimpleNamespace(monotonic=lambda: now)  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
 def stop_in_evaluation() -> None:
     import os
 
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer.evaluate
 

@@ -126,7 +126,7 @@ def test_bad_input_is_not_restarted(reference: Reference, start: Callable, tmp_p
 
 def die_unattended() -> None:
     """Be started by a script, and die before the first checkpoint."""
-    from fsdp_qlora.trainer import Trainer
+    from fsdp_qlora.training.trainer import Trainer
 
     os.environ["FSDP_QLORA_AUTO_RESTART"] = "1"
 

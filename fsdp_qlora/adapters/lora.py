@@ -1,0 +1,142 @@
+"""LoRA beside a linear layer, and beside the 3-D parameters of experts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
+
+
+class LoraAdapter(nn.Module):
+    """B A x: the low-rank update of one linear layer (Hu et al. 2021), in_features -> rank -> out_features.
+
+    One module with one forward, so that the adapters of a block can be one FSDP2 group.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, rank: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        options = {"bias": False, "device": "meta", "dtype": torch.float32}
+        self.lora_A = nn.Linear(in_features, rank, **options)  # type: ignore[arg-type]
+        self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lora_B(self.lora_A(self.dropout(x)))
+
+
+class KeptShard:
+    """A copy of a sharded parameter's present values: this rank's rows, in host memory."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, DTensor)
+        self._local = parameter.to_local().to("cpu", copy=True)
+        self._device, self._mesh = parameter.to_local().device, parameter.device_mesh
+        self._placements, self._shape, self._stride = parameter.placements, parameter.shape, parameter.stride()
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, on the parameter's device. Every rank calls it."""
+        local = self._local.to(self._device)
+        sharded = DTensor.from_local(local, self._mesh, self._placements, shape=self._shape, stride=self._stride)
+        return sharded.full_tensor()
+
+
+class LoraLinear(nn.Module):
+    """base_layer(x) + scaling * B A x.
+
+    is_decomposed: A and B have first values that were read off the weight.
+    subtracted: the A and B that the base lost on loading.
+    """
+
+    def __init__(self, base_layer: nn.Module, *, rank: int, scaling: float, dropout: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.scaling = scaling
+        self.is_decomposed = False
+        self.subtracted: tuple[KeptShard, KeptShard] | None = None
+        self.lora = LoraAdapter(
+            base_layer.in_features,  # type: ignore[arg-type]
+            base_layer.out_features,  # type: ignore[arg-type]
+            rank=rank,
+            dropout=dropout,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The adapter first: it alone keeps something for the backward pass, so the recomputation of a checkpointed
+        # block can stop before the product of the block's last base layer.
+        update = self.lora(x)
+        return torch.add(self.base_layer(x), update, alpha=self.scaling)
+
+
+class ExpertsLora(nn.Module):
+    """The low-rank updates of all experts in one 3-D parameter, in the shapes of PEFT's ParamWrapper.
+
+    Args:
+        shape: [experts, out, in] of the parameter, or [experts, in, out] where `transposed`.
+    """
+
+    def __init__(self, shape: Sequence[int], *, transposed: bool, rank: int) -> None:
+        super().__init__()
+        num_experts, rows, columns = shape
+        in_features, out_features = (rows, columns) if transposed else (columns, rows)
+        self.num_experts = num_experts
+        options = {"bias": False, "device": "meta", "dtype": torch.float32}
+        self.lora_A = nn.Linear(in_features, rank * num_experts, **options)  # type: ignore[arg-type]
+        self.lora_B = nn.Linear(rank * num_experts, out_features, **options)  # type: ignore[arg-type]
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All A [experts, rank, in] and all B [experts, out, rank]."""
+        lora_A, lora_B = self.lora_A.weight, self.lora_B.weight
+        all_A = lora_A.view(self.num_experts, -1, lora_A.shape[1])
+        return all_A, lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class _AdaptedExperts:
+    """Stands for the 3-D parameter during a forward pass; `self[e]` is expert e's adapted matrix."""
+
+    base: Any
+    all_lora: tuple[torch.Tensor, torch.Tensor]
+    scaling: float
+    transposed: bool
+
+    def __getitem__(self, index: Any) -> AdaptedMatrix:
+        expert = int(index)
+        lora_A, lora_B = (weights[expert] for weights in self.all_lora)
+        return AdaptedMatrix(self.base[expert], lora_A, lora_B, scaling=self.scaling, transposed=self.transposed)
+
+
+class LoraExperts(nn.Module):
+    """An experts module whose 3-D parameters `names` are used with an adapter.
+
+    The adapters are called once per forward pass, whatever experts are hit, because FSDP2 gathers a module's
+    weights when it is called and ranks must gather in the same order.
+    """
+
+    def __init__(self, base_layer: nn.Module, names: Iterable[str], *, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.scaling = scaling
+        self.transposed = is_transposed(base_layer)
+        self.lora = nn.ModuleDict(
+            {
+                name: ExpertsLora(getattr(base_layer, name).shape, transposed=self.transposed, rank=rank)
+                for name in names
+            }
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        adapted = {
+            name: _AdaptedExperts(getattr(self.base_layer, name), lora(), self.scaling, self.transposed)
+            for name, lora in self.lora.items()
+        }
+        # An instance's own attributes are found before its parameters and submodules.
+        vars(self.base_layer).update(adapted)
+        try:
+            return self.base_layer(*args, **kwargs)
+        finally:
+            for name in adapted:
+                del vars(self.base_layer)[name]

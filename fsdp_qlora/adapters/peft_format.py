@@ -1,0 +1,93 @@
+"""The adapter's configuration as PEFT writes it, so that PEFT puts the saved weights where they were trained."""
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+from peft import LoraConfig, TaskType
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from transformers import PretrainedConfig
+
+from fsdp_qlora.adapters.adapter_init import reduces_base
+from fsdp_qlora.adapters.modules import LoraOptions
+from fsdp_qlora.errors import UserError
+
+
+def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
+    """Whether PEFT, given a linear layer's name for this model, adapts the experts that once had that name."""
+    renamed = LoraConfig(target_modules=[leaf])
+    try:
+        convert_peft_config_for_transformers(renamed, SimpleNamespace(config=config), None)
+    except ValueError:  # it wants gate_proj and up_proj together
+        return True
+    return renamed.target_modules != {leaf}
+
+
+def reached_by_weight(targets: Sequence[str], config: PretrainedConfig) -> list[str]:
+    """The layers that PEFT cannot be given by their name.
+
+    Shared experts beside routed ones: PEFT takes names like up_proj for the routed ones, and reaches these layers,
+    with the same computation and names in the file, by their weights.
+    """
+    renamed = {leaf for leaf in {path.rsplit(".", 1)[-1] for path in targets} if _is_renamed(leaf, config)}
+    return [path for path in targets if path.rsplit(".", 1)[-1] in renamed]
+
+
+def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, config: PretrainedConfig) -> None:
+    """Refuse adapters that PEFT would not load: on what it reaches by weight, it knows nothing but plain LoRA.
+
+    Raises:
+        UserError: DoRA or a pattern, and a layer or parameter that PEFT reaches by its weight.
+    """
+    by_weight = [*reached_by_weight(targets, config), *options.target_parameters]
+    patterns = options.rank_pattern or options.alpha_pattern
+    if by_weight and (kind != "lora" or patterns):
+        what = "rank_pattern and alpha_pattern" if kind == "lora" else f"an adapter of kind {kind}"
+        raise UserError(
+            f"{by_weight[0]}: PEFT takes this name for the experts' in a model of this type, and adapts it with plain "
+            f"LoRA only, not {what}. Name other layers in --lora_target_modules, or use plain LoRA."
+        )
+
+
+def peft_config(
+    linears: Sequence[str],
+    targets: Sequence[str],
+    parameters: Sequence[str],
+    kind: str,
+    options: LoraOptions,
+    *,
+    base_model: str,
+    model_config: PretrainedConfig,
+) -> LoraConfig:
+    """The PEFT configuration of the adapter as `adapter_init.saved_parameters` gives it.
+
+    Layers are named by their last component where that is unambiguous.
+
+    Args:
+        linears: paths of all linear layers of the blocks. targets: those with an adapter.
+        parameters: paths of the 3-D parameters with an adapter.
+    """
+    by_weight = reached_by_weight(targets, model_config)
+    targets = [path for path in targets if path not in by_weight]
+    target_parameters = [*(f"{path}.weight" for path in by_weight), *parameters]
+    leaves = {path.rsplit(".", 1)[-1] for path in targets}
+    named = [path for path in linears if path.rsplit(".", 1)[-1] in leaves]
+    # Twice the rank with the same factor.
+    rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
+    return LoraConfig(
+        r=rank_ratio * options.rank,
+        lora_alpha=alpha_ratio * options.alpha,  # type: ignore[arg-type]
+        # Only training knows dropout, and PEFT refuses it beside parameters.
+        lora_dropout=0.0 if target_parameters else options.dropout,
+        target_modules=sorted(leaves) if len(named) == len(targets) else list(targets),
+        target_parameters=target_parameters or None,
+        use_dora=kind == "dora",
+        use_rslora=options.use_rslora,
+        rank_pattern={name: rank_ratio * rank for name, rank in options.rank_pattern.items()},
+        alpha_pattern={name: alpha_ratio * alpha for name, alpha in options.alpha_pattern.items()},
+        modules_to_save=list(options.modules_to_save) or None,
+        bias="none",
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base_model,
+        inference_mode=True,
+    )

@@ -1,0 +1,317 @@
+"""The safetensors files of a model folder: which tensor is where, and any part of one, read as it is needed.
+
+Parts are read with plain reads and not through a memory map: mapped pages count as the process's own memory.
+"""
+
+import bisect
+import itertools
+import json
+import math
+import mmap
+import os
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.hub import conversion_advice
+
+# The format's dtype names: github.com/huggingface/safetensors, README, "Format".
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
+# What bitsandbytes appends to the name of a 4-bit weight: its parts, and the description that marks it as one.
+PACKED_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+PACKED_STATE = ".quant_state.bitsandbytes__"
+_SMALL_BYTES = 2**16  # below, malloc is better than pages of its own
+_READERS = 4  # threads; one cannot keep a network disk busy
+
+
+class _Entry(NamedTuple):
+    """A tensor in a file. start: of its bytes, from the beginning of the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+
+
+class Part(NamedTuple):
+    """Elements [start, stop) of the row-major flattened tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class _Joined(NamedTuple):
+    """A tensor made of several in the files. ends: of each part, in elements of the whole."""
+
+    parts: list[str]
+    ends: list[int]
+    shape: torch.Size
+
+
+class DecodedTensor:
+    """A tensor that is stored otherwise in the files. parts: the tensors in them that it is decoded from."""
+
+    def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype) -> None:
+        self.parts, self.shape, self.dtype = parts, shape, dtype
+
+    def read_flat(self, checkpoint: "Checkpoint", start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor."""
+        raise NotImplementedError
+
+
+class Checkpoint:
+    """The safetensors files of a model folder, single or indexed.
+
+    Args:
+        as_bytes: present every tensor as flat bytes, and not only what belongs to 4-bit weights of bitsandbytes.
+    Attributes:
+        files: tensor name -> file that holds it, or its first part.
+        bytes_read: of tensors, by this process so far.
+    Raises:
+        UserError: there are no safetensors files, one is absent, or one is damaged.
+    """
+
+    def __init__(self, folder: Path, *, as_bytes: bool = False) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
+        entries = self._index()
+        self._entries = _as_bytes(entries, entries if as_bytes else _packed(entries))
+        self._joined: dict[str, _Joined] = {}
+        self._decoded: dict[str, DecodedTensor] = {}
+        self.files = {name: entry.file for name, entry in self._entries.items()}
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
+    def _index(self) -> dict[str, _Entry]:
+        index = self.folder / "model.safetensors.index.json"
+        if not index.is_file():
+            single = self.folder / "model.safetensors"
+            files = [single] if single.is_file() else sorted(self.folder.glob("*.safetensors"))
+            if not files:
+                raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
+            return _merge_headers(files)
+        try:
+            weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            names = sorted(set(weight_map.values()))
+            outside = [name for name in names if Path(name).name != name]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
+        if outside:
+            raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")
+        if absent := [name for name in names if not (self.folder / name).is_file()]:
+            raise UserError(f"{index} names files that are not there: {', '.join(absent)}. Download them.")
+        headers = {name: _read_header(self.folder / name) for name in names}
+        for tensor, name in weight_map.items():
+            if tensor not in headers[name]:
+                raise UserError(f"{self.folder / name}: tensor {tensor} is not in it. {_DOWNLOAD_AGAIN}")
+        return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
+
+    def _other_weights(self) -> str:
+        pickled = sorted(path.name for path in self.folder.glob("*.bin"))
+        if not pickled:
+            return "Download the model's weights into it."
+        return (
+            f"It has {', '.join(pickled[:3])}, but pickled weights are not read, since they can run code. "
+            f"{conversion_advice(str(self.folder))}"
+        )
+
+    def join(self, name: str, parts: Sequence[str], shape: torch.Size) -> None:
+        """Let `name` be the tensor of this shape whose row-major elements are those of `parts`, one after another.
+
+        Raises:
+            UserError: the parts are stored in different types.
+        """
+        if len(dtypes := {self.dtype(part) for part in parts}) > 1:
+            raise UserError(f"The parts of {name} in {self.folder} have different types: {sorted(map(str, dtypes))}.")
+        ends = list(itertools.accumulate(self.shape(part).numel() for part in parts))
+        assert ends[-1] == shape.numel(), name
+        self._joined[name] = _Joined(list(parts), ends, shape)
+        self.files[name] = self.files[parts[0]]
+
+    def decode(self, name: str, tensor: DecodedTensor) -> None:
+        """Let `name` be a tensor that is decoded as it is read."""
+        self._decoded[name] = tensor
+        self.files[name] = self._entries[tensor.parts[0]].file
+
+    def leave_out(self, name: str) -> None:
+        """Take a tensor out of `files`: it is a part of another, or not needed."""
+        del self.files[name]
+
+    def shape(self, name: str) -> torch.Size:
+        if name in self._joined:
+            return self._joined[name].shape
+        return self._decoded[name].shape if name in self._decoded else self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        name = self._joined[name].parts[0] if name in self._joined else name
+        return self._decoded[name].dtype if name in self._decoded else self._entries[name].dtype
+
+    def origins(self, name: str) -> dict[str, Path]:
+        """The tensors in the files that make up the tensor `name`, and their files."""
+        parts = self._joined[name].parts if name in self._joined else [name]
+        stored = [
+            origin for part in parts for origin in (self._decoded[part].parts if part in self._decoded else [part])
+        ]
+        return {origin: self._entries[origin].file for origin in stored}
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of dim 0, on the CPU, in the file's dtype."""
+        shape = self.shape(name)
+        row = math.prod(shape[1:])
+        return self.read_flat(name, start * row, stop * row).view(stop - start, *shape[1:])
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's dtype.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        part = _buffer(stop - start, self.dtype(name))
+        filled = 0
+        for source, first, last in self._whole_tensors(name, start, stop):
+            piece = part[filled : filled + last - first]
+            if source in self._decoded:
+                piece.copy_(self._decoded[source].read_flat(self, first, last))
+            else:
+                self._read_into(source, first, piece)
+            filled += last - first
+        return part
+
+    def read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor in the files as it is there, even where it is decoded otherwise."""
+        part = _buffer(stop - start, self._entries[name].dtype)
+        self._read_into(name, start, part)
+        return part
+
+    def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[Part]:
+        """The non-empty parts of tensors in the files that make up elements [start, stop) of `name`."""
+        if name not in self._joined:
+            yield from [Part(name, start, stop)] * (start < stop)
+            return
+        parts, ends, _ = self._joined[name]
+        index = bisect.bisect_right(ends, start)
+        while start < stop:
+            begin = ends[index - 1] if index else 0
+            last = min(stop, ends[index])
+            yield Part(parts[index], start - begin, last - begin)
+            start, index = last, index + 1
+
+    def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
+        entry = self._entries[name]
+        buffer = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        position = entry.start + start * entry.dtype.itemsize
+        try:
+            descriptor = self._descriptor(entry.file)
+            while buffer:
+                count = os.preadv(descriptor, [buffer], position)
+                if count == 0:
+                    raise OSError("the file has become shorter")
+                buffer, position = buffer[count:], position + count
+        except OSError as error:
+            raise UserError(f"{entry.file} cannot be read ({error}). {_DOWNLOAD_AGAIN}") from error
+        with self._lock:
+            self.bytes_read += part.nbytes
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY)
+            return self._descriptors[path]
+
+
+def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor whose memory goes back to the system as soon as it is freed.
+
+    malloc keeps what the reading threads allocate and another one frees: 150 MiB and more, whatever is in flight.
+    """
+    size = count * dtype.itemsize
+    if size < _SMALL_BYTES:
+        return torch.empty(count, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
+
+
+def _merge_headers(files: list[Path]) -> dict[str, _Entry]:
+    """The tensors of files without an index."""
+    entries: dict[str, _Entry] = {}
+    for path in files:
+        for name, entry in _read_header(path).items():
+            if name in entries:
+                raise UserError(
+                    f"{path} and {entries[name].file.name} both have tensor {name}, and no index says which one "
+                    "counts. Leave only the model's own files in the folder."
+                )
+            entries[name] = entry
+    return entries
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Every tensor of a file, after safetensors itself has found the file whole and consistent."""
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
+    header.pop("__metadata__", None)
+    if strange := {about["dtype"] for about in header.values()} - _DTYPES.keys():
+        raise UserError(f"{path} has tensors of type {', '.join(strange)}, which cannot be read here.")
+    return {
+        name: _Entry(path, _DTYPES[about["dtype"]], torch.Size(about["shape"]), 8 + size + about["data_offsets"][0])
+        for name, about in header.items()
+    }
+
+
+def _packed(entries: Iterable[str]) -> set[str]:
+    """The names of what belongs to 4-bit weights of bitsandbytes."""
+    states = {name for name in entries if PACKED_STATE in name}
+    return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in PACKED_SUFFIXES}
+
+
+def _as_bytes(entries: dict[str, _Entry], chosen: Collection[str]) -> dict[str, _Entry]:
+    """Present the chosen tensors as flat bytes, whatever dtype they are stored under."""
+    return {
+        name: entry._replace(dtype=torch.uint8, shape=torch.Size([entry.shape.numel() * entry.dtype.itemsize]))
+        if name in chosen
+        else entry
+        for name, entry in entries.items()
+    }
+
+
+def read_ahead(checkpoint: Checkpoint, parts: Iterable[Part], *, max_bytes: int) -> Iterator[torch.Tensor]:
+    """The parts in their order, read by threads while the caller works on earlier ones.
+
+    Args:
+        max_bytes: read and not yet asked for; one part alone may exceed it.
+    """
+    waiting: list[tuple[int, Future[torch.Tensor]]] = []
+    in_flight = 0
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint") as pool:
+        for part in parts:
+            count = (part.stop - part.start) * checkpoint.dtype(part.name).itemsize
+            while waiting and in_flight + count > max_bytes:
+                done, future = waiting.pop(0)
+                yield future.result()
+                in_flight -= done
+            waiting.append((count, pool.submit(checkpoint.read_flat, *part)))
+            in_flight += count
+        while waiting:
+            yield waiting.pop(0)[1].result()

@@ -1,0 +1,337 @@
+"""Where a run's numbers go: a table of sinks, and the log that feeds them.
+
+`metrics.jsonl` is the record and is always written. The other sinks are for people, and none of them may
+stop or stall training: wandb most of all, which is reached over a network (see wandb_sink.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import math
+import os
+import shutil
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from tqdm import tqdm
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.flush import flush
+from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain, say
+from fsdp_qlora.metrics.wandb_sink import WANDB_FLOOR, WandbSink, wandb_problem
+
+# --- the log -------------------------------------------------------------------------------------------
+
+
+class Pace:
+    """Seconds per optimizer step over the last 50, without the first step of the process (warm-up)."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.elapsed_seconds = 0.0
+        self._recent: deque[float] = deque(maxlen=50)
+
+    def add(self, step_seconds: object) -> None:
+        if not isinstance(step_seconds, (int, float)):
+            return
+        self.num_steps += 1
+        self.elapsed_seconds += step_seconds
+        if self.num_steps > 1:
+            self._recent.append(step_seconds)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        return sum(self._recent) / len(self._recent) if self._recent else None
+
+
+class MetricLog:
+    """Hands each record to every sink. Without sinks (all ranks but 0) every call does nothing.
+
+    As a context manager it closes itself, and marks the run as failed when an exception leaves the block.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, total_steps: int) -> None:
+        self._sinks = list(sinks)
+        self._total_steps = total_steps
+        self._pace = Pace()
+
+    def __enter__(self) -> MetricLog:
+        return self
+
+    def __exit__(self, exception_type: object, *_: object) -> None:
+        self.close(exit_code=0 if exception_type is None else 1)
+
+    def step(self, record: Record) -> None:
+        """Log one optimizer step: a record with the keys of metrics.jsonl (design, section 3)."""
+        if not self._sinks:
+            return
+        record = plain(record)
+        self._pace.add(record.get("step_seconds"))
+        num_left = max(self._total_steps - record["step"], 0)
+        seconds_per_step = self._pace.seconds_per_step
+        eta_seconds = None if seconds_per_step is None else num_left * seconds_per_step
+        for sink in self._sinks:
+            sink.step(record, eta_seconds)
+        if self._pace.num_steps == 3 and num_left and seconds_per_step and eta_seconds:
+            self.say(
+                f"Estimated time: {_clock(self._pace.elapsed_seconds + eta_seconds)} in total, "
+                f"{_clock(eta_seconds)} to go ({num_left:,} steps of {seconds_per_step:.2f} s; "
+                f"evaluation and saving come on top)."
+            )
+
+    def evaluation(self, record: Record) -> None:
+        """Log one evaluation: step, epoch, eval_loss, num_target_tokens."""
+        if not self._sinks:
+            return
+        record = plain(record)
+        for sink in self._sinks:
+            sink.evaluation(record)
+        self.say(_line(record, ("step", *EVALUATION_COLUMNS)))
+
+    def say(self, text: str) -> None:
+        """Print a line for people that does not break the progress bar. Rank 0 only."""
+        if self._sinks:
+            say(text)
+
+    def flush(self) -> None:
+        """Make every record so far durable: a checkpoint must not survive what it follows on."""
+        for sink in self._sinks:
+            sink.flush()
+
+    def summary(self, values: Record) -> None:
+        """Set the run's final values (wandb's summary)."""
+        values = plain(values)
+        for sink in self._sinks:
+            sink.summary(values)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close every sink, in bounded time. A second call does nothing."""
+        sinks, self._sinks = self._sinks, []
+        for sink in reversed(sinks):
+            sink.close(exit_code)
+
+
+def check_sinks(names: Sequence[str]) -> list[str]:
+    """Say what is wrong with `log_to` before anything is loaded; an empty list when all is well."""
+    errors = []
+    for name in names:
+        if name not in SINKS:
+            close = difflib.get_close_matches(name, SINKS, n=1)
+            hint = f" Did you mean {close[0]}?" if close else ""
+            errors.append(f"log_to: there is no sink named {name!r}.{hint} Allowed: {', '.join(SINKS)}.")
+    if "wandb" in names and (problem := wandb_problem()):
+        errors.append(f"log_to: {problem}. Run `pip install 'wandb>={WANDB_FLOOR}'`, or take it out of log_to.")
+    return errors
+
+
+def open_metric_log(
+    sinks: Sequence[str],
+    *,
+    output_dir: Path,
+    total_steps: int,
+    config: Mapping[str, object],
+    project_name: str | None,
+    name: str | None,
+    group: str | None,
+    entity: str | None,
+    is_rank_0: bool,
+    run_id: str | None = None,
+) -> MetricLog:
+    """Open the sinks named in `sinks`, and metrics.jsonl in any case.
+
+    Args:
+        output_dir: gets metrics.jsonl (appended to) and wandb's files in `wandb/`.
+        total_steps: optimizer steps of the whole run.
+        config: the resolved options, shown in wandb; no secrets.
+        project_name, name, group, entity: wandb's; None leaves each to wandb and its environment variables.
+        is_rank_0: only rank 0 opens anything; the other ranks get a log that does nothing.
+        run_id: the same for every start of one run, so that wandb goes on with it.
+    Raises:
+        UserError: an unknown sink, or wandb is asked for and not installed. Nothing was opened.
+    """
+    if errors := check_sinks(sinks):
+        raise UserError("\n".join(errors))
+    if not is_rank_0:
+        return MetricLog([], total_steps=total_steps)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    options = SinkOptions(output_dir, total_steps, config, project_name, name, group, entity, run_id)
+    names = dict.fromkeys(["jsonl", *sinks])  # the record first; each sink once
+    return MetricLog([SINKS[sink](options) for sink in names], total_steps=total_steps)
+
+
+# --- text for people -----------------------------------------------------------------------------------
+
+
+# Formats of one record for people. A column whose key is not in the record is left out.
+COLUMNS: dict[str, str] = {
+    "step": "step {}",
+    "epoch": "epoch {:.2f}",
+    "loss": "loss {:7.4f}",
+    "eval_loss": "eval_loss {:.4f}",
+    "grad_norm": "grad_norm {:8.4f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_second": "{:>8,.0f} tokens/s",
+    "step_seconds": "{:7.2f} s",
+    "memory_gib": "{:6.2f} GiB",
+    "num_target_tokens": "{:,} target tokens",
+}
+STEP_COLUMNS = ("epoch", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory_gib")
+BAR_COLUMNS = ("loss", "lr", "tokens_per_second")
+EVALUATION_COLUMNS = ("epoch", "eval_loss", "num_target_tokens")
+
+
+def _line(record: Record, columns: Sequence[str]) -> str:
+    """One line of text; of nested numbers (memory per rank) the largest is shown."""
+    parts = []
+    for column in columns:
+        if column in record:
+            number = max(numbers_in(record[column]).values(), default=math.nan)
+            parts.append(COLUMNS[column].format(number))
+    return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+# --- sinks on this machine -----------------------------------------------------------------------------
+
+
+class JsonlSink(Sink):
+    """metrics.jsonl: one JSON object per record, in the file as soon as the call returns.
+
+    What a full disk does not take is kept and written with the next record, so the file has no holes.
+    """
+
+    def __init__(self, options: SinkOptions) -> None:
+        path = options.output_dir / METRICS_FILE
+        _cut_torn_line(path)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._pending = b""
+
+    def step(self, record: Record, eta_seconds: float | None) -> None:
+        self._write(record)
+
+    def evaluation(self, record: Record) -> None:
+        self._write(record)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            os.fsync(self._descriptor)
+
+    def close(self, exit_code: int) -> None:
+        self._write_pending()
+        os.close(self._descriptor)
+
+    def _write(self, record: Record) -> None:
+        was_behind = bool(self._pending)
+        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
+        error = self._write_pending()
+        if error and not was_behind:
+            say(f"{METRICS_FILE} cannot be written ({error}). Its lines are kept, and written when there is room.")
+
+    def _write_pending(self) -> str | None:
+        """Write what there is, a part of it if need be; returns what stopped it."""
+        try:
+            while self._pending:
+                self._pending = self._pending[os.write(self._descriptor, self._pending) :]
+        except OSError as error:
+            return error.strerror
+        return None
+
+
+def copy_metrics(source: Path, output_dir: Path) -> None:
+    """Begin metrics.jsonl with that of the run that is gone on from, where it has one."""
+    if (source / METRICS_FILE).is_file():
+        shutil.copyfile(source / METRICS_FILE, output_dir / METRICS_FILE)
+
+
+def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
+    """Take out of metrics.jsonl, in one go, what came after a checkpoint: it is going to come again.
+
+    Args:
+        step: the checkpoint's. last_eval_step: after which was last evaluated when it was saved.
+    """
+    path = output_dir / METRICS_FILE
+    if not path.exists():
+        return
+    _cut_torn_line(path)
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        record = json.loads(line)
+        if record["step"] <= (last_eval_step if "eval_loss" in record else step):
+            kept.append(line)
+    partial = path.with_name(f".{METRICS_FILE}.partial")
+    partial.write_bytes(b"".join(kept))
+    flush(partial)
+    partial.replace(path)
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove what a machine that died in mid-write left after the last newline."""
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+
+
+class _Lines:
+    """Makes each state of a bar a line of its own, for a file or a pipe."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            sys.stderr.write(text.strip() + "\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+class TqdmSink(Sink):
+    """A progress bar over the steps of the run; in a file or a pipe, a line every half minute."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        is_terminal = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=options.total_steps,
+            unit="step",
+            file=None if is_terminal else _Lines(),
+            dynamic_ncols=is_terminal,
+            mininterval=0.1 if is_terminal else 30.0,
+            maxinterval=10.0 if is_terminal else 30.0,
+        )
+        self._is_new = True
+
+    def step(self, record: Record, eta_seconds: float | None) -> None:
+        step = record["step"]
+        if self._is_new:  # a resumed run starts in the middle, and must not count what it has not done
+            self._bar.initial = self._bar.n = self._bar.last_print_n = step - 1
+            self._is_new = False
+        self._bar.set_postfix_str(_line(record, BAR_COLUMNS), refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def close(self, exit_code: int) -> None:
+        self._bar.close()
+
+
+class StdoutSink(Sink):
+    """One aligned line per optimizer step on standard output."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        self._total_steps = options.total_steps
+
+    def step(self, record: Record, eta_seconds: float | None) -> None:
+        step = f"step {record['step']:>{len(str(self._total_steps))}}/{self._total_steps}"
+        eta = "-:--:--" if eta_seconds is None else _clock(eta_seconds)
+        with tqdm.external_write_mode():
+            print(f"{step}  {_line(record, STEP_COLUMNS)}  ETA {eta}", flush=True)
+
+
+SINKS: dict[str, Callable[[SinkOptions], Sink]] = {
+    "tqdm": TqdmSink,
+    "stdout": StdoutSink,
+    "wandb": WandbSink,
+    "jsonl": JsonlSink,
+}

@@ -1,0 +1,279 @@
+"""NF4 and FP4 weights in bitsandbytes' packing: linear layers and experts.
+
+Shapes: a linear's weight is [out, in], experts' are [experts, out, in] or, transposed, [experts, in, out]; a block
+is `blocksize` consecutive weights of the row-major flattened weight.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import bitsandbytes
+import bitsandbytes.functional as bnb
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
+from fsdp_qlora.loading.model_files import PACKED_STATE
+from fsdp_qlora.loading.packed import NESTED_BLOCKSIZE, check_table, read_state, value_tables, write_state
+from fsdp_qlora.quantizers.quantized_weight import (
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedWeight,
+    Stored,
+    write_bytes,
+    write_rows,
+)
+
+_BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
+_PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
+
+
+class _Format(NamedTuple):
+    """Which matrix of a stored weight is meant, and how it is coded.
+
+    shape: of the matrix. first: the matrix's first weight in the stored one, a multiple of blocksize.
+    transposed: the matrix is [in, out] and not [out, in].
+    """
+
+    shape: tuple[int, ...]
+    blocksize: int
+    quant_type: str
+    first: int = 0
+    transposed: bool = False
+
+
+class Bnb4bitWeight(QuantizedWeight):
+    """NF4 or FP4 weights in bitsandbytes' packing.
+
+    Parameters (frozen, quant_storage = compute dtype so that FSDP2 gathers their bytes unchanged):
+        weight: two codes per byte, [blocks, blocksize / 2 bytes]. Rows are blocks, so that a shard is
+            made of whole blocks and can be quantized by itself.
+        absmax: largest magnitude of each block; 1 byte each with double_quant, else float32.
+        nested_absmax: with double_quant, float32, one for each 256 absmax.
+    Buffer:
+        absmax_offset: with double_quant, float32 scalar, the mean of absmax.
+    """
+
+    absmax_offset: torch.Tensor
+
+    def __init__(
+        self, shape: tuple[int, ...], *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+        self.compute_dtype, self.double_quant = compute_dtype, double_quant
+        self.format = _Format(self.shape, _BLOCKSIZE, quant_type)
+        self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
+        self.row_weights = _BLOCKSIZE
+        self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
+        if double_quant:
+            self.absmax = self._storage(-(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize)
+            self.nested_absmax = self._storage(-(-self.num_blocks // NESTED_BLOCKSIZE), 4)
+            self.statistics = ("absmax", "nested_absmax")
+            self.register_buffer("absmax_offset", torch.zeros((), device="cpu"), persistent=False)
+        else:
+            self.absmax = self._storage(self.num_blocks, 4)
+            self.statistics = ("absmax",)
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        if self.double_quant:
+            return self.weight, self.absmax, self.nested_absmax, self.absmax_offset
+        return self.weight, self.absmax
+
+    def product(self, x: torch.Tensor, fmt: _Format, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return _Matmul4bit.apply(x, bias, fmt, *self._tensors())
+
+    def decode(self, fmt: _Format) -> torch.Tensor:
+        return _dequantize(fmt, self.compute_dtype, *self._tensors())
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_dequantize`.
+        blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
+        codes, state = bnb.quantize_4bit(
+            blocks,
+            blocksize=_BLOCKSIZE,
+            compress_statistics=self.double_quant,
+            quant_type=self.format.quant_type,
+        )
+        state.dtype = self.compute_dtype
+        return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        rank, size = shard_rank(mesh), shard_size(mesh)
+        codes, absmax = quantize_blocks(values, self.format.quant_type)
+        write_bytes(self.weight, codes)
+        if not self.double_quant:
+            write_bytes(self.absmax, absmax)
+            return
+        # The second quantization has a mean over the whole tensor. Every rank gets the absmax of all blocks
+        # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so it is exact on any split.
+        absmax = gather_rows(absmax, self.num_blocks, mesh)
+        absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
+        write_rows(self.absmax, absmax_8bit, rank, size)
+        write_rows(self.nested_absmax, nested_absmax, rank, size)
+
+    def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second quantization, of all blocks' float32 absmax: uint8 codes and nested absmax. Keeps the offset."""
+        offset = absmax.mean()
+        absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
+        self.absmax_offset.copy_(offset)
+        return absmax_8bit, state.absmax
+
+    # In files: bitsandbytes' own format, see packed.py.
+
+    def stored_parameters(self) -> dict[str, Stored]:
+        stored = {"": Stored("weight", torch.uint8, (-(-math.prod(self.shape) // 2), 1))}
+        if not self.double_quant:
+            return stored | {".absmax": Stored("absmax", torch.float32, (self.num_blocks,))}
+        nested = -(-self.num_blocks // NESTED_BLOCKSIZE)
+        return stored | {
+            ".absmax": Stored("absmax", torch.uint8, (self.num_blocks,)),
+            ".nested_absmax": Stored("nested_absmax", torch.float32, (nested,)),
+        }
+
+    def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        quant_type = self.format.quant_type
+        offset = self.absmax_offset.item() if self.double_quant else None
+        state = write_state(self.shape, quant_type, _BLOCKSIZE, offset, dtype)
+        return value_tables(quant_type, double_quant=self.double_quant) | {f"{PACKED_STATE}{quant_type}": state}
+
+    def load_whole(self, suffix: str, content: torch.Tensor, name: str) -> None:
+        quant_type, double_quant = self.format.quant_type, self.double_quant
+        if not suffix.startswith(PACKED_STATE):
+            check_table(value_tables(quant_type, double_quant=double_quant)[suffix], content, name)
+            return
+        offset = read_state(content, name, self.shape, quant_type, _BLOCKSIZE, double_quant=double_quant)
+        if double_quant:
+            self.absmax_offset.fill_(offset)
+
+    def code_settings(self) -> dict[str, Any]:
+        return {
+            "quant_type": self.format.quant_type,
+            "blocksize": _BLOCKSIZE,
+            "double_quant": self.double_quant,
+            "bitsandbytes": bitsandbytes.__version__,
+        }
+
+    def describe_code(self) -> str:
+        return f"{self.format.quant_type}{', double quantization' * self.double_quant}"
+
+
+class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
+    """A linear layer with its weight in bitsandbytes' 4-bit packing."""
+
+
+class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
+    """The experts of a layer in bitsandbytes' 4-bit packing."""
+
+
+def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
+
+    In pieces, since bitsandbytes' CPU kernel has temporary values of many times the size of its input.
+    """
+    if not values.numel():  # fewer blocks than ranks
+        return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
+    pieces = [
+        torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
+        for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else values.numel())
+    ]
+    return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
+
+
+@functools.cache
+def _nested_code(device: torch.device) -> torch.Tensor:
+    """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
+    return bnb.create_dynamic_map().to(device)
+
+
+def _as_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)[first : first + count]
+
+
+def _unpack(
+    fmt: _Format, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Storage tensors -> (whole blocks of codes, float32 scales, arguments of gemm_4bit for double quantization)."""
+    num_weights = math.prod(fmt.shape)
+    first_block, num_blocks = fmt.first // fmt.blocksize, -(-num_weights // fmt.blocksize)
+    codes = _as_bytes(weight, fmt.first // 2, num_blocks * fmt.blocksize // 2).view(-1, 1)
+    if not nested:
+        return codes, absmax.view(-1).view(torch.float32)[first_block : first_block + num_blocks], {}
+    nested_absmax, offset = nested
+    # Blocks of absmax know nothing of experts: read from the start of the one in which the first absmax lies.
+    skipped = first_block % NESTED_BLOCKSIZE
+    first_nested, num_nested = first_block // NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // NESTED_BLOCKSIZE)
+    scales = nested_absmax.view(-1).view(torch.float32)[first_nested : first_nested + num_nested]
+    double = {
+        "absmax_8bit": _as_bytes(absmax, first_block - skipped, skipped + num_blocks),
+        "absmax_code": _nested_code(weight.device),
+        "absmax_offset": offset,
+    }
+    if skipped:
+        return codes, _decode_absmax(scales, double)[skipped:], {}
+    return codes, scales, double
+
+
+def _decode_absmax(scales: torch.Tensor, double: dict[str, Any]) -> torch.Tensor:
+    """Undo the second quantization: one float32 per block of weights."""
+    absmax = torch.ops.bitsandbytes.dequantize_blockwise(
+        double["absmax_8bit"], scales, double["absmax_code"], NESTED_BLOCKSIZE, torch.float32
+    )
+    return absmax + double["absmax_offset"]
+
+
+def _dequantize(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    """Decode storage tensors to the matrix (or whole weight) of `fmt` in `dtype`, with bitsandbytes' kernels."""
+    codes, absmax, double = _unpack(fmt, *tensors)
+    if double:
+        absmax = _decode_absmax(absmax, double)
+    # Rows are blocks: bitsandbytes 0.50's CPU kernel scales wrongly where a row ends in half a block (32 weights).
+    blocks = (absmax.numel(), fmt.blocksize)
+    decoded = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, fmt.blocksize, fmt.quant_type, blocks, dtype)
+    return decoded.view(-1)[: math.prod(fmt.shape)].view(fmt.shape)
+
+
+def _times_transposed(
+    x: torch.Tensor, fmt: _Format, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes can."""
+    if x.device.type == "cpu" and fmt.shape[-1] % fmt.blocksize:  # see _dequantize
+        return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
+    codes, absmax, double = _unpack(fmt, *tensors)
+    codes = codes[: -(-math.prod(fmt.shape) // 2)]
+    return torch.ops.bitsandbytes.gemm_4bit(
+        x, codes, fmt.shape, absmax, fmt.blocksize, fmt.quant_type, bias=bias, **double
+    )
+
+
+class _Matmul4bit(torch.autograd.Function):
+    """x W^T + b with W decoded for the product and again for its gradient, never kept.
+
+    The stored matrix is W, or W^T where the format is transposed: then the two products change places.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, fmt: _Format, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        # Gathered weights: FSDP2 refills these same tensors before the backward pass. Kept as attributes and not
+        # by save_for_backward, they are nothing that activation checkpointing would have to recompute.
+        ctx.format, ctx.tensors = fmt, tensors
+        if fmt.transposed:
+            y = x @ _dequantize(fmt, x.dtype, *tensors)
+            return y if bias is None else y + bias
+        return _times_transposed(x, fmt, tensors, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_y,) = grads
+        tensors = ctx.tensors
+        grad_x = None
+        if ctx.needs_input_grad[0] and ctx.format.transposed:
+            grad_x = _times_transposed(grad_y, ctx.format, tensors)
+        elif ctx.needs_input_grad[0]:
+            grad_x = grad_y @ _dequantize(ctx.format, grad_y.dtype, *tensors)
+        return (grad_x, None, None, *(None for _ in tensors))

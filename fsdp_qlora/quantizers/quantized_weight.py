@@ -1,0 +1,216 @@
+"""What every quantizer's layers have in common: one frozen weight, kept quantized in parameters that FSDP2 shards."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
+from fsdp_qlora.quantizers.experts import ExpertMatrix
+
+
+class Stored(NamedTuple):
+    """A parameter of a layer as a tensor in a file: the parameter's bytes row by row, without what fills its last."""
+
+    parameter: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class QuantizedWeight(nn.Module):
+    """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
+
+    Its parameters are frozen and hold bytes viewed as the compute dtype, so that FSDP2 gathers them unchanged.
+    `weight` has the codes; each of its rows stands for `row_weights` consecutive weights, so that a shard can be
+    quantized by itself.
+    """
+
+    shape: tuple[int, ...]
+    compute_dtype: torch.dtype
+    row_weights: int
+    weight: nn.Parameter
+    # Which matrix of the weight is meant and how it is coded: a NamedTuple with shape, first and transposed.
+    format: Any
+    # The weight's name below the module's own in a checkpoint; empty where the module stands for a parameter.
+    weight_name: str = ""
+    # Names of the parameters that hold quantization statistics, for the byte account.
+    statistics: tuple[str, ...] = ()
+
+    def _storage(self, rows: int, row_bytes: int) -> nn.Parameter:
+        """A parameter of `rows` times `row_bytes` (a multiple of the compute dtype's), on the meta device."""
+        shape = (rows, row_bytes // self.compute_dtype.itemsize)
+        return nn.Parameter(torch.empty(shape, dtype=self.compute_dtype, device="meta"), requires_grad=False)
+
+    def product(self, x: torch.Tensor, fmt: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x M^T + b for the matrix M [out, in] of `fmt` (stored as M^T where it is transposed); differentiable in x."""
+        raise NotImplementedError
+
+    def decode(self, fmt: Any) -> torch.Tensor:
+        """The matrix (or whole weight) of `fmt` as it is stored, in the compute dtype."""
+        raise NotImplementedError
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight in its own shape and the compute dtype. Only while the parameters are gathered."""
+        return self.decode(self.format)
+
+    def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
+        """Elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""
+        first, last = shard_bounds(self.weight.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+        num_weights = math.prod(self.shape)
+        return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
+
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        """Quantize and keep `values`, the weights of `shard_range`; every rank of the shard group calls it."""
+        raise NotImplementedError
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        """What `dequantize` must give for the whole `weight`, from one unsharded computation."""
+        raise NotImplementedError
+
+    # ---- in files ----
+
+    def stored_parameters(self) -> dict[str, Stored]:
+        """What follows the weight's name in a file -> the parameter that is stored there."""
+        raise NotImplementedError
+
+    def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """What follows the weight's name -> what every rank reads whole, for `load_whole`.
+
+        Args:
+            dtype: of the weight before it was quantized; names and sizes do not depend on it.
+        """
+        return {}
+
+    def load_whole(self, suffix: str, content: torch.Tensor, name: str) -> None:
+        """Take over or check the bytes of one of `stored_whole`, called `name`. Raises UserError if it is another."""
+        raise NotImplementedError
+
+    def code_settings(self) -> dict[str, Any]:
+        """All that decides the stored bytes, beside the weight, its shape and the device: settings and libraries."""
+        raise NotImplementedError
+
+    def describe_code(self) -> str:
+        """How the weight is quantized, in a few words."""
+        raise NotImplementedError
+
+    def stored_range(self, stored: Stored, mesh: DeviceMesh) -> tuple[int, int]:
+        """Bytes [start, stop) of the stored tensor that this rank's shard of the parameter consists of."""
+        parameter = getattr(self, stored.parameter)
+        row_bytes = parameter.shape[1] * parameter.element_size()
+        first, last = shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+        return min(first * row_bytes, stored.num_bytes), min(last * row_bytes, stored.num_bytes)
+
+    def stored_bytes(self, stored: Stored) -> torch.Tensor:
+        """The bytes of this rank's shard, uint8; at the tensor's end there may be more than in `stored_range`."""
+        parameter = getattr(self, stored.parameter)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return local.detach().reshape(-1).view(torch.uint8)
+
+
+class QuantizedLinear(QuantizedWeight):
+    """y = x W^T + b with W [out, in]. Comes before the quantizer's own class among the bases."""
+
+    weight_name = "weight"
+
+    def __init__(self, linear: nn.Linear, **options: Any) -> None:
+        super().__init__((linear.out_features, linear.in_features), **options)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        if self.bias is not None:
+            self.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        return self.product(x.to(self.compute_dtype), self.format, bias)
+
+
+class QuantizedExperts(QuantizedWeight):
+    """Stands in an experts module for its 3-D parameter; `self[e]` is expert e's matrix, without decoding it.
+
+    Comes before the quantizer's own class among the bases.
+
+    Args:
+        parameter: [experts, out, in], or [experts, in, out] where `transposed`.
+    """
+
+    def __init__(self, parameter: nn.Parameter, *, transposed: bool, **options: Any) -> None:
+        super().__init__(tuple(parameter.shape), **options)
+        self.transposed = transposed
+
+    def supports(self) -> bool:
+        """Whether no row of codes crosses from one expert to the next."""
+        return math.prod(self.shape[1:]) % self.row_weights == 0
+
+    def __getitem__(self, index: torch.Tensor | int) -> "_QuantizedMatrix":
+        shape = self.shape[1:]
+        first = int(index) * math.prod(shape)
+        return _QuantizedMatrix(self, self.format._replace(shape=shape, first=first, transposed=self.transposed))
+
+
+class _QuantizedMatrix(ExpertMatrix):
+    """One expert's matrix: a format, and the module whose gathered bytes it is a part of."""
+
+    def __init__(self, experts: QuantizedExperts, fmt: Any) -> None:
+        self._experts, self._format = experts, fmt
+        self.transposed = fmt.transposed
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return self._experts.product(x.to(self._experts.compute_dtype), self._format)
+
+    def decoded(self) -> torch.Tensor:
+        return self._experts.decode(self._format)
+
+
+class DecodedMatmul(torch.autograd.Function):
+    """A product with a stored matrix W [out, in] that is decoded for it, and again for its gradient, and never kept.
+
+    Args:
+        x: [.., in]. bias: [out] or None; both in the compute dtype.
+        multiply: (x, bias, *tensors) -> x W^T + b, or the quantizer's approximation of it.
+        decode: (dtype, *tensors) -> W.
+        tensors: the gathered parameters.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        multiply: Callable[..., torch.Tensor],
+        decode: Callable[..., torch.Tensor],
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        # Gathered weights: FSDP2 refills these same tensors before the backward pass. Kept as attributes and not
+        # by save_for_backward, they are nothing that activation checkpointing would have to recompute.
+        ctx.decode, ctx.tensors = decode, tensors
+        return multiply(x, bias, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_y,) = grads
+        grad_x = grad_y @ ctx.decode(grad_y.dtype, *ctx.tensors) if ctx.needs_input_grad[0] else None
+        return (grad_x, None, None, None, *(None for _ in ctx.tensors))
+
+
+def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Store the bytes of `values` in this rank's part of a parameter; the rest of it is zeroed."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    target = local.view(-1).view(torch.uint8)
+    source = values.reshape(-1).view(torch.uint8)
+    target[: source.numel()] = source.to(target.device)
+    target[source.numel() :] = 0
+
+
+def write_rows(parameter: nn.Parameter, whole: torch.Tensor, rank: int, size: int) -> None:
+    """Store this rank's rows of a statistic that is known as a whole."""
+    row_bytes = parameter.shape[1] * parameter.element_size()
+    first, last = shard_bounds(parameter.shape[0], rank=rank, size=size)
+    write_bytes(parameter, whole.reshape(-1).view(torch.uint8)[first * row_bytes : last * row_bytes])

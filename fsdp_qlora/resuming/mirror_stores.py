@@ -1,0 +1,269 @@
+"""Where a mirror may be: a folder, a remote of rclone, or a private repository on the Hugging Face hub.
+
+Each holds what a run folder holds of its checkpoints: run.json, status.json, metrics.jsonl and checkpoints/. A
+checkpoint is there when its manifest is, which comes last (on the hub, with the rest in one commit).
+"""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download, snapshot_download
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.flush import flush
+from fsdp_qlora.metrics.sinks import METRICS_FILE
+from fsdp_qlora.redact import redact
+from fsdp_qlora.resuming import checkpoint
+from fsdp_qlora.resuming.run_folder import CHECKPOINTS, RUN, STATUS, read_json, write_atomically
+
+_FETCHED = ".from_mirror"
+# A remote that does not answer must not hold up the end of a run.
+_RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
+
+
+class Store(Protocol):
+    """A place for the copies. Every method raises OSError where the place is out of reach or full."""
+
+    name: str
+
+    def run(self) -> dict[str, Any]:
+        """What run.json there says; empty where there is none."""
+
+    def update(self, output_dir: Path) -> None:
+        """Bring the checkpoints there up to those in a run's folder: new ones are copied, deleted ones deleted."""
+
+    def fetch(self, output_dir: Path) -> None:
+        """Copy the run from there into a folder that has none."""
+
+    def forget(self) -> None:
+        """Delete the checkpoints there, which are another run's."""
+
+
+def open_store(target: str) -> Store:
+    """The place that `--mirror` means: rclone:REMOTE, hf:OWNER/NAME, or a folder.
+
+    Raises:
+        UserError: rclone is not installed, or the name is none of the hub.
+    """
+    kind, _, rest = target.partition(":")
+    if kind == "rclone":
+        if shutil.which("rclone") is None:
+            raise UserError(f"--mirror {target} needs the program rclone, which is not installed (rclone.org/install).")
+        return RcloneStore(rest)
+    if kind == "hf":
+        if rest.count("/") != 1:
+            raise UserError(f"--mirror {target}: give the repository as hf:OWNER/NAME.")
+        return HubStore(rest)
+    return FolderStore(Path(target).expanduser())
+
+
+class FolderStore:
+    """A folder on another disk, or of another machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, str(folder)
+
+    def run(self) -> dict[str, Any]:
+        return read_json(self.folder / RUN)
+
+    def update(self, output_dir: Path) -> None:
+        copy_run(output_dir, self.folder)
+
+    def fetch(self, output_dir: Path) -> None:
+        copy_run(self.folder, output_dir)
+
+    def forget(self) -> None:
+        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+
+
+class RcloneStore:
+    """A remote of the program rclone, such as s3:bucket/run."""
+
+    def __init__(self, remote: str) -> None:
+        self.remote, self.name = remote.rstrip("/"), f"rclone:{remote}"
+
+    def run(self) -> dict[str, Any]:
+        if RUN not in self._list(""):
+            return {}
+        about: dict[str, Any] = json.loads(self._rclone("cat", self._at(RUN)))
+        return about
+
+    def update(self, output_dir: Path) -> None:
+        wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self._steps()
+        for name, folder in reversed({folder.name: folder for folder in wanted.values()}.items()):
+            if name in there:
+                continue
+            try:
+                self._rclone("copy", "--exclude", checkpoint.MANIFEST, str(folder), self._at(CHECKPOINTS, name))
+                manifest = self._at(CHECKPOINTS, name, checkpoint.MANIFEST)
+                self._rclone("copyto", str(folder / checkpoint.MANIFEST), manifest)
+            except OSError:
+                if folder.exists():
+                    raise  # else the run has deleted it meanwhile, as too old; a newer one is copied
+        with tempfile.TemporaryDirectory() as small:
+            _write_small_files(output_dir, Path(small))
+            self._rclone("copy", small, self.remote)
+        for name in there - {folder.name for folder in wanted.values()}:
+            self._rclone("purge", self._at(CHECKPOINTS, name))
+
+    def fetch(self, output_dir: Path) -> None:
+        partial = output_dir / _FETCHED
+        shutil.rmtree(partial, ignore_errors=True)
+        self._rclone("copy", "--exclude", f"/{CHECKPOINTS}/**", self.remote, str(partial))
+        for name in self._steps():
+            self._rclone("copy", self._at(CHECKPOINTS, name), str(partial / CHECKPOINTS / name))
+        _move_run(partial, output_dir)
+
+    def forget(self) -> None:
+        if self._list(CHECKPOINTS):
+            self._rclone("purge", self._at(CHECKPOINTS))
+
+    def _steps(self) -> set[str]:
+        """The checkpoints that are there whole."""
+        found = [path.split("/") for path in self._list(CHECKPOINTS, "-R", "--include", f"*/{checkpoint.MANIFEST}")]
+        return {parts[0] for parts in found if parts[-1] == checkpoint.MANIFEST}
+
+    def _list(self, folder: str, *options: str) -> list[str]:
+        try:
+            return self._rclone("lsf", *options, self._at(folder)).splitlines()
+        except FileNotFoundError:
+            return []
+
+    def _at(self, *parts: str) -> str:
+        separator = "" if self.remote.endswith(":") else "/"
+        return self.remote + separator + "/".join(parts) if any(parts) else self.remote
+
+    def _rclone(self, *words: str) -> str:
+        done = subprocess.run(["rclone", *words, *_RCLONE_OPTIONS], capture_output=True, text=True, errors="replace")
+        if done.returncode == 3:  # directory not found
+            raise FileNotFoundError(f"rclone {words[0]}: not there")
+        if done.returncode:
+            raise OSError(redact(f"rclone {words[0]}: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}"))
+        return done.stdout
+
+
+class HubStore:
+    """A private repository on the Hugging Face hub; each update is one commit."""
+
+    def __init__(self, repo: str) -> None:
+        self.repo, self.name = repo, f"hf:{repo}"
+
+    def run(self) -> dict[str, Any]:
+        try:
+            about: dict[str, Any] = json.loads(Path(hf_hub_download(self.repo, RUN)).read_text())
+        except (EntryNotFoundError, RepositoryNotFoundError):
+            return {}
+        except Exception as error:  # of the HTTP library
+            raise _as_os_error(error) from error
+        return about
+
+    def update(self, output_dir: Path) -> None:
+        wanted = {folder.name: folder for folder in checkpoint.published(output_dir / CHECKPOINTS).values()}
+        with tempfile.TemporaryDirectory() as small:
+            _write_small_files(output_dir, Path(small))
+            files = {path.name: path for path in Path(small).iterdir()}
+            try:
+                HfApi().create_repo(self.repo, private=True, exist_ok=True)
+                there = self._steps()
+                for name, folder in wanted.items():
+                    if name not in there:
+                        files |= {f"{CHECKPOINTS}/{name}/{path.name}": path for path in folder.iterdir()}
+                self._commit(files, there - wanted.keys(), f"Checkpoints up to {max(wanted, default='none')}")
+            except Exception as error:
+                raise _as_os_error(error) from error
+
+    def fetch(self, output_dir: Path) -> None:
+        partial = output_dir / _FETCHED
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            snapshot_download(self.repo, local_dir=partial)
+        except Exception as error:
+            raise _as_os_error(error) from error
+        _move_run(partial, output_dir)
+
+    def forget(self) -> None:
+        try:
+            self._commit({}, self._steps(), "Another run")
+        except Exception as error:
+            raise _as_os_error(error) from error
+
+    def _steps(self) -> set[str]:
+        paths = [path.split("/") for path in HfApi().list_repo_files(self.repo)]
+        return {parts[1] for parts in paths if len(parts) == 3 and parts[0] == CHECKPOINTS}
+
+    def _commit(self, files: dict[str, Path], removed: set[str], message: str) -> None:
+        operations = [CommitOperationAdd(name, path) for name, path in files.items()]
+        gone = [CommitOperationDelete(f"{CHECKPOINTS}/{name}/", is_folder=True) for name in sorted(removed)]
+        if operations or gone:
+            HfApi().create_commit(self.repo, [*operations, *gone], commit_message=message)
+
+
+def _as_os_error(error: Exception) -> OSError:
+    text = str(error).strip().splitlines()
+    return OSError(redact(f"{type(error).__name__}: {text[0] if text else ''}"))
+
+
+def _write_small_files(output_dir: Path, target: Path) -> None:
+    """What goes with the checkpoints: run.json, metrics.jsonl and status.json."""
+    if (output_dir / RUN).is_file():
+        write_atomically(target / RUN, read_json(output_dir / RUN))
+    if (output_dir / METRICS_FILE).is_file():
+        partial = target / f".{METRICS_FILE}.partial"
+        shutil.copyfile(output_dir / METRICS_FILE, partial)
+        partial.replace(target / METRICS_FILE)
+    # A new box has none of the results, so there the run is never finished.
+    write_atomically(target / STATUS, {**read_json(output_dir / STATUS), "state": "running"})
+
+
+def _move_run(fetched: Path, output_dir: Path) -> None:
+    """Put what has been fetched whole in its place; run.json, which makes the folder a run's, last."""
+    (output_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    for folder in checkpoint.published(fetched / CHECKPOINTS).values():
+        folder.rename(output_dir / CHECKPOINTS / folder.name)
+    for name in (METRICS_FILE, STATUS, RUN):
+        if (fetched / name).is_file():
+            (fetched / name).replace(output_dir / name)
+    flush(output_dir)
+    shutil.rmtree(fetched, ignore_errors=True)
+
+
+def copy_run(source: Path, target: Path) -> None:
+    """Bring the checkpoints in `target`, and what goes with them, up to those in `source`.
+
+    Raises:
+        OSError: a copy could not be made; those that are there stay.
+    """
+    root = target / CHECKPOINTS
+    root.mkdir(parents=True, exist_ok=True)
+    wanted = checkpoint.published(source / CHECKPOINTS)
+    for step, folder in reversed(wanted.items()):
+        if step not in checkpoint.published(root):
+            _copy_checkpoint(folder, root, step)
+    _write_small_files(source, target)
+    for step, folder in checkpoint.published(root).items():
+        if step not in wanted:
+            checkpoint.remove(folder)
+
+
+def _copy_checkpoint(folder: Path, root: Path, step: int) -> None:
+    """A checkpoint is copied under another name, flushed and renamed, as it was made."""
+    staging = checkpoint.staging_folder(root, step)
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir()
+        for path in sorted(folder.iterdir()):
+            shutil.copyfile(path, staging / path.name)
+            flush(staging / path.name)
+        flush(staging)
+        staging.rename(checkpoint.step_folder(root, step))
+        flush(root)
+    except OSError:
+        shutil.rmtree(staging, ignore_errors=True)
+        if folder.exists():
+            raise
+        # The run has deleted it meanwhile, as too old; a newer one is copied.

@@ -1,0 +1,90 @@
+"""How far a run has come, besides its weights: what a checkpoint's state.json holds of it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from fsdp_qlora.metrics.sinks import plain
+
+_RECENT = 50  # losses
+_MIN_RECENT = 20
+_SIGMAS = 8.0
+
+
+@dataclass
+class Progress:
+    """step: optimizer steps done. last_eval_step: the step after which was last evaluated, -1 for none.
+    best_eval_loss: the lowest so far. recent_losses: of the last steps, for `spike`.
+    loss_scale: of fp16, as LossScale.state gives it.
+    """
+
+    step: int = 0
+    num_tokens: int = 0
+    train_seconds: float = 0.0
+    num_skipped: int = 0
+    loss: float | None = None
+    first_eval_loss: float | None = None
+    eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    last_eval_step: int = -1
+    recent_losses: list[float] = field(default_factory=list)
+    loss_scale: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
+        known = {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        values: dict[str, Any] = plain(asdict(self))
+        return values
+
+    def add_step(self, record: Mapping[str, Any]) -> float | None:
+        """Count a step. Returns the median loss before it where this one's stands out, else None."""
+        self.step = record["step"]
+        self.num_tokens += record["num_tokens"]
+        self.train_seconds += record["step_seconds"]
+        if record.get("skipped"):
+            self.num_skipped += 1
+            return None
+        self.loss = record["loss"]
+        median = spike(self.recent_losses, record["loss"])
+        self.recent_losses = [*self.recent_losses, record["loss"]][-_RECENT:]
+        return median
+
+    def add_evaluation(self, eval_loss: float) -> bool:
+        """Count an evaluation after the current step; whether it is the best, and not the first."""
+        self.last_eval_step, self.eval_loss = self.step, eval_loss
+        is_first = self.first_eval_loss is None
+        if is_first:
+            self.first_eval_loss = eval_loss
+        is_best = eval_loss < (math.inf if self.best_eval_loss is None else self.best_eval_loss)
+        if is_best:
+            self.best_eval_loss = eval_loss
+        return is_best and not is_first
+
+    def summary(self) -> dict[str, float]:
+        """The run's final values."""
+        names = ("loss", "first_eval_loss", "eval_loss", "num_tokens", "train_seconds")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def spike(recent: list[float], loss: float) -> float | None:
+    """The median of `recent` where `loss` lies far above it, else None.
+
+    Far is 8 standard deviations as estimated from the median absolute deviation, which a few outliers do not move
+    (1.4826 MAD for a normal distribution), and a tenth of the median.
+    """
+    if len(recent) < _MIN_RECENT:
+        return None
+    median = _median(recent)
+    sigma = 1.4826 * _median([abs(value - median) for value in recent])
+    is_far = math.isfinite(loss) and loss > median + max(_SIGMAS * sigma, 0.1 * median)
+    return median if is_far else None
+
+
+def _median(values: list[float]) -> float:
+    ordered, middle = sorted(values), len(values) // 2
+    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,283 @@
+"""How rows become steps, and one optimizer step and one evaluation of a sharded model: for all train types."""
+
+import logging
+import math
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from fsdp_qlora.data.batches import collate
+from fsdp_qlora.data.sampler import epoch_order, split_step, steps_per_epoch
+from fsdp_qlora.data.tokenization import TokenizedRows
+from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
+from fsdp_qlora.errors import NotFinite
+from fsdp_qlora.models import can_skip_logits
+from fsdp_qlora.parallelize import reshard_all, set_gradient_sync
+from fsdp_qlora.precision import Precision
+from fsdp_qlora.resuming.control import NUM_FLAGS, Control
+from fsdp_qlora.resuming.watchdog import Heartbeat
+from fsdp_qlora.training.loss import summed_loss, target_positions
+from fsdp_qlora.training.loss_scale import LossScale
+from fsdp_qlora.training.optim import ShardedOptimizer
+
+log = logging.getLogger("fsdp_qlora")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How rows become optimizer steps.
+
+    batch_size: rows per rank and micro-batch. total_steps: optimizer steps of the whole run. rows_per_step: where a run
+    goes on that was started with another product of the three factors.
+    """
+
+    num_rows: int
+    batch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+    num_epochs: int
+    max_steps: int
+    seed: int
+    rows_per_step: int | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.rows_per_step or self.batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.num_rows, global_batch_size=self.global_batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        steps = self.steps_per_epoch * self.num_epochs
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+    def describe(self, warmup_steps: int) -> str:
+        """One line: rows, batch and steps."""
+        micro_batches = -(-self.global_batch_size // (self.world_size * self.batch_size))
+        return (
+            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.world_size} rank"
+            f"{'s' * (self.world_size > 1)} x {self.batch_size} rows x {micro_batches} "
+            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch of "
+            f"{self.num_rows} rows, {warmup_steps} of warm-up"
+        )
+
+    def rows_of_steps(self, train_rows: np.ndarray, *, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """(step, its rows) for every step from `first` on: a pure function of (seed, epoch)."""
+        for step in range(first, self.total_steps):
+            epoch, index = divmod(step, self.steps_per_epoch)
+            if index == 0 or step == first:
+                order = epoch_order(train_rows, seed=self.seed, epoch=epoch)
+            yield step, order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+
+
+class Trainer:
+    """Runs optimizer steps and evaluations of one sharded model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: ShardedOptimizer,
+        data: TokenizedRows,
+        ranks: Ranks,
+        *,
+        schedule: Schedule,
+        precision: Precision,
+        num_replicas: int,
+        max_grad_norm: float,
+        sync_every_micro_batch: bool,
+        pad_token_id: int,
+        on_nonfinite: str = "halt",
+        control: Control | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.data, self.ranks = model, optimizer, data, ranks
+        self.schedule, self.precision = schedule, precision
+        self.num_replicas, self.max_grad_norm = num_replicas, max_grad_norm
+        self.sync_every_micro_batch, self.pad_token_id = sync_every_micro_batch, pad_token_id
+        self.on_nonfinite, self.control, self.heartbeat = on_nonfinite, control or Control(), heartbeat or Heartbeat()
+        self.gradient_sync = True  # FSDP2's initial state
+        self.loss_scale = LossScale(enabled=precision.scales_loss)
+        self.skip_logits = can_skip_logits(model)
+
+    def train_step(self, step: int, rows: np.ndarray, lr: float) -> dict[str, Any]:
+        """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 it may change no weight.
+
+        The loss is a sum over target tokens divided by the step's number of target tokens on all ranks, so
+        it does not depend on how the rows are split over ranks and micro-batches. Afterwards `control` knows
+        whether all ranks stop or save now.
+
+        Raises:
+            NotFinite: the loss or the gradient is not, and that ends the run; the weights have not been changed.
+        """
+        started = time.perf_counter()
+        self.heartbeat.beat(step, "rows")
+        self.model.train()
+        num_targets = int(self.data.num_targets[rows].sum())
+        micro_batches = self._micro_batches(rows)
+        losses = []
+        for index, micro_batch in enumerate(micro_batches):
+            self.heartbeat.beat(step, "compute")
+            last = index == len(micro_batches) - 1
+            self._set_gradient_sync(last or self.sync_every_micro_batch)
+            # Randomness is a function of the micro-batch alone, so that a run can be repeated and resumed.
+            global_index = index * self.ranks.world_size + self.ranks.rank
+            torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
+            loss = self._loss(micro_batch)
+            # FSDP2 averages gradients over ranks; the factor makes that a sum.
+            (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
+            losses.append(loss.detach())
+        self.optimizer.take_gradients()
+        local_losses = torch.stack(losses).tolist()
+        local = [sum(local_losses), self.optimizer.squared_norm(), *self.control.flags(step), *self._memory_gib()]
+        self.heartbeat.beat(step, "exchange")
+        numbers = gather_numbers(local, self.ranks.device)  # the step's one exchange besides FSDP2's
+        self.heartbeat.beat(step, "update")
+        self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
+        loss_sum, squared_norm = numbers[:, :2].sum(dim=0).tolist()
+        scale = self.loss_scale.scale
+        grad_norm = math.sqrt(squared_norm / self.num_replicas) / scale
+        overflowed = not math.isfinite(grad_norm)
+        is_finite = math.isfinite(loss_sum) and (not overflowed or self.loss_scale.can_fall)
+        if not is_finite:
+            self._not_finite(step, rows, local_losses, grad_norm)
+        elif overflowed:
+            log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
+        else:
+            clip = self.max_grad_norm / grad_norm if grad_norm > self.max_grad_norm > 0 else 1.0
+            if clip / scale != 1.0:
+                self.optimizer.scale_gradients(clip / scale)
+            self.optimizer.step(lr)
+        if is_finite:
+            self.loss_scale.update(overflowed=overflowed)
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+        num_tokens = int(self.data.lengths[rows].sum())
+        return {
+            "step": step + 1,
+            "epoch": (step + 1) / self.schedule.steps_per_epoch,
+            "loss": loss_sum / num_targets,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "num_target_tokens": num_targets,
+            "num_tokens": num_tokens,
+            "tokens_per_second": num_tokens / seconds,
+            "step_seconds": seconds,
+            "memory_gib": self._memory_record(numbers[:, 2 + NUM_FLAGS :]),
+            **({} if is_finite else {"skipped": True}),
+            **({"loss_scale": scale} if self.loss_scale.enabled else {}),
+        }
+
+    def try_longest(self, rows: np.ndarray) -> None:
+        """Forward and backward pass of each rank's longest rows, without a step: what does not fit fails now.
+
+        It leaves no trace: every step seeds its randomness anew, and the gradients are thrown away.
+        """
+        size = self.schedule.batch_size * self.ranks.world_size
+        longest = rows[np.argsort(-self.data.lengths[rows], kind="stable")][:size]
+        self.heartbeat.beat(0, "compute")
+        self._set_gradient_sync(True)
+        self.model.train()
+        for micro_batch in self._micro_batches(longest):
+            self._loss(micro_batch).backward()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:
+        """Mean loss over the target tokens of `rows` (nats), all ranks taking part.
+
+        Returns:
+            None where all ranks have agreed to stop instead.
+        """
+        self.model.eval()
+        local_sum = 0.0
+        size = self.schedule.batch_size * self.ranks.world_size
+        with self.optimizer.averaged():
+            for start in range(0, len(rows), size):
+                self.heartbeat.beat(step, "evaluate")
+                for micro_batch in self._micro_batches(rows[start : start + size], data):
+                    local_sum += self._loss(micro_batch).item()
+                self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
+                if self.control.stop:
+                    break
+        reshard_all(self.model)
+        if self.control.stop:
+            return None
+        num_targets = int(data.num_targets[rows].sum())
+        total = gather_numbers([local_sum], self.ranks.device).sum().item()
+        return {"eval_loss": total / num_targets, "num_target_tokens": num_targets}
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        if enabled != self.gradient_sync:  # it walks all modules
+            set_gradient_sync(self.model, enabled)
+            self.gradient_sync = enabled
+
+    def _micro_batches(self, rows: np.ndarray, data: TokenizedRows | None = None) -> list[dict[str, torch.Tensor]]:
+        data = data or self.data
+        split = split_step(
+            rows,
+            data.lengths,
+            world_size=self.ranks.world_size,
+            rank=self.ranks.rank,
+            batch_size=self.schedule.batch_size,
+        )
+        return [collate(data, part, pad_token_id=self.pad_token_id) for part in split]
+
+    def _loss(self, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Sum of the micro-batch's token losses, float32 scalar."""
+        positions = target_positions(micro_batch["labels"])
+        device = self.ranks.device
+        with torch.autocast(device.type, dtype=self.precision.compute_dtype, enabled=self.precision.autocast):
+            return summed_loss(
+                self.model,
+                micro_batch["input_ids"].to(device, non_blocking=True),
+                micro_batch["labels"].to(device, non_blocking=True),
+                positions.to(device, non_blocking=True),
+                skip=self.skip_logits,
+            )
+
+    def _not_finite(self, step: int, rows: np.ndarray, local_losses: list[float], grad_norm: float) -> None:
+        """Skip the step or end the run, and name the samples; the same on every rank."""
+        losses = gather_numbers(local_losses, self.ranks.device)
+        bad_rows: list[int] = []
+        for rank, index in (~losses.isfinite()).nonzero().tolist():
+            split = split_step(
+                rows,
+                self.data.lengths,
+                world_size=self.ranks.world_size,
+                rank=rank,
+                batch_size=self.schedule.batch_size,
+            )
+            bad_rows += split[index].tolist()
+        message = (
+            f"Step {step + 1}: the {'loss' if bad_rows else 'gradient'} is not finite (gradient norm {grad_norm}), "
+            f"with samples {self.sample_numbers(bad_rows or rows)} of the dataset. Nothing was updated in this step."
+        )
+        if self.on_nonfinite == "halt":
+            raise NotFinite(
+                f"{message} Look at these rows; a lower --lr or --precision bf16/fp32 may help, and --on_nonfinite "
+                "skip goes on without the step."
+            )
+        log.warning("%s It is skipped.", message)
+
+    def sample_numbers(self, rows: Sequence[int] | np.ndarray) -> str:
+        """The rows' numbers in the dataset, for people."""
+        numbers = sorted(self.data.row_numbers[rows].tolist())
+        return f"{', '.join(map(str, numbers[:32]))}{', ...' if len(numbers) > 32 else ''}"
+
+    def _memory_gib(self) -> list[float]:
+        """This rank's peak so far: allocated and reserved GPU memory, or resident memory on the CPU."""
+        if self.ranks.device.type == "cuda":
+            return [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+        return [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20]
+
+    def _memory_record(self, gathered: torch.Tensor) -> dict[str, list[float]]:
+        names = ("allocated", "reserved") if self.ranks.device.type == "cuda" else ("peak_rss",)
+        return {name: [round(value, 3) for value in gathered[:, i].tolist()] for i, name in enumerate(names)}
