@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora import wandb_sink
-from fsdp_qlora.metrics import MetricLog, cut_metrics, open_metric_log
-from fsdp_qlora.sinks import numbers_in
+from fsdp_qlora.metrics import wandb_sink
+from fsdp_qlora.metrics.metric_log import MetricLog, cut_metrics, open_metric_log
+from fsdp_qlora.metrics.sinks import numbers_in
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer
