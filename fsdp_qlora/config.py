@@ -607,8 +607,11 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--optimizer schedule_free_adamw takes the place of a schedule, but --lr_scheduler is {c.lr_scheduler}: "
             "give --lr_scheduler constant (the warm-up stays)."
         )
-    if c.optimizer.startswith("paged_") and c.use_cpu_offload and not kind.has_adapter:
-        yield f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves nothing: use adamw_8bit."
+    if c.optimizer.startswith("paged_") and c.use_cpu_offload and (c.modules_to_save or not kind.has_adapter):
+        yield (
+            f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
+            f"{'not all that trains' if kind.has_adapter else 'nothing'}: use adamw_8bit."
+        )
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What a finished run leaves: a PEFT adapter, or a whole model that transformers reads."""
 
+import functools
 import json
 import logging
 import os
@@ -93,19 +94,30 @@ def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
     Raises:
         TrainingError: it could not be written even so.
     """
+    error = _write_with_room(output_dir, lambda: _publish(output_dir, write))
+    if error:
+        shutil.rmtree(output_dir / ".saving", ignore_errors=True)
+        raise _cannot_save(output_dir, error) from error
+
+
+def _write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception | None:
+    """Call `write`, and again with each checkpoint that makes room on a full disk; returns what stops it even so."""
     while True:
         try:
-            _publish(output_dir, write)
-            return
+            write()
+            return None
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(output_dir / ".saving", ignore_errors=True)
             freed = delete_oldest(output_dir / CHECKPOINTS) if is_full(error) else None
             if freed is None:
-                raise TrainingError(
-                    f"The result cannot be saved in {output_dir} ({error}). The last checkpoint holds all of it: make "
-                    "room there, and the same command saves it without training again."
-                ) from error
+                return error
             log.warning("The disk is full (%s). To make room for the result, %s was deleted.", error, freed)
+
+
+def _cannot_save(output_dir: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint holds all of it: make room there, "
+        "and the same command saves it without training again."
+    )
 
 
 def _publish(output_dir: Path, write: Callable[[Path], object]) -> None:
@@ -124,6 +136,54 @@ def _publish(output_dir: Path, write: Callable[[Path], object]) -> None:
         path.replace(target)
     staging.rmdir()
     flush(output_dir)
+
+
+class _LargeResult:
+    """A result whose files rank 0 writes one after the other, while every rank takes part in gathering them.
+
+    staging: where it is until it is published.
+
+    A write that fails is told by `publish`, when all is gathered: until then the other ranks wait for this one.
+    """
+
+    def __init__(self, output_dir: Path, *, is_rank_0: bool) -> None:
+        self.output_dir, self.staging = output_dir, output_dir / ".saving_weights"
+        self.is_rank_0 = is_rank_0
+        self.error: Exception | None = None
+        self.write(self._begin)
+
+    def _begin(self) -> None:
+        shutil.rmtree(self.staging, ignore_errors=True)
+        self.staging.mkdir(parents=True)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank is to write more."""
+        return self.is_rank_0 and self.error is None
+
+    def write(self, write: Callable[[], object]) -> None:
+        """Call `write`, which may be repeated, where this rank is to write."""
+        if self.is_written:
+            self.error = _write_with_room(self.output_dir, write)
+
+    def publish(self, write: Callable[[Path], object]) -> None:
+        """Publish what was staged, with what `write` puts beside it.
+
+        Raises:
+            TrainingError: it could not be written, on rank 0.
+        """
+        if self.error:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            raise _cannot_save(self.output_dir, self.error) from self.error
+
+        def write_all(folder: Path) -> None:
+            write(folder)
+            for path in self.staging.iterdir():  # last: what is moved is lost where there is no room for another file
+                path.replace(folder / path.name)
+            self.staging.rmdir()
+
+        if self.is_rank_0:
+            publish(self.output_dir, write_all)
 
 
 def save_adapter(
@@ -161,22 +221,16 @@ def save_model(
     """
     files = _split_into_files(model, dtype, max_file_bytes)
     names = [_file_name(index, len(files)) for index in range(len(files))]
-    staging = output_dir / ".saving_weights"
-    if is_rank_0:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+    result = _LargeResult(output_dir, is_rank_0=is_rank_0)
     weight_map: dict[str, str] = {}
     for name, parameters in zip(names, files, strict=True):
-        state = _gather_all(parameters, dtype, keep=is_rank_0)
-        if is_rank_0:
+        state = _gather_all(parameters, dtype, keep=result.is_written)
+        if result.is_written:
             state = _as_in_checkpoints(model, state)
             weight_map |= dict.fromkeys(state, name)
-            save_file(state, staging / name, metadata={"format": "pt"})
+            result.write(functools.partial(_save_flushed, state, result.staging / name))
 
     def write(folder: Path) -> None:
-        for name in names:
-            (staging / name).replace(folder / name)
-        staging.rmdir()
         if len(files) > 1:
             _write_index(folder, weight_map, sum(parameter.numel() for _, parameter in _state(model)) * dtype.itemsize)
         saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
@@ -186,8 +240,12 @@ def save_model(
             shutil.copyfile(base_folder / "generation_config.json", folder / "generation_config.json")
         tokenizer.save_pretrained(str(folder))
 
-    if is_rank_0:
-        publish(output_dir, write)
+    result.publish(write)
+
+
+def _save_flushed(state: dict[str, torch.Tensor], path: Path) -> None:
+    save_file(state, path, metadata={"format": "pt"})
+    flush(path)
 
 
 def save_new_blocks(
@@ -204,35 +262,31 @@ def save_new_blocks(
     Every rank calls it; rank 0 writes, one tensor at a time.
     """
     trained = [(name, parameter) for name, parameter in _state(model) if parameter.requires_grad]
-    staging = output_dir / ".saving_weights"
+    result = _LargeResult(output_dir, is_rank_0=is_rank_0)
     names = {part for name, parameter in trained for part in _names_in_checkpoints(model, name, parameter)}
     forms = {name: Form(dtype if name in names else base.dtype(name), tuple(base.shape(name))) for name in base.files}
     assert names <= forms.keys(), names - forms.keys()
-    files = PackedFiles(staging, forms)
-    if is_rank_0:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        files.create()
-        for name in forms.keys() - names:
-            files.write(name, 0, base.read_flat(name, 0, base.shape(name).numel()))
+    files = PackedFiles(result.staging, forms)
+    result.write(files.create)
+    for name in forms.keys() - names:
+        if result.is_written:
+            values = base.read_flat(name, 0, base.shape(name).numel())
+            result.write(functools.partial(files.write, name, 0, values))
     for name, parameter in trained:
-        state = _gather_all([(name, parameter)], dtype, keep=is_rank_0)
-        if is_rank_0:
+        state = _gather_all([(name, parameter)], dtype, keep=result.is_written)
+        if result.is_written:
             for part, value in _as_in_checkpoints(model, state).items():
-                files.write(part, 0, value)
+                result.write(functools.partial(files.write, part, 0, value))
+    result.write(files.sync)
     files.close()
 
     def write(folder: Path) -> None:
-        for path in staging.iterdir():
-            path.replace(folder / path.name)
-        staging.rmdir()
         for name in ("config.json", "generation_config.json"):
             if (base.folder / name).is_file():
                 shutil.copyfile(base.folder / name, folder / name)
         tokenizer.save_pretrained(str(folder))
 
-    if is_rank_0:
-        publish(output_dir, write)
+    result.publish(write)
 
 
 def _names_in_checkpoints(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> list[str]:

@@ -16,12 +16,21 @@ T = TypeVar("T")
 
 HIDDEN = "[secret]"
 _SHORTEST = 8  # a shorter value is no key, and would be found in ordinary words
-_SECRET_VARIABLE = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS$|API_?KEY|ACCESS_?KEY|CREDENTIAL|^RCLONE_CONFIG_\w+_KEY$",
+    re.IGNORECASE,
+)
 _PATTERNS = {
     # Tokens of Hugging Face, AWS and GitHub
     re.compile(r"\bhf_[A-Za-z0-9]{16,}|\bAKIA[A-Z0-9]{16}\b|\bgh[pousr]_[A-Za-z0-9]{16,}"): HIDDEN,
     # user:password@ in a URL, also where a path has made one slash of two
     re.compile(r"(:/{1,2})[^\s/@]+@"): rf"\1{HIDDEN}@",
+    # name=value in a URL's query or in one of rclone's remotes
+    re.compile(
+        r"((?:(?:secret|passw(?:or)?d|passphrase|credential|(?:api|access|private|account|customer)[_-]?key)[\w-]*"
+        r"|(?<![a-z])(?:token|pass|pwd|sig|signature)|(?<=,)key)=)(?:\"[^\"]*\"|'[^']*'|[^\s,:;&'\"]+)",
+        re.IGNORECASE,
+    ): rf"\1{HIDDEN}",
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fsdp_qlora.disk import free_disk
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.quantizers.quantized_weight import QuantizedWeight
 from fsdp_qlora.training.optim import OPTIMIZER_STATES
-from fsdp_qlora.verify import GIB, count_bytes
+from fsdp_qlora.verify import GIB, Tensors, count_bytes
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,17 @@ def estimate_needs(
         buffer_bytes: host memory for weights in flight while loading.
     """
     counts = count_bytes(model, num_shards)
-    adapters = nn.ModuleList(adapter_modules(model))
-    stays = sum(part.largest_shard for part in count_bytes(adapters, num_shards).values())
-    moves = sum(part.largest_shard for part in counts.values()) - stays
-    # Gradients and optimizer state lie where the weights they belong to lie.
+    adapters = count_bytes(nn.ModuleList(adapter_modules(model)), num_shards)
+    # Gradients and optimizer state lie where the weights they belong to lie; adapters are not offloaded.
     extra = 1 + OPTIMIZER_STATES[optimizer]
-    training = int(counts["trainable"].largest_shard * extra)
-    on_host = (moves + (training if not stays else 0)) if cpu_offload else 0
-    on_device = moves + stays + training - on_host
+
+    def with_training(parts: Mapping[str, Tensors]) -> int:
+        trained = parts["trainable"].largest_shard if "trainable" in parts else 0
+        return sum(part.largest_shard for part in parts.values()) + int(trained * extra)
+
+    everything = with_training(counts)
+    on_host = everything - with_training(adapters) if cpu_offload else 0
+    on_device = everything - on_host
     if device.type == "cpu":
         return Needs(device=0, host=on_device + on_host + buffer_bytes)
     return Needs(device=on_device, host=on_host + buffer_bytes)

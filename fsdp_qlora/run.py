@@ -21,7 +21,7 @@ from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config import TrainConfig, resolved_options, resolved_yaml
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import decoded_tensors, hub, quant_cache, weights
 from fsdp_qlora.loading.model_files import Checkpoint
 from fsdp_qlora.metrics.metric_log import copy_metrics, cut_metrics, open_metric_log
@@ -379,7 +379,22 @@ def train_and_save(
 
 
 def save(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
-    """Write the adapter, or the whole model where blocks of it or all were trained. Every rank calls it."""
+    """Write the result. Every rank calls it.
+
+    Raises:
+        TrainingError: it could not be written; the same on every rank.
+    """
+    failure = ""
+    try:
+        write_result(config, ranks, plan)
+    except TrainingError as error:
+        failure = str(error)
+    for reason in filter(None, distributed.gather_texts(failure, ranks.device)):
+        raise TrainingError(reason)
+
+
+def write_result(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
+    """Write the adapter, or the whole model where blocks of it or all were trained. Rank 0 writes."""
     model, output_dir = plan.meta.model, Path(config.output_dir)
     if plan.train_type.trains_new_blocks:
         export.save_new_blocks(

@@ -1,5 +1,7 @@
 """What is saved, and that nothing of it is lost or half there."""
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,10 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.errors import UserError
+from fsdp_qlora import export
+from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.model_files import Checkpoint
+from fsdp_qlora.loading.packed_files import PackedFiles
+from fsdp_qlora.resuming import checkpoint
+from tests.test_checkpoint import make
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -87,3 +93,53 @@ def test_ranks_that_disagree_are_stopped_before_training(what: str, models: Mode
     statuses, output = on_ranks(2, _train_differently, (argvs,), tmp_path / "logs")
     assert statuses == [2, 2]
     assert output.count(f"do not agree on the {what}: rank 1 differ") == 2
+
+
+@pytest.mark.parametrize("new_blocks", [False, True])
+def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_refused_when_all_is_gathered(
+    new_blocks: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, output = models(), tmp_path / "out"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name)
+    for step in (1, 2, 3):
+        make(output / "checkpoints", step)
+    gathered = []
+    gather, write = export._gather_all, PackedFiles.write if new_blocks else export.save_file
+
+    def gather_all(named: list[tuple[str, torch.Tensor]], *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+        gathered.extend(name for name, _ in named)
+        return gather(named, *args, **kwargs)  # type: ignore[arg-type]
+
+    def save() -> set[str]:
+        """The names of what was gathered."""
+        gathered.clear()
+        common = {"dtype": torch.float32, "is_rank_0": True}
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if new_blocks:
+            export.save_new_blocks(model, tokenizer, output, base=Checkpoint(folder), **common)
+        else:
+            export.save_model(
+                model, model.config, tokenizer, output, base_folder=folder, max_file_bytes=100_000, **common
+            )
+        return set(gathered)
+
+    def write_while_there_is_room(*args: object, **kwargs: object) -> None:
+        if len(checkpoint.published(output / "checkpoints")) > room_from:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export, "_gather_all", gather_all)
+    monkeypatch.setattr(*(PackedFiles, "write") if new_blocks else (export, "save_file"), write_while_there_is_room)
+    room_from = 1
+    everything = save()
+    saved = {name: tensor for path in output.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    expected = load_file(folder / "model.safetensors")
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert list(checkpoint.published(output / "checkpoints")) == [3]
+    room_from = 0
+    with pytest.raises(TrainingError, match=r"No space left.*the same command saves it without training again"):
+        save()
+    assert set(gathered) == everything and not list(output.glob(".saving*"))
+    assert list(checkpoint.published(output / "checkpoints")) == [3]

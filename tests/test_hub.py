@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from fsdp_qlora.loading.hub import conversion_advice
+from fsdp_qlora.loading.hub import _is_fresh, conversion_advice
 from tests.tiny import ROOT
 
 COMMIT = "c" * 40
@@ -177,3 +178,20 @@ def test_a_download_that_the_disk_has_no_room_for_is_refused(hub: Hub, find: Cal
     (output,) = find(1)
     assert "1073741824.0 GiB are to be downloaded" in output and "set HF_HUB_CACHE" in output
     assert not hub.requests
+
+
+def test_the_sign_of_an_earlier_launch_of_the_same_name_is_not_taken_for_this_one_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sign := tmp_path / "sign").touch()
+    began = psutil.Process().create_time()
+
+    def is_fresh(touched: float, parent: int) -> bool:
+        os.utime(sign, (touched, touched))
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+        return _is_fresh(sign)
+
+    assert is_fresh(began + 1, os.getpid()) and not is_fresh(began - 2, os.getpid())
+    # The parent says nothing where it serves several launches or is not seen.
+    assert is_fresh(began - 2, 2**30) and not is_fresh(began - 601, 2**30)
+    assert not is_fresh(began - 601, 1) and not _is_fresh(tmp_path / "absent")

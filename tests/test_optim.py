@@ -4,6 +4,7 @@ import importlib.util
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers.optimization import Adafactor
 
 from fsdp_qlora.config import TrainConfig, check
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.training import matrix_optimizers
 from fsdp_qlora.training.optim import OPTIMIZERS, ShardedOptimizer, check_optimizer
 from tests.reference import batch_loss, encode, load_adapter, load_base
 from tests.tiny import make_rows, on_ranks, read_metrics, train_ok, write_rows
@@ -129,6 +131,27 @@ def test_an_optimizer_over_shards_takes_the_steps_of_the_librarys_on_whole_matri
         assert error < 1e-5, (key, error)
 
 
+def test_sums_over_ranks_are_exchanged_device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sharded:
+        device_mesh = {"shard": SimpleNamespace(get_group=lambda: "group")}  # noqa: RUF012
+
+    exchanged = []
+
+    def all_reduce(values: torch.Tensor, group: str) -> None:
+        exchanged.append((values.device.type, len(values), group))
+        values.mul_(2)
+
+    monkeypatch.setattr(matrix_optimizers, "DTensor", Sharded)
+    monkeypatch.setattr(matrix_optimizers.dist, "all_reduce", all_reduce)
+    optimizer = matrix_optimizers.Adafactor([nn.Parameter(torch.zeros(2, 2))], lr=0.1)
+    optimizer.whole = {torch.zeros(1): Sharded()}  # type: ignore[dict-item]
+    values = [torch.ones(2, 3), torch.ones(4, device="meta"), torch.tensor(5.0), torch.ones(1, 1, device="meta")]
+    sums = optimizer._sum_over_ranks(values)
+    assert exchanged == [("cpu", 7, "group"), ("meta", 5, "group")]
+    assert [(part.shape, part.device) for part in sums] == [(value.shape, value.device) for value in values]
+    assert torch.equal(sums[0], torch.full((2, 3), 2.0)) and sums[2].item() == 10
+
+
 def test_paged_optimizers_are_refused_without_a_gpu_and_schedule_free_without_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,6 +170,10 @@ def test_paged_optimizers_are_refused_without_a_gpu_and_schedule_free_without_it
         ({"optimizer": "muon", "train_type": "dora"}, "cannot be used with --train_type dora"),
         ({"optimizer": "schedule_free_adamw"}, "--lr_scheduler is cosine: give --lr_scheduler constant"),
         ({"optimizer": "paged_adamw_8bit", "train_type": "full", "use_cpu_offload": True}, "use adamw_8bit"),
+        (
+            {"optimizer": "paged_adamw_8bit", "modules_to_save": ("lm_head",), "use_cpu_offload": True},
+            "leaves not all that trains: use adamw_8bit",
+        ),
         ({"loraplus_lr_ratio": 4.0, "train_type": "full"}, "leave out --loraplus_lr_ratio"),
         ({"loraplus_lr_ratio": 0.0}, "--loraplus_lr_ratio must be a finite number above 0"),
     ],

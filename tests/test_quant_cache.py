@@ -17,6 +17,8 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.loading import quant_cache
 from fsdp_qlora.loading.cache_entries import _file_identity
 from fsdp_qlora.loading.model_files import Checkpoint
 from fsdp_qlora.loading.weights import match_tensors
@@ -306,6 +308,20 @@ def test_a_file_is_known_by_its_content_where_time_and_size_are_the_same(tmp_pat
     assert file.stat().st_size == about.st_size and _file_identity(file, samples=64) != before
     save_file({"x": torch.zeros(10_000)}, file)
     assert _file_identity(file, samples=64) != before  # written again: another time
+
+
+def test_ranks_with_different_devices_look_for_one_entry_which_is_not_that_of_equal_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def key(rank: int, *devices: str) -> str:
+        monkeypatch.setattr(quant_cache, "gather_texts", lambda text, device: list(devices))
+        monkeypatch.setattr(quant_cache, "device_kernels", lambda device: devices[rank])
+        ranks = Ranks(rank, rank, len(devices), len(devices), torch.device("cpu"))
+        return quant_cache.QuantCache(tmp_path, {}, None, {}, ranks, None).key  # type: ignore[arg-type]
+
+    mixed = {key(0, "A", "B"), key(1, "A", "B"), key(0, "B", "A")}
+    assert len(mixed) == 1 and not mixed & {key(0, "A", "A"), key(0, "B")}
+    assert key(0, "A", "A") == key(0, "A")
 
 
 def test_a_file_of_the_hub_is_known_by_the_name_of_its_blob(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from tests.tiny import flags, make_rows, on_ranks, write_rows
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def _needs(train_type: str, device: torch.device, *, cpu_offload: bool, num_shards: int = 2) -> resources.Needs:
+def _needs(
+    train_type: str, device: torch.device, *, cpu_offload: bool, num_shards: int = 2, in_full: tuple[str, ...] = ()
+) -> resources.Needs:
     config = AutoConfig.for_model(
         "llama",
         hidden_size=512,
@@ -37,7 +39,7 @@ def _needs(train_type: str, device: torch.device, *, cpu_offload: bool, num_shar
         CPU,
         attn_implementation="auto",
         quantizer_options={"quant_type": "nf4", "double_quant": False},
-        lora=LoraOptions(rank=8, alpha=8),
+        lora=LoraOptions(rank=8, alpha=8, modules_to_save=in_full),
     )
     return resources.estimate_needs(
         meta.model, num_shards=num_shards, optimizer="adamw", cpu_offload=cpu_offload, buffer_bytes=7, device=device
@@ -55,6 +57,10 @@ def test_needs_are_the_shards_with_what_training_adds() -> None:
     offloaded = _needs("qlora", CUDA, cpu_offload=True)
     assert offloaded.device == lora * 16 // 2
     assert offloaded.host == base // 2 + 7
+    # What trains in full beside the adapter is offloaded with its gradients and optimizer state, all in float32.
+    in_full = _needs("qlora", CUDA, cpu_offload=True, in_full=("embed_tokens", "lm_head"))
+    assert in_full.device == offloaded.device
+    assert in_full.host == (base + 2 * 1000 * 512 * (16 - 2)) // 2 + 7
     assert _needs("qlora", CPU, cpu_offload=False) == resources.Needs(0, int(base + lora * 16) // 2 + 7)
     full = _needs("full", CUDA, cpu_offload=True)
     assert full.device == 0 and full.host == (linears + rest) * 16 // 2 + 7

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.resuming import checkpoint, control
+from fsdp_qlora.resuming import checkpoint, control, train_state
 from fsdp_qlora.training import trainer
 from fsdp_qlora.training.optim import OPTIMIZERS, ShardedOptimizer
 from tests.tiny import on_ranks
@@ -104,6 +104,28 @@ def test_every_optimizer_goes_on_bit_by_bit_on_as_many_ranks_and_on_others_where
     for ranks, start in ((2, True), (2, False), (1, False), (3, False)):
         statuses, output = on_ranks(ranks, save_and_load, (tmp_path / "saved", start), tmp_path / f"logs{ranks}{start}")
         assert statuses == [0] * ranks, output
+
+
+def test_what_a_paged_optimizer_loads_lies_in_memory_that_it_can_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(8, 600, bias=False)
+    optimizer = ShardedOptimizer(model, "paged_adamw_8bit", lr=0.01, weight_decay=0.1)
+    paged = []
+
+    def get_state_buffer(local: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        paged.append(torch.zeros_like(local, dtype=dtype))
+        return paged[-1]
+
+    monkeypatch.setattr(optimizer.optimizer, "get_state_buffer", get_state_buffer)  # a real one needs a GPU
+    state = train_state.TrainState(model, optimizer, None, None, is_large=False)  # type: ignore[arg-type]
+    stored = {key: torch.randint(256, (600, 8)).to(torch.uint8) for key in ("state1", "state2")}
+    stored["absmax1"] = torch.rand(19)
+    for key, value in stored.items():
+        state._put(model.weight, key, {"is_on_device": key == "absmax1"}, value)
+    loaded = optimizer.state_of(model.weight)
+    assert len(paged) == 2 and loaded["state1"] is paged[0] and loaded["state2"] is paged[1]
+    assert all(torch.equal(loaded[key], value) and loaded[key] is not value for key, value in stored.items())
+    plain = ShardedOptimizer(model, "adamw_8bit", lr=0.01, weight_decay=0.1)
+    assert plain.paged_buffer(model.weight, "state1", torch.uint8) is None
 
 
 def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() -> None:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,21 @@ def cache_root(option: str) -> Path | None:
 
 
 def cache_key(
-    layers: Mapping[str, QuantizedWeight], checkpoint: Checkpoint, sources: Mapping[str, str], device: torch.device
+    layers: Mapping[str, QuantizedWeight], checkpoint: Checkpoint, sources: Mapping[str, str], kernels: Iterable[str]
 ) -> str:
     """The name of an entry: a hash of everything that decides its bytes.
 
     That is: the files (see `_file_identity`), which tensor goes into which layer, the layers' shapes and settings,
-    and what quantizes: the library's version and the device, since its kernels may round differently.
+    and what quantizes: the library's version and the devices, since their kernels may round differently.
+
+    Args:
+        kernels: `device_kernels` of each rank. Each quantizes its part, and all have to come to the same name.
     """
     origins = {weight: checkpoint.origins(sources[weight]) for weight in layers}
     files = sorted({file for tensors in origins.values() for file in tensors.values()})
     identity = {
         "format": FORMAT_VERSION,
-        "device": _kernels(device),
+        "device": ", ".join(sorted(set(kernels))),
         "files": [_file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
         "layers": [
             [weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings(), _stored(layer)]
@@ -62,7 +65,8 @@ def _stored(layer: QuantizedWeight) -> list[list[object]]:
     return [[suffix, str(stored.dtype), stored.shape] for suffix, stored in layer.stored_parameters().items()]
 
 
-def _kernels(device: torch.device) -> str:
+def device_kernels(device: torch.device) -> str:
+    """What this rank quantizes with."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"

@@ -156,11 +156,18 @@ def _sign() -> Path:
 
 
 def _is_fresh(sign: Path) -> bool:
-    """Whether a sign is this launch's. An earlier one may have used the same port; ranks start within minutes."""
+    """Whether a sign is this launch's. Launches may have the same name: torchrun's default port and run id are fixed.
+
+    What starts the ranks begins after an earlier launch has ended. Where it serves several, ranks start within minutes.
+    """
     try:
-        return sign.stat().st_mtime > psutil.Process().create_time() - 600
+        touched = sign.stat().st_mtime
     except OSError:
         return False
+    began = psutil.Process().create_time() - 600
+    with contextlib.suppress(psutil.Error):  # a parent that is not seen from here
+        began = max(began, psutil.Process(os.getppid()).create_time() - 1)
+    return touched > began
 
 
 def _remove_old_signs() -> None:

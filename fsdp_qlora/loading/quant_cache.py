@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed import Ranks, shard_size
+from fsdp_qlora.distributed import Ranks, gather_texts, shard_size
 from fsdp_qlora.loading.cache_entries import (
     CHECKSUMS,
     FORMAT_VERSION,
@@ -27,6 +27,7 @@ from fsdp_qlora.loading.cache_entries import (
     cache_key,
     cache_root,
     damaged,
+    device_kernels,
 )
 from fsdp_qlora.loading.cache_writer import EntryWriter, Unavailable, from_every_rank
 from fsdp_qlora.loading.model_files import Checkpoint
@@ -51,7 +52,8 @@ class QuantCache:
     ) -> None:
         self.checkpoint, self.sources, self.layers = checkpoint, sources, layers
         self.ranks, self.mesh = ranks, mesh
-        self.key = cache_key(layers, checkpoint, sources, ranks.device)
+        kernels = gather_texts(device_kernels(ranks.device), ranks.device)
+        self.key = cache_key(layers, checkpoint, sources, kernels)
         self.folder = root / self.key
 
     def load(self, load_weights: Callable[..., None]) -> None:

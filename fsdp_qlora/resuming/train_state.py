@@ -251,7 +251,11 @@ class TrainState:
             local.copy_(value)
             return
         if isinstance(value, torch.Tensor):
-            value = value.to(local.device if entry["is_on_device"] else "cpu", copy=True)
+            buffer = self.optimizer.paged_buffer(parameter, key, value.dtype)
+            if buffer is None:
+                value = value.to(local.device if entry["is_on_device"] else "cpu", copy=True)
+            else:
+                value = buffer.copy_(value)
         self.optimizer.state_of(parameter)[key] = value
 
 

@@ -4,7 +4,7 @@ Shapes: a local tensor is [rows, columns] of a matrix [R, columns], or [rows] of
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,14 +32,20 @@ class MatrixOptimizer(Optimizer):
         return self.whole.get(local, local).shape
 
     def _sum_over_ranks(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum each of `values` over the ranks that share the matrices, in one exchange."""
+        """Sum each of `values` over the ranks that share the matrices, in one exchange per device.
+
+        Offloaded parameters lie on the CPU, adapters on the GPU: in the same order on every rank.
+        """
         sharded = next((whole for whole in self.whole.values() if isinstance(whole, DTensor)), None)
         if sharded is None or not values:
             return values
-        flat = torch.cat([value.flatten() for value in values])
-        dist.all_reduce(flat, group=sharded.device_mesh["shard"].get_group())
-        parts = flat.split([value.numel() for value in values])
-        return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+        parts: dict[torch.device, Iterator[torch.Tensor]] = {}
+        for device in dict.fromkeys(value.device for value in values):
+            here = [value for value in values if value.device == device]
+            flat = torch.cat([value.flatten() for value in here])
+            dist.all_reduce(flat, group=sharded.device_mesh["shard"].get_group())
+            parts[device] = iter(flat.split([value.numel() for value in here]))
+        return [next(parts[value.device]).view(value.shape) for value in values]
 
 
 class Adafactor(MatrixOptimizer):

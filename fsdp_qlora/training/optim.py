@@ -45,6 +45,8 @@ OPTIMIZER_STATES: dict[str, float] = {
     **{"adafactor": 0, "muon": 1, "schedule_free_adamw": 2},
 }
 
+_PAGED_STATES = ("state1", "state2")  # of bitsandbytes' optimizers
+
 # name -> multiple of the peak learning rate at a progress in [0, 1] after the warm-up.
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
@@ -161,6 +163,16 @@ class ShardedOptimizer:
         """The optimizer's own values for one of the model's parameters, to read or to fill; empty before a step."""
         local = self._local_of.get(id(parameter))
         return {} if self.optimizer is None or local is None else self.optimizer.state[local]
+
+    def paged_buffer(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """New memory for one of a paged optimizer's states, of the local shape; None where it keeps no such memory.
+
+        It may be moved between GPU and host at any time, and counts as lying on the CPU.
+        """
+        if key not in _PAGED_STATES or not getattr(self.optimizer, "is_paged", False):
+            return None
+        buffer: torch.Tensor = self.optimizer.get_state_buffer(self._local_of[id(parameter)], dtype=dtype)  # type: ignore[union-attr]
+        return buffer
 
     @property
     def stored_as(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.redact import HIDDEN, redact, redact_values
+from fsdp_qlora.redact import HIDDEN, _secrets, redact, redact_values
 from tests.tiny import flags, make_model, make_rows, on_ranks, write_rows
 
 IN_ENVIRONMENT, IN_URL = "canary-of-the-environment", "canary-of-a-url"
@@ -78,5 +78,35 @@ def test_known_forms_are_hidden_and_common_words_are_not(monkeypatch: pytest.Mon
     )
     values = {"a": [f"-{token}-", 1, None], "b": ("x", {"c": token})}
     assert redact_values(values) == {"a": [f"-{HIDDEN}-", 1, None], "b": ("x", {"c": HIDDEN})}
-    for text in ("tokenizer.json", "hf_hub", "a@b.c", "https://huggingface.co/owner/name@main", "git@host:owner/name"):
+    common = ("tokenizer.json", "hf_hub", "a@b.c", "https://huggingface.co/owner/name@main", "git@host:owner/name")
+    for text in (*common, "tokens=5, tokenizer=x, bypass=1, sorted(rows, key=len)", "s3,provider=AWS,region=eu:bucket"):
         assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("rclone::s3,secret_access_key=a/b+c=,region=eu:bucket", "rclone::s3,secret_access_key=S,region=eu:bucket"),
+        (":sftp,host=h,pass=abc:folder", ":sftp,host=h,pass=S:folder"),
+        (":b2,account=a,key=abc:folder", ":b2,account=a,key=S:folder"),
+        (""":drive,token='{"access_token":"a","expiry":"b:c"}':folder""", ":drive,token=S:folder"),
+        ("https://x/rows.jsonl?token=abc&rows=3", "https://x/rows.jsonl?token=S&rows=3"),
+        (
+            "https://x/a?X-Amz-Security-Token=a%2F&X-Amz-Signature=b",
+            "https://x/a?X-Amz-Security-Token=S&X-Amz-Signature=S",
+        ),
+        ("https://x/a?api_key=abc https://x/b?AWSAccessKeyId=b", "https://x/a?api_key=S https://x/b?AWSAccessKeyId=S"),
+    ],
+)
+def test_a_secret_by_its_name_in_a_remote_or_a_query_is_hidden(text: str, hidden: str) -> None:
+    assert redact(text) == hidden.replace("=S", f"={HIDDEN}") == redact(redact(text))
+
+
+def test_the_password_in_a_variable_of_rclone_s_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RCLONE_CONFIG_STORE_PASS", "canary-of-rclone")
+    monkeypatch.setenv("GIT_ASKPASS", "not-a-password")
+    _secrets.cache_clear()
+    try:
+        assert redact("a canary-of-rclone, not-a-password") == f"a {HIDDEN}, not-a-password"
+    finally:
+        _secrets.cache_clear()
