@@ -125,8 +125,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
         files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
-        export.prepare_output_dir(output_dir, files, keep_run=not start.is_new)
-        run_folder.write_atomically(output_dir / run_folder.RUN, {**about, "run_id": start.run_id})
+        export.prepare_output_dir(output_dir, files, about=about, keep_run=not start.is_new)
 
     status = Status(
         output_dir,
