@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -22,9 +23,10 @@ from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.flush import flush
 from fsdp_qlora.loading.model_files import Checkpoint
 from fsdp_qlora.loading.packed_files import Form, PackedFiles
+from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
-from fsdp_qlora.resuming.run_folder import CHECKPOINTS, LOCK
+from fsdp_qlora.resuming.run_folder import CHECKPOINTS, FETCHED, LOCK, RUN, STATUS, write_atomically
 from fsdp_qlora.resuming.saving import delete_oldest, is_full
 
 log = logging.getLogger("fsdp_qlora")
@@ -35,8 +37,10 @@ _RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*",
-    "checkpoints",
+    "checkpoints", FETCHED,
 )  # fmt: skip
+# What a start that was killed before it had written run.json may leave: nobody's results.
+_LEFTOVERS = {LOCK, ".saving", FETCHED, f".{RUN}.partial"}
 
 
 def check_output_dir(output_dir: Path, *, overwrite: bool) -> None:
@@ -50,7 +54,10 @@ def check_output_dir(output_dir: Path, *, overwrite: bool) -> None:
         raise UserError(f"output_dir {output_dir}: {existing} is a file. Give another folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir {output_dir}: {existing} is not writable. Give another folder.")
-    is_used = output_dir.is_dir() and any(path.name != LOCK for path in output_dir.iterdir())
+    names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
+    # While a run is moved in from its mirror, these are copies of what is there.
+    moving = {CHECKPOINTS, METRICS_FILE, STATUS} if FETCHED in names and RUN not in names else set()
+    is_used = bool(names - _LEFTOVERS - moving)
     if is_used and not overwrite:
         raise UserError(
             f"output_dir {output_dir} is not empty: it may hold the results of another run. Give another folder, "
@@ -68,10 +75,13 @@ def check_keeps_model(output_dir: Path, model_folder: Path) -> None:
         raise UserError(f"output_dir {output_dir} is the folder of the model itself. Give another folder.")
 
 
-def prepare_output_dir(output_dir: Path, files: Mapping[str, str], *, keep_run: bool = False) -> None:
+def prepare_output_dir(
+    output_dir: Path, files: Mapping[str, str], *, about: Mapping[str, Any], keep_run: bool = False
+) -> None:
     """Make the folder, remove an earlier run's results from it, and leave `files` (name -> text) in it. Rank 0 only.
 
     Args:
+        about: what the run is, for run.json, which comes first: with it the folder is this run's.
         keep_run: nothing is removed, since the run in the folder goes on.
 
     Called when the model is loaded and verified: a run that cannot start takes nothing away.
@@ -83,6 +93,10 @@ def prepare_output_dir(output_dir: Path, files: Mapping[str, str], *, keep_run: 
     for pattern in () if keep_run else _RUN_FILES:
         for path in output_dir.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    try:
+        write_atomically(output_dir / RUN, about)
+    except OSError as error:
+        raise UserError(f"output_dir {output_dir} cannot be written: {error}") from error
     publish(output_dir, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
 
 

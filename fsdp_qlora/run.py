@@ -125,8 +125,8 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
         files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
-        export.prepare_output_dir(output_dir, files, keep_run=not start.is_new)
-        run_folder.write_atomically(output_dir / run_folder.RUN, {**about, "run_id": start.run_id})
+        stored = {**about, "started_from": config.resume}
+        export.prepare_output_dir(output_dir, files, about=stored, keep_run=not start.is_new)
 
     status = Status(
         output_dir,
@@ -162,6 +162,13 @@ def check_output_dir(config: TrainConfig, output_dir: Path, ranks: Ranks) -> Non
     """Refuse a folder that holds something else than this run, as far as the options tell."""
     goes_on = config.resume == "auto" and resume.is_run(output_dir)
     goes_on |= config.resume not in ("auto", "off") and resume.is_of(output_dir, Path(config.resume).expanduser())
+    goes_on |= resume.goes_on_by_itself(
+        output_dir,
+        resolved_options(config),
+        resume=config.resume,
+        world_size=ranks.world_size,
+        is_unattended=restarts.is_unattended(),
+    )
     export.check_output_dir(output_dir, overwrite=config.overwrite_output_dir or goes_on)
     resume.check_options(
         output_dir,

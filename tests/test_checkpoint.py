@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_qlora import export
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.resuming import checkpoint, run_folder
 from fsdp_qlora.resuming.saving import best_step, delete_oldest
@@ -47,3 +48,25 @@ def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Pat
             pass
         assert folder.is_dir()
     assert not (tmp_path / "a").exists()
+
+
+def test_what_a_start_killed_before_its_first_file_leaves_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(export, "publish", die)
+        export.prepare_output_dir(out, {"config.yaml": "x"}, about={"run_id": "abc"})
+    assert [path.name for path in out.iterdir()] == [run_folder.RUN]  # from here on, the same run is gone on with
+    (out / run_folder.RUN).rename(out / ".run.json.partial")
+    for name in (".saving", run_folder.FETCHED):
+        (out / name).mkdir()
+    make(out / run_folder.CHECKPOINTS, 1)  # moved from the mirror's
+    export.check_output_dir(out, overwrite=False)
+    (out / run_folder.FETCHED).rmdir()
+    with pytest.raises(UserError, match="is not empty"):
+        export.check_output_dir(out, overwrite=False)

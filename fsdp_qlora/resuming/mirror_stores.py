@@ -19,9 +19,8 @@ from fsdp_qlora.flush import flush
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.redact import redact
 from fsdp_qlora.resuming import checkpoint
-from fsdp_qlora.resuming.run_folder import CHECKPOINTS, RUN, STATUS, read_json, write_atomically
+from fsdp_qlora.resuming.run_folder import CHECKPOINTS, FETCHED, RUN, STATUS, read_json, write_atomically
 
-_FETCHED = ".from_mirror"
 # A remote that does not answer must not hold up the end of a run.
 _RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
 
@@ -75,7 +74,9 @@ class FolderStore:
         copy_run(output_dir, self.folder)
 
     def fetch(self, output_dir: Path) -> None:
-        copy_run(self.folder, output_dir)
+        partial = output_dir / FETCHED
+        copy_run(self.folder, partial)
+        _move_run(partial, output_dir)
 
     def forget(self) -> None:
         shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
@@ -112,7 +113,7 @@ class RcloneStore:
             self._rclone("purge", self._at(CHECKPOINTS, name))
 
     def fetch(self, output_dir: Path) -> None:
-        partial = output_dir / _FETCHED
+        partial = output_dir / FETCHED
         shutil.rmtree(partial, ignore_errors=True)
         self._rclone("copy", "--exclude", f"/{CHECKPOINTS}/**", self.remote, str(partial))
         for name in self._steps():
@@ -178,7 +179,7 @@ class HubStore:
                 raise _as_os_error(error) from error
 
     def fetch(self, output_dir: Path) -> None:
-        partial = output_dir / _FETCHED
+        partial = output_dir / FETCHED
         shutil.rmtree(partial, ignore_errors=True)
         try:
             snapshot_download(self.repo, local_dir=partial)
@@ -224,7 +225,9 @@ def _move_run(fetched: Path, output_dir: Path) -> None:
     """Put what has been fetched whole in its place; run.json, which makes the folder a run's, last."""
     (output_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     for folder in checkpoint.published(fetched / CHECKPOINTS).values():
-        folder.rename(output_dir / CHECKPOINTS / folder.name)
+        target = output_dir / CHECKPOINTS / folder.name
+        shutil.rmtree(target, ignore_errors=True)  # moved before, by a start that was killed meanwhile
+        folder.rename(target)
     for name in (METRICS_FILE, STATUS, RUN):
         if (fetched / name).is_file():
             (fetched / name).replace(output_dir / name)

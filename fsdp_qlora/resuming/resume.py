@@ -11,6 +11,7 @@ from typing import Any
 
 from fsdp_qlora.distributed import Ranks, gather_texts
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
+from fsdp_qlora.redact import redact
 from fsdp_qlora.resuming import checkpoint
 from fsdp_qlora.resuming.checkpoint import DamagedCheckpoint
 from fsdp_qlora.resuming.mirror_stores import Store
@@ -76,6 +77,23 @@ def is_of(output_dir: Path, path: Path) -> bool:
     return is_run(output_dir) and output_dir.resolve() in (path.resolve(), *path.resolve().parents)
 
 
+def goes_on_by_itself(
+    output_dir: Path, options: Mapping[str, Any], *, resume: str, world_size: int, is_unattended: bool
+) -> bool:
+    """Whether a start from elsewhere, or from zero, has been made already, and this one repeats it after its death.
+
+    What was asked for then is done; it now goes on as with auto. An earlier attempt may have died before it wrote its
+    own run.json, so the folder tells, and not the number of the restart.
+    """
+    stored = read_json(output_dir / RUN)
+    return (
+        resume != "auto"
+        and is_unattended
+        and stored.get("started_from") == redact(resume)
+        and not _different_options(stored, options, world_size)
+    )
+
+
 def check_options(
     output_dir: Path, options: Mapping[str, Any], *, resume: str, overwrite: bool, world_size: int
 ) -> None:
@@ -107,7 +125,7 @@ def choose_start(
         about: this run's options, facts (see _FACTS), world_size and global_batch_size.
         resume: auto, off, or a checkpoint's or run's folder.
         overwrite: whether a run that is finished or another one may be replaced.
-        is_unattended: refuse another start after several without progress.
+        is_unattended: refuse another start after several without progress, and repeat no `resume` that was followed.
         mirror: holds copies, from which an empty output_dir is filled.
     Raises:
         UserError: the run in the folder is another one, or none of its checkpoints is whole.
@@ -115,6 +133,16 @@ def choose_start(
     """
 
     def decide() -> Start:
+        if goes_on_by_itself(
+            output_dir,
+            about["options"],
+            resume=resume,
+            world_size=about["world_size"],
+            is_unattended=is_unattended,
+        ):
+            log.info("--resume %s has been followed before this restart: the run in %s goes on.", resume, output_dir)
+            origin = None if resume == "off" else Path(resume).expanduser()
+            return _from_output_dir(output_dir, about, overwrite=False, is_unattended=True, origin=origin)
         if resume == "off":
             return Start(secrets.token_hex(4))
         if resume != "auto":
@@ -188,7 +216,10 @@ def _fill_from_mirror(
     mirror.fetch(output_dir)
 
 
-def _from_output_dir(output_dir: Path, about: Mapping[str, Any], *, overwrite: bool, is_unattended: bool) -> Start:
+def _from_output_dir(
+    output_dir: Path, about: Mapping[str, Any], *, overwrite: bool, is_unattended: bool, origin: Path | None = None
+) -> Start:
+    """Go on with the folder's run. origin: where it was begun, for as long as it has no checkpoint of its own."""
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
     stored = read_json(output_dir / RUN)
@@ -207,7 +238,9 @@ def _from_output_dir(output_dir: Path, about: Mapping[str, Any], *, overwrite: b
     checkpoint.remove_leftovers(root)
     start = _newest_whole(root, about)
     status = read_json(output_dir / STATUS)
-    if start is None:
+    if start is None and origin is not None:
+        start = dataclasses.replace(_from_path(origin, output_dir, about), run_id=stored["run_id"])
+    elif start is None:
         start = Start(stored["run_id"], global_batch_size=stored["global_batch_size"])
         log.info("Resuming: the run in %s has no checkpoint yet, so it starts at its beginning.", output_dir)
     deaths = 0

@@ -19,6 +19,7 @@ log = logging.getLogger("fsdp_qlora")
 
 CHECKPOINTS = "checkpoints"
 LOCK, RUN, STATUS = ".lock", "run.json", "status.json"
+FETCHED = ".from_mirror"  # what is on its way here from a mirror
 _SECONDS_BETWEEN = 10.0
 
 

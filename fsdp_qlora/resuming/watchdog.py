@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.errors import ENDINGS
+from fsdp_qlora.errors import ENDINGS, RunStopped
 
 _ABORT = "abort"
+_GOODBYE = b"done"
 _POLL_SECONDS = 0.5
 _PULSE_SECONDS = 2.0  # between signs of life
 _SILENT_SECONDS = 30.0  # without one, after which a rank is taken for dead: NCCL alone would wait for many minutes
@@ -75,13 +76,22 @@ class Watchdog:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         self.heartbeat.beat(self.heartbeat.step, PHASES[0])
+        self._pulse_at = self._heard_at = time.monotonic()
+        self._tell(str(self._pulse_at))
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
+        is_agreed = False  # that this rank's training ends; else its silence shall end the others
         try:
             yield
+            is_agreed = True
+        except RunStopped:
+            is_agreed = True
+            raise
         finally:
             self._stopped.set()
             thread.join(5)
+            if is_agreed:
+                self._tell(_GOODBYE.decode())
 
     def end_others(self, reason: str) -> None:
         """Let all other ranks end quietly: this one is about to say why. Where another was first, this one does."""
@@ -104,6 +114,10 @@ class Watchdog:
                 yield
             except Exception:
                 self.store = dist.HashStore()  # empty, and nobody else's
+
+    def _tell(self, sign: str) -> None:
+        with self._talking():
+            self.store.set(f"alive/{self.ranks.rank}", sign)
 
     def _watch(self) -> None:
         looked_at = time.monotonic()
@@ -128,16 +142,21 @@ class Watchdog:
             os._exit(ENDINGS["failed"].exit_code)
 
     def _neighbour_lives(self) -> bool:
-        """Give a sign of life every few seconds, and look for the neighbour's."""
+        """Give a sign of life every few seconds, and look for the neighbour's.
+
+        Silence counts from the first sign, since a rank may read its checkpoint for long, to the goodbye.
+        """
         now = time.monotonic()
         if now - self._pulse_at > _PULSE_SECONDS:
             self._pulse_at = now
+            self._tell(str(now))
             with self._talking():
-                self.store.set(f"alive/{self.ranks.rank}", str(now))
                 if self.store.check([f"alive/{self._neighbour}"]):
                     heard = self.store.get(f"alive/{self._neighbour}")
                     if heard != self._heard:
                         self._heard, self._heard_at = heard, now
+        if self._heard in (b"", _GOODBYE):
+            self._heard_at = now
         return now - self._heard_at < _SILENT_SECONDS
 
     def _end_alone(self) -> None:

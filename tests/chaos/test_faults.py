@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora.resuming import checkpoint
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.resuming import checkpoint, watchdog
 from fsdp_qlora.resuming.progress import spike
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, adapter, ended, numbers, run, status, wait_for
@@ -282,6 +283,38 @@ def try_longest() -> None:
         original(trainer, data, *args, **kwargs)  # type: ignore[arg-type]
 
     module.train = train
+
+
+def test_silence_counts_from_the_first_sign_of_life_to_the_goodbye(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("_POLL_SECONDS", 0.01), ("_PULSE_SECONDS", 0.02), ("_SILENT_SECONDS", 0.2)):
+        monkeypatch.setattr(watchdog, name, seconds)
+    alone: list[int] = []
+    monkeypatch.setattr(watchdog.Watchdog, "_end_alone", lambda self: alone.append(self.ranks.rank))
+
+    def both() -> list[watchdog.Watchdog]:
+        store, options = torch.distributed.HashStore(), {"hang_minutes": 0, "output_dir": tmp_path}
+        ranks = [Ranks(rank, rank, 2, 2, torch.device("cpu")) for rank in range(2)]
+        return [
+            watchdog.Watchdog(watchdog.Heartbeat(), store, rank, on_end=lambda *_: None, **options)  # type: ignore[arg-type]
+            for rank in ranks
+        ]
+
+    first, second = both()
+    time.sleep(0.3)  # a checkpoint is read
+    with first.watching():
+        time.sleep(0.3)  # the other still reads its own
+        with second.watching():
+            time.sleep(0.3)
+        time.sleep(0.3)  # and has ended before
+    assert not alone
+    first, second = both()
+    with first.watching():
+        with pytest.raises(KeyError), second.watching():
+            raise KeyError
+        wait_for(lambda: alone, seconds=5)
+    assert set(alone) == {0}
 
 
 def test_trying_the_longest_rows_first_changes_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Mirrors on rclone and on the hub: what is there after each update, and what a new box gets from it."""
 
+import functools
 import json
 import os
 import shutil
@@ -12,9 +13,10 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.export import check_output_dir
 from fsdp_qlora.resuming import checkpoint, mirror_stores
 from fsdp_qlora.resuming.mirror_stores import Store, open_store
-from fsdp_qlora.resuming.run_folder import CHECKPOINTS
+from fsdp_qlora.resuming.run_folder import CHECKPOINTS, FETCHED
 
 # The commands of rclone that are used, on folders, for machines that do not have it.
 RCLONE = f"""#!{sys.executable}
@@ -151,6 +153,29 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
     ]
     store.forget()
     assert not list((there / CHECKPOINTS).glob("*"))
+
+
+def test_a_fetch_that_was_killed_is_made_whole_by_the_next(
+    add_step: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        add_step(step)
+    store, box = open_store(str(tmp_path / "run")), tmp_path / "box"
+    for place in (FETCHED + "/run.json", "metrics.jsonl"):  # while it is copied, and while it is moved
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Path, "replace", functools.partialmethod(_die_before, box / place, Path.replace))
+            store.fetch(box)
+        assert not (box / "run.json").exists()
+        check_output_dir(box, overwrite=False)
+    store.fetch(box)
+    assert list(checkpoint.published(box / CHECKPOINTS))[-1] == 2
+    assert sorted(path.name for path in box.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json", "status.json"]
+
+
+def _die_before(self: Path, place: Path, original: Callable[..., Path], target: Path) -> Path:
+    if target == place:
+        raise KeyboardInterrupt
+    return original(self, target)
 
 
 def test_a_mirror_that_cannot_be_is_refused_and_one_out_of_reach_says_why(

@@ -1,0 +1,69 @@
+"""Where a run begins, as decided from what is in its folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_qlora import export
+from fsdp_qlora.distributed import read_ranks
+from fsdp_qlora.resuming import checkpoint, resume, run_folder
+from fsdp_qlora.resuming.resume import Start
+
+OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
+ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(resume._FACTS, "x")}
+ABOUT |= {"world_size": 1, "global_batch_size": 1}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no process group to tell."""
+    monkeypatch.setattr(resume, "gather_texts", lambda text, device: [text])
+
+
+def add_step(run: Path, step: int, run_id: str) -> Path:
+    root = run / run_folder.CHECKPOINTS
+    staging = checkpoint.staging_folder(root, step)
+    staging.mkdir(parents=True)
+    state = {"about": {**ABOUT, "run_id": run_id}, "progress": {"step": step}, "tensors": {}}
+    record = checkpoint.write_json(staging / checkpoint.STATE, state)
+    checkpoint.publish(staging, checkpoint.step_folder(root, step), {checkpoint.STATE: record})
+    return checkpoint.step_folder(root, step)
+
+
+def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = False, **options: Any) -> Start:
+    """Decide as a start does, and leave what it leaves when it is killed in its first step."""
+    asked: dict[str, Any] = {"resume": str(resume_from), "is_unattended": unattended}
+    start = resume.choose_start(out, ABOUT, read_ranks(), **asked, **{"overwrite": False, **options})
+    about = {**ABOUT, "run_id": start.run_id, "started_from": str(resume_from)}
+    export.prepare_output_dir(out, {}, about=about, keep_run=not start.is_new)
+    status = {"state": "running", "start_step": start.step, "deaths": start.deaths, "seconds": start.used_seconds + 60}
+    run_folder.write_atomically(out / run_folder.STATUS, status)
+    return start
+
+
+def test_a_restart_does_not_begin_from_elsewhere_again(tmp_path: Path) -> None:
+    out, other = tmp_path / "out", add_step(tmp_path / "other", 5, "other")
+    first = begin(out, resume_from=other)
+    again = begin(out, resume_from=other, unattended=True)  # it has no checkpoint of its own yet
+    assert (first.step, again.step, again.folder) == (5, 5, str(other))
+    assert again.run_id == first.run_id != "other" and again.deaths == 1
+    add_step(out, 7, first.run_id)
+    assert begin(out, resume_from=other, unattended=True).step == 7
+    assert begin(out, resume_from=other).run_id not in (first.run_id, "other")  # a person asks for it
+
+
+def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero_again(tmp_path: Path) -> None:
+    out, root = tmp_path / "out", tmp_path / "out" / run_folder.CHECKPOINTS
+    run_id = begin(out).run_id
+    earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
+    assert begin(out, resume_from=earlier, unattended=True).step == 1  # nobody has followed it yet
+    add_step(out, 3, run_id)
+    checkpoint.remove(earlier)
+    assert begin(out, resume_from=earlier, unattended=True).step == 3
+    assert list(checkpoint.published(root)) == [3]
+    new = begin(out, resume_from="off", unattended=True, overwrite=True)
+    assert new.step == 0 and new.run_id != run_id and not root.exists()
+    add_step(out, 4, new.run_id)
+    again = begin(out, resume_from="off", unattended=True, overwrite=True)
+    assert (again.step, again.run_id, list(checkpoint.published(root))) == (4, new.run_id, [4])
