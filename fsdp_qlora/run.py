@@ -270,6 +270,8 @@ def train_and_save(
 ) -> dict[str, float]:
     """Run the steps that are left and save the result; returns the run's summary."""
     model, schedule, output_dir = plan.meta.model, plan.schedule, Path(config.output_dir)
+    # An adapter alone is small enough to add up its gradients unsharded and gather its state; whole modules are not.
+    is_large = not plan.train_type.has_adapter or bool(config.modules_to_save)
     optimizer = ShardedOptimizer(
         model,
         config.optimizer,
@@ -286,8 +288,7 @@ def train_and_save(
         precision=plan.precision,
         num_replicas=ranks.world_size // plan.num_shards,
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
-        # Gradients of an adapter are small enough to add up unsharded; a whole model's or module's are not.
-        sync_every_micro_batch=not plan.train_type.has_adapter or bool(config.modules_to_save),
+        sync_every_micro_batch=is_large,
         # No token sees the padding, so any id in the vocabulary will do; a pad token may be outside of it.
         pad_token_id=plan.tokenizer.eos_token_id,
         on_nonfinite=config.on_nonfinite,
@@ -299,7 +300,7 @@ def train_and_save(
         optimizer,
         mesh,
         ranks,
-        is_large=not plan.train_type.has_adapter,
+        is_large=is_large,
         beat=lambda: watchdog.heartbeat.beat(watchdog.heartbeat.step, "save"),
     )
     if start.folder:

@@ -351,6 +351,8 @@ def test_embeddings_and_head_train_in_full_beside_the_adapter_as_pefts(models: M
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
     theirs = get_peft_model_state_dict(trained)
     assert saved.keys() == theirs.keys() and len(saved) == 2 + 2 * 14
+    # In a checkpoint each rank has written its own rows: whole modules are not gathered for it.
+    assert len(list((tmp_path / "out" / "checkpoints").glob("step_000010/state_*.safetensors"))) == 2
     logits = load_file(tmp_path / "logits.safetensors")["logits"]
     assert (logits_of(load_adapter(base, tmp_path / "out")) - logits).abs().max() < 1e-4
 
@@ -433,6 +435,17 @@ def test_a_small_change_of_the_magnitude_is_seen_in_bf16() -> None:
     with torch.no_grad():
         layer.lora.magnitude.weight.mul_(1 + 2**-10)  # a quarter of what bf16 tells from 1
     assert before.dtype == torch.bfloat16 and (layer(x) != before).float().mean() > 0.1
+
+
+def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
+    _, layer = peft_layer_and_ours(dropout=0.0, dtype=torch.float32)
+    product = layer.lora.lora_A.weight @ layer.base_layer.weight.T
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = layer.lora._scale(product, None)
+    assert torch.equal(under_autocast, layer.lora._scale(product, None))
+    changed = layer.base_layer.weight + layer.lora.scaling * layer.lora.lora_B.weight @ layer.lora.lora_A.weight
+    norm = torch.linalg.vector_norm(changed, dim=1)
+    assert torch.allclose(under_autocast, layer.lora.magnitude.weight / norm, rtol=1e-5)
 
 
 # --- bad input -----------------------------------------------------------------------------------------

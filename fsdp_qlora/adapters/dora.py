@@ -89,7 +89,8 @@ class DoraAdapter(LoraAdapter):
             product: A W^T + b, [rank, out].
         """
         magnitude, row_squares = self.magnitude()
-        with torch.no_grad():
+        # Autocast would multiply in 16 bits what is converted to float32 here.
+        with torch.no_grad(), torch.autocast(product.device.type, enabled=False):
             lora_A, lora_B = self.lora_A.weight.float(), self.lora_B.weight.float()
             product = (product if bias is None else product - bias).float()
             with_update = 2 * self.scaling * product.T + self.scaling**2 * torch.mm(lora_B, torch.mm(lora_A, lora_A.T))
