@@ -59,7 +59,8 @@ def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero
     out, root = tmp_path / "out", tmp_path / "out" / run_folder.CHECKPOINTS
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
-    assert begin(out, resume_from=earlier, unattended=True).step == 1  # nobody has followed it yet
+    first = begin(out, resume_from=earlier, unattended=True)
+    assert (first.step, first.used_seconds) == (1, 60)  # nobody has followed it yet; the budget is the run's
     add_step(out, 3, run_id)
     checkpoint.remove(earlier)
     assert begin(out, resume_from=earlier, unattended=True).step == 3

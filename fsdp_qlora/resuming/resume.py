@@ -272,8 +272,12 @@ def _from_output_dir(
         ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
         write_atomically(output_dir / STATUS, {**status, **ending})
         raise RunStopped("no_progress", message)
-    used = {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
-    return dataclasses.replace(start, deaths=deaths, **used)
+    return dataclasses.replace(start, deaths=deaths, **_used(status))
+
+
+def _used(status: Mapping[str, Any]) -> dict[str, Any]:
+    """What earlier starts in this folder have used of the budget."""
+    return {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
 
 
 def _from_path(path: Path, output_dir: Path, about: Mapping[str, Any]) -> Start:
@@ -299,7 +303,7 @@ def _from_path(path: Path, output_dir: Path, about: Mapping[str, Any]) -> Start:
     for step, folder in checkpoint.published(output_dir / CHECKPOINTS).items():
         if step > start.step:
             log.warning("Checkpoint %s is later than the one to start from: set aside.", checkpoint.set_aside(folder))
-    return start
+    return dataclasses.replace(start, **_used(read_json(output_dir / STATUS)))
 
 
 def _newest_whole(root: Path, about: Mapping[str, Any]) -> Start | None:

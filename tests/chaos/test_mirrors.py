@@ -155,6 +155,10 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
     assert sorted(path.name for path in (tmp_path / "box").iterdir()) == [
         *("checkpoints", "metrics.jsonl", "run.json", "status.json"),
     ]
+    if isinstance(store, mirror_stores.RcloneStore):
+        (there / "run.json").write_text('{"run_id"')
+        with pytest.raises(OSError, match=r"run\.json there cannot be read"):
+            store.run()
     store.forget()
     assert not list((there / CHECKPOINTS).glob("*"))
 
