@@ -24,9 +24,6 @@ def main(argv: list[str]) -> int:
     try:
         config = parse_train_config(argv)
         if not config.dry_run and (relaunched := relaunch_if_needed(config, argv)) is not None:
-            for ending in ENDINGS.values():
-                if ending.exit_code == relaunched:
-                    restarts.note_end(ending, "see its message")
             return relaunched
         sys.argv = redact_values(sys.argv)  # wandb keeps a copy
         # Imported here so that --help and wrong options answer at once.

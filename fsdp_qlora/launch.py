@@ -14,13 +14,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.config import TrainConfig
 from fsdp_qlora.errors import ENDINGS, UserError
-from fsdp_qlora.resuming.restarts import AUTO_RESTART, is_restart
+from fsdp_qlora.resuming.restarts import AUTO_RESTART, NOTE_FILE, is_restart, pass_on
 
 if TYPE_CHECKING:  # torch is imported where it is needed: --help and bad options should not wait for it
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -173,8 +173,7 @@ def _run_workers(processes: int, argv: list[str], *, master_addr: str, master_po
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    _prepare_environment()
-    with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder:
+    with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
         launch = _launch_config(processes, master_addr=master_addr, master_port=master_port, folder=folder)
         try:
             elastic_launch(launch, sys.executable)("-u", str(Path(sys.argv[0]).absolute()), *argv)
@@ -184,6 +183,20 @@ def _run_workers(processes: int, argv: list[str], *, master_addr: str, master_po
             print(f"Stopped by {error.sigval.name}; all processes have ended.", file=sys.stderr, flush=True)
             return _STATUS_OF_SIGNAL.get(error.sigval, 128 + error.sigval)
     return 0
+
+
+@contextlib.contextmanager
+def _environment_of_launcher(folder: str) -> Iterator[None]:
+    """Prepare the environment for the workers; then give it back, and an outer torchrun learns of a final end."""
+    before, note = dict(os.environ), Path(folder) / "end.json"
+    try:
+        _prepare_environment()
+        os.environ[NOTE_FILE] = str(note)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        pass_on(note)
 
 
 def _launch_config(processes: int, *, master_addr: str, master_port: int, folder: str) -> "LaunchConfig":

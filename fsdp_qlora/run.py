@@ -351,36 +351,40 @@ def train_and_save(
             on_saved=mirror.copy_later,
             saved_step=start.step if start.folder and not start.is_new else -1,
         )
-        with control.catching_signals(), contextlib.closing(mirror), watchdog.watching():
-            if ranks.device.type == "cuda":
-                trainer.try_longest(plan.data.train_rows)
-            train(
-                trainer,
-                plan.data,
-                metrics,
-                progress,
-                saver if config.save_model else None,
-                learning_rate=functools.partial(
-                    learning_rate,
-                    peak=config.learning_rate,
-                    schedule=config.lr_scheduler,
-                    warmup_steps=plan.warmup_steps,
-                    total_steps=schedule.total_steps,
-                ),
-                eval_steps=config.eval_steps,
-                profiler=profiler,
-                memory=memory,
-                on_step=lambda progress: status.keep(
-                    step=progress.step,
-                    saved_step=saver.saved_step,
-                    seconds=control.used_seconds(),
-                    reserve_seconds=control.reserve_seconds(),
-                ),
-            )
-        profiler.close()
-        if config.save_model:
-            with trainer.optimizer.averaged():
-                save(config, ranks, plan)
+        if start.folder and not start.is_new:
+            mirror.copy_later(Path(start.folder))  # a kill may have come before its copy
+        # Rank 0 waits for the last copy when the others need it no more.
+        with control.catching_signals(), contextlib.closing(mirror):
+            with watchdog.watching():
+                if ranks.device.type == "cuda":
+                    trainer.try_longest(plan.data.train_rows)
+                train(
+                    trainer,
+                    plan.data,
+                    metrics,
+                    progress,
+                    saver if config.save_model else None,
+                    learning_rate=functools.partial(
+                        learning_rate,
+                        peak=config.learning_rate,
+                        schedule=config.lr_scheduler,
+                        warmup_steps=plan.warmup_steps,
+                        total_steps=schedule.total_steps,
+                    ),
+                    eval_steps=config.eval_steps,
+                    profiler=profiler,
+                    memory=memory,
+                    on_step=lambda progress: status.keep(
+                        step=progress.step,
+                        saved_step=saver.saved_step,
+                        seconds=control.used_seconds(),
+                        reserve_seconds=control.reserve_seconds(),
+                    ),
+                )
+            profiler.close()
+            if config.save_model:
+                with trainer.optimizer.averaged():
+                    save(config, ranks, plan)
         summary = progress.summary()
         metrics.summary(summary)
     return summary

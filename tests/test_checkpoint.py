@@ -1,5 +1,6 @@
 """Folders of checkpoints: what is published stays as it is, and which one goes first."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,19 @@ def test_a_published_step_is_never_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_000005"]
 
 
-def test_room_is_made_by_what_is_needed_least_and_the_newest_stays(tmp_path: Path) -> None:
+def test_room_is_made_by_what_is_needed_least_and_the_newest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step, loss in ((1, None), (2, 1.5), (3, 2.0), (1_000_000, None)):
         make(tmp_path, step, loss)
     checkpoint.set_aside(make(tmp_path, 1_000_001))
     assert best_step(checkpoint.published(tmp_path)) == 2
-    freed = [delete_oldest(tmp_path) for _ in range(5)]
+    freed = [delete_oldest(tmp_path) for _ in range(2)]
+    checkpoint.set_aside(make(tmp_path, 1_000_001))
+    with monkeypatch.context() as patch:  # one that cannot be deleted gives no room
+        rmtree = shutil.rmtree
+        patch.setattr(shutil, "rmtree", lambda path, **how: path.name.endswith(".set_aside") or rmtree(path, **how))
+        freed += [delete_oldest(tmp_path) for _ in range(3)]
     assert freed == ["step_1000001.set_aside", "step_000001", "step_000003", "step_000002", None]
     checkpoint.verify(tmp_path / "step_1000000")
 

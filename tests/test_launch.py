@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_qlora import launch
 from fsdp_qlora.config import TrainConfig
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import ENDINGS, UserError
 from fsdp_qlora.launch import is_from_an_agent
+from fsdp_qlora.resuming import restarts
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -161,6 +164,28 @@ def test_more_processes_than_gpus_and_a_foreign_address_are_refused(monkeypatch)
         launch.relaunch_if_needed(TrainConfig(world_size=4), [])
     with pytest.raises(UserError, match=r"192\.0\.2\.1.*cannot meet there"):
         launch.relaunch_if_needed(TrainConfig(world_size=2, master_addr="192.0.2.1"), [])
+
+
+def test_a_final_end_of_a_launchers_workers_keeps_torchrun_from_restarting_it(monkeypatch):
+    for name in filter(is_from_an_agent, list(os.environ)):
+        monkeypatch.delenv(name)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in (torchrun | {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_RUN_ID": 1}).items():
+        monkeypatch.setenv(name, str(value))
+
+    def fail(*_):
+        assert not list(filter(is_from_an_agent, os.environ))
+        for reason in (message, "the connection was lost"):  # of two ranks
+            restarts.note_end(ENDINGS["failed"]._replace(is_final=reason == "loss is NaN"), reason)
+        raise ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "")})
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: fail)
+    monkeypatch.setattr(launch, "_ask_for_signal_on_death_of_parent", lambda: None)
+    for attempt, message in enumerate(["killed", "loss is NaN"]):
+        assert launch._run_workers(2, [], master_addr="localhost", master_port=0) == 1
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt + 1))
+        assert restarts.earlier_end() == ((1, message) if attempt else None)
 
 
 def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path):

@@ -7,7 +7,9 @@ import pytest
 
 from fsdp_qlora import export
 from fsdp_qlora.distributed import read_ranks
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.resuming import checkpoint, resume, run_folder
+from fsdp_qlora.resuming.mirror_stores import FolderStore
 from fsdp_qlora.resuming.resume import Start
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
@@ -57,7 +59,8 @@ def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero
     out, root = tmp_path / "out", tmp_path / "out" / run_folder.CHECKPOINTS
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
-    assert begin(out, resume_from=earlier, unattended=True).step == 1  # nobody has followed it yet
+    first = begin(out, resume_from=earlier, unattended=True)
+    assert (first.step, first.used_seconds) == (1, 60)  # nobody has followed it yet; the budget is the run's
     add_step(out, 3, run_id)
     checkpoint.remove(earlier)
     assert begin(out, resume_from=earlier, unattended=True).step == 3
@@ -67,3 +70,36 @@ def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero
     add_step(out, 4, new.run_id)
     again = begin(out, resume_from="off", unattended=True, overwrite=True)
     assert (again.step, again.run_id, list(checkpoint.published(root))) == (4, new.run_id, [4])
+
+
+def test_a_folder_that_is_behind_its_mirror_gets_the_mirrors_newest_and_deletes_nothing_there(tmp_path: Path) -> None:
+    box, out, mirror = tmp_path / "other_box", tmp_path / "out", FolderStore(tmp_path / "mirror")
+    run_id = begin(out, mirror=mirror).run_id
+    add_step(out, 10, run_id)
+    mirror.update(out)
+    assert begin(box, mirror=mirror).step == 10
+    for step in (20, 30):
+        add_step(box, step, run_id)
+        mirror.update(box)
+    mirror.update(out)  # by a start that could not reach the mirror when it began
+    assert mirror.steps() == [10, 20, 30]
+    newest = checkpoint.step_folder(mirror.folder / run_folder.CHECKPOINTS, 30) / checkpoint.STATE
+    content = newest.read_bytes()
+    newest.write_bytes(b"x" * len(content))  # a damaged copy is passed over
+    assert begin(out, mirror=mirror).step == 20
+    newest.write_bytes(content)
+    assert begin(out, mirror=mirror).step == 30
+    # Only who asks for an earlier one gives up what came later.
+    earlier = checkpoint.step_folder(out / run_folder.CHECKPOINTS, 20)
+    assert begin(out, resume_from=earlier, mirror=mirror).step == 20
+    assert mirror.steps() == [10, 20]
+
+
+def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Path) -> None:
+    out, mirror = tmp_path / "out", FolderStore(tmp_path / "mirror")
+    folder = add_step(out, 10, begin(out, mirror=mirror).run_id)
+    (folder / checkpoint.STATE).write_text("{}")
+    mirror.update(out)
+    with pytest.raises(UserError, match=r"No checkpoint on the mirror .* is whole"):
+        begin(tmp_path / "box", mirror=mirror)
+    assert not (tmp_path / "box" / "run.json").exists() and mirror.steps() == [10]

@@ -5,9 +5,11 @@ checkpoint is there when its manifest is, which comes last (on the hub, with the
 """
 
 import json
+import logging
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +23,8 @@ from fsdp_qlora.redact import redact
 from fsdp_qlora.resuming import checkpoint
 from fsdp_qlora.resuming.run_folder import CHECKPOINTS, FETCHED, RUN, STATUS, read_json, write_atomically
 
+log = logging.getLogger("fsdp_qlora")
+
 # A remote that does not answer must not hold up the end of a run.
 _RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
 
@@ -33,14 +37,23 @@ class Store(Protocol):
     def run(self) -> dict[str, Any]:
         """What run.json there says; empty where there is none."""
 
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there whole, in any order."""
+
     def update(self, output_dir: Path) -> None:
-        """Bring the checkpoints there up to those in a run's folder: new ones are copied, deleted ones deleted."""
+        """Bring the checkpoints there up to those in a run's folder: new ones are copied, deleted ones deleted.
 
-    def fetch(self, output_dir: Path) -> None:
-        """Copy the run from there into a folder that has none."""
+        Those later than any in the folder stay, since they are of a start that has got further elsewhere.
+        """
 
-    def forget(self) -> None:
-        """Delete the checkpoints there, which are another run's."""
+    def copy_step(self, step: int, target: Path) -> None:
+        """Copy a checkpoint from there into a run's folder, in which a part of it may be already."""
+
+    def copy_small_files(self, target: Path) -> None:
+        """Copy run.json, status.json and metrics.jsonl from there into a folder."""
+
+    def forget(self, *, later_than: int = -1) -> None:
+        """Delete the checkpoints there that are later than a step: another run's, or of a course that is given up."""
 
 
 def open_store(target: str) -> Store:
@@ -73,13 +86,22 @@ class FolderStore:
     def update(self, output_dir: Path) -> None:
         copy_run(output_dir, self.folder)
 
-    def fetch(self, output_dir: Path) -> None:
-        partial = output_dir / FETCHED
-        copy_run(self.folder, partial)
-        _move_run(partial, output_dir)
+    def steps(self) -> list[int]:
+        return list(checkpoint.published(self.folder / CHECKPOINTS))
 
-    def forget(self) -> None:
-        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
+    def copy_step(self, step: int, target: Path) -> None:
+        if step not in checkpoint.published(target / CHECKPOINTS):
+            (target / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+            _copy_checkpoint(checkpoint.step_folder(self.folder / CHECKPOINTS, step), target / CHECKPOINTS, step)
+
+    def copy_small_files(self, target: Path) -> None:
+        _write_small_files(self.folder, target)
+
+    def forget(self, *, later_than: int = -1) -> None:
+        checkpoint.remove_leftovers(self.folder / CHECKPOINTS)
+        for step, folder in checkpoint.published(self.folder / CHECKPOINTS).items():
+            if step > later_than:
+                checkpoint.remove(folder)
 
 
 class RcloneStore:
@@ -91,14 +113,18 @@ class RcloneStore:
     def run(self) -> dict[str, Any]:
         if RUN not in self._list(""):
             return {}
-        about: dict[str, Any] = json.loads(self._rclone("cat", self._at(RUN)))
+        try:
+            about: dict[str, Any] = json.loads(self._rclone("cat", self._at(RUN)))
+        except ValueError as error:
+            raise OSError(f"{RUN} there cannot be read ({error})") from error
         return about
 
     def update(self, output_dir: Path) -> None:
-        wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self._steps()
-        for name, folder in reversed({folder.name: folder for folder in wanted.values()}.items()):
-            if name in there:
+        wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self.steps()
+        for step, folder in reversed(wanted.items()):
+            if step in there:
                 continue
+            name = folder.name
             try:
                 self._rclone("copy", "--exclude", checkpoint.MANIFEST, str(folder), self._at(CHECKPOINTS, name))
                 manifest = self._at(CHECKPOINTS, name, checkpoint.MANIFEST)
@@ -109,25 +135,29 @@ class RcloneStore:
         with tempfile.TemporaryDirectory() as small:
             _write_small_files(output_dir, Path(small))
             self._rclone("copy", small, self.remote)
-        for name in there - {folder.name for folder in wanted.values()}:
-            self._rclone("purge", self._at(CHECKPOINTS, name))
+        for step in _outdated(there, wanted):
+            self._purge(step)
 
-    def fetch(self, output_dir: Path) -> None:
-        partial = output_dir / FETCHED
-        shutil.rmtree(partial, ignore_errors=True)
-        self._rclone("copy", "--exclude", f"/{CHECKPOINTS}/**", self.remote, str(partial))
-        for name in self._steps():
-            self._rclone("copy", self._at(CHECKPOINTS, name), str(partial / CHECKPOINTS / name))
-        _move_run(partial, output_dir)
-
-    def forget(self) -> None:
-        if self._list(CHECKPOINTS):
-            self._rclone("purge", self._at(CHECKPOINTS))
-
-    def _steps(self) -> set[str]:
-        """The checkpoints that are there whole."""
+    def steps(self) -> list[int]:
         found = [path.split("/") for path in self._list(CHECKPOINTS, "-R", "--include", f"*/{checkpoint.MANIFEST}")]
-        return {parts[0] for parts in found if parts[-1] == checkpoint.MANIFEST}
+        return _numbers(parts[0] for parts in found if parts[-1] == checkpoint.MANIFEST)
+
+    def copy_step(self, step: int, target: Path) -> None:
+        folder = checkpoint.step_folder(target / CHECKPOINTS, step)
+        self._rclone("copy", self._at(CHECKPOINTS, folder.name), str(folder))
+
+    def copy_small_files(self, target: Path) -> None:
+        self._rclone("copy", "--exclude", f"/{CHECKPOINTS}/**", self.remote, str(target))
+
+    def forget(self, *, later_than: int = -1) -> None:
+        if later_than < 0 and self._list(CHECKPOINTS):  # parts of checkpoints too
+            self._rclone("purge", self._at(CHECKPOINTS))
+        for step in self.steps():
+            if step > later_than:
+                self._purge(step)
+
+    def _purge(self, step: int) -> None:
+        self._rclone("purge", self._at(CHECKPOINTS, checkpoint.step_folder(Path(), step).name))
 
     def _list(self, folder: str, *options: str) -> list[str]:
         try:
@@ -164,44 +194,94 @@ class HubStore:
         return about
 
     def update(self, output_dir: Path) -> None:
-        wanted = {folder.name: folder for folder in checkpoint.published(output_dir / CHECKPOINTS).values()}
+        wanted = checkpoint.published(output_dir / CHECKPOINTS)
         with tempfile.TemporaryDirectory() as small:
             _write_small_files(output_dir, Path(small))
             files = {path.name: path for path in Path(small).iterdir()}
             try:
                 HfApi().create_repo(self.repo, private=True, exist_ok=True)
-                there = self._steps()
-                for name, folder in wanted.items():
-                    if name not in there:
-                        files |= {f"{CHECKPOINTS}/{name}/{path.name}": path for path in folder.iterdir()}
-                self._commit(files, there - wanted.keys(), f"Checkpoints up to {max(wanted, default='none')}")
+                there = self.steps()
+                for step, folder in wanted.items():
+                    if step not in there:
+                        files |= {f"{CHECKPOINTS}/{folder.name}/{path.name}": path for path in folder.iterdir()}
+                self._commit(files, _outdated(there, wanted), f"Checkpoints up to step {max(wanted, default='none')}")
             except Exception as error:
                 raise _as_os_error(error) from error
 
-    def fetch(self, output_dir: Path) -> None:
-        partial = output_dir / FETCHED
-        shutil.rmtree(partial, ignore_errors=True)
+    def steps(self) -> list[int]:
         try:
-            snapshot_download(self.repo, local_dir=partial)
+            paths = [path.split("/") for path in HfApi().list_repo_files(self.repo)]
         except Exception as error:
             raise _as_os_error(error) from error
-        _move_run(partial, output_dir)
+        return _numbers(parts[1] for parts in paths if len(parts) == 3 and parts[0] == CHECKPOINTS)
 
-    def forget(self) -> None:
+    def copy_step(self, step: int, target: Path) -> None:
+        self._download(target, f"{checkpoint.step_folder(Path(CHECKPOINTS), step)}/*")
+
+    def copy_small_files(self, target: Path) -> None:
+        self._download(target, RUN, STATUS, METRICS_FILE)
+
+    def forget(self, *, later_than: int = -1) -> None:
+        steps = [step for step in self.steps() if step > later_than]
         try:
-            self._commit({}, self._steps(), "Another run")
+            self._commit({}, steps, "Another run" if later_than < 0 else f"Back to step {later_than}")
         except Exception as error:
             raise _as_os_error(error) from error
 
-    def _steps(self) -> set[str]:
-        paths = [path.split("/") for path in HfApi().list_repo_files(self.repo)]
-        return {parts[1] for parts in paths if len(parts) == 3 and parts[0] == CHECKPOINTS}
+    def _download(self, target: Path, *names: str) -> None:
+        try:
+            snapshot_download(self.repo, local_dir=target, allow_patterns=list(names))
+        except Exception as error:
+            raise _as_os_error(error) from error
 
-    def _commit(self, files: dict[str, Path], removed: set[str], message: str) -> None:
+    def _commit(self, files: dict[str, Path], removed: Iterable[int], message: str) -> None:
         operations = [CommitOperationAdd(name, path) for name, path in files.items()]
-        gone = [CommitOperationDelete(f"{CHECKPOINTS}/{name}/", is_folder=True) for name in sorted(removed)]
+        folders = [checkpoint.step_folder(Path(CHECKPOINTS), step) for step in sorted(removed)]
+        gone = [CommitOperationDelete(f"{folder}/", is_folder=True) for folder in folders]
         if operations or gone:
             HfApi().create_commit(self.repo, [*operations, *gone], commit_message=message)
+
+
+def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
+    """Copy the newest whole checkpoint there that is later than a step, and what goes with it, into a run's folder.
+
+    What a fetch that was cut off has left in FETCHED is used again.
+
+    Returns:
+        False where none of them is whole; the folder is then as it was.
+    """
+    partial = output_dir / FETCHED
+    steps = sorted((step for step in store.steps() if step > later_than), reverse=True)
+    for step in steps:
+        folder = checkpoint.step_folder(partial / CHECKPOINTS, step)
+        for other in (partial / CHECKPOINTS).glob("*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+        store.copy_step(step, partial)
+        try:
+            checkpoint.verify(folder)
+            break
+        except checkpoint.DamagedCheckpoint as error:
+            log.warning("The copy of step %d on the mirror %s is damaged (%s).", step, store.name, error)
+            shutil.rmtree(folder, ignore_errors=True)
+    else:
+        if steps:
+            shutil.rmtree(partial, ignore_errors=True)
+            return False
+    partial.mkdir(parents=True, exist_ok=True)
+    store.copy_small_files(partial)
+    _move_run(partial, output_dir)
+    return True
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    """The steps that folders of checkpoints are called after."""
+    return sorted({int(name.removeprefix("step_")) for name in names if name.removeprefix("step_").isdecimal()})
+
+
+def _outdated(there: Iterable[int], wanted: Collection[int]) -> list[int]:
+    """The steps that are no longer wanted; not those that come later than all that are."""
+    return [step for step in there if step not in set(wanted) and step < max(wanted, default=-1)]
 
 
 def _as_os_error(error: Exception) -> OSError:
@@ -248,9 +328,9 @@ def copy_run(source: Path, target: Path) -> None:
         if step not in checkpoint.published(root):
             _copy_checkpoint(folder, root, step)
     _write_small_files(source, target)
-    for step, folder in checkpoint.published(root).items():
-        if step not in wanted:
-            checkpoint.remove(folder)
+    there = checkpoint.published(root)
+    for step in _outdated(there, wanted):
+        checkpoint.remove(there[step])
 
 
 def _copy_checkpoint(folder: Path, root: Path, step: int) -> None:

@@ -14,7 +14,7 @@ from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.redact import redact
 from fsdp_qlora.resuming import checkpoint
 from fsdp_qlora.resuming.checkpoint import DamagedCheckpoint
-from fsdp_qlora.resuming.mirror_stores import Store
+from fsdp_qlora.resuming.mirror_stores import Store, fetch
 from fsdp_qlora.resuming.run_folder import CHECKPOINTS, RUN, STATUS, read_json, write_atomically
 
 log = logging.getLogger("fsdp_qlora")
@@ -133,30 +133,25 @@ def choose_start(
     """
 
     def decide() -> Start:
-        if goes_on_by_itself(
-            output_dir,
-            about["options"],
-            resume=resume,
-            world_size=about["world_size"],
-            is_unattended=is_unattended,
-        ):
+        goes_on = goes_on_by_itself(
+            output_dir, about["options"], resume=resume, world_size=about["world_size"], is_unattended=is_unattended
+        )
+        copied = _copied_run(mirror, output_dir)
+        if mirror is not None and copied and (goes_on or resume == "auto"):
+            if not is_run(output_dir):
+                _fill_from_mirror(output_dir, mirror, copied, about, overwrite=overwrite)
+            else:
+                _catch_up_with_mirror(output_dir, mirror, copied, about)
+        if goes_on:
             log.info("--resume %s has been followed before this restart: the run in %s goes on.", resume, output_dir)
             origin = None if resume == "off" else Path(resume).expanduser()
-            return _from_output_dir(output_dir, about, overwrite=False, is_unattended=True, origin=origin)
-        if resume == "off":
-            return Start(secrets.token_hex(4))
-        if resume != "auto":
-            return _from_path(Path(resume).expanduser(), output_dir, about)
-        if copied and mirror is not None and not is_run(output_dir):
-            _fill_from_mirror(output_dir, mirror, copied, about, overwrite=overwrite)
-        return _from_output_dir(output_dir, about, overwrite=overwrite, is_unattended=is_unattended)
-
-    copied: dict[str, Any] = {}
-
-    def decide_with_mirror() -> Start:
-        nonlocal copied
-        copied = _copied_run(mirror, output_dir)
-        start = decide()
+            start = _from_output_dir(output_dir, about, overwrite=False, is_unattended=True, origin=origin)
+        elif resume == "auto":
+            start = _from_output_dir(output_dir, about, overwrite=overwrite, is_unattended=is_unattended)
+        elif resume == "off":
+            start = Start(secrets.token_hex(4))
+        else:
+            start = _from_path(Path(resume).expanduser(), output_dir, about)
         if mirror is not None and copied and copied["run_id"] != start.run_id:
             if not overwrite:
                 raise UserError(
@@ -164,9 +159,11 @@ def choose_start(
                     "--overwrite_output_dir true to replace them too."
                 )
             mirror.forget()
+        elif mirror is not None and copied and not goes_on and resume != "auto":
+            mirror.forget(later_than=start.step)  # what came after it belongs to a course that is given up
         return start
 
-    return _from_rank_0(decide_with_mirror, ranks)
+    return _from_rank_0(decide, ranks)
 
 
 def _from_rank_0(decide: Callable[[], Start], ranks: Ranks) -> Start:
@@ -213,7 +210,26 @@ def _fill_from_mirror(
             _refuse(mirror.name, differences, is_finished=False)
         return
     log.info("output_dir %s is empty: the run is copied from its mirror %s.", output_dir, mirror.name)
-    mirror.fetch(output_dir)
+    if not fetch(mirror, output_dir):
+        raise UserError(
+            f"No checkpoint on the mirror {mirror.name} is whole. Put back a good copy of one, or start from zero with "
+            "another --mirror, or with none."
+        )
+
+
+def _catch_up_with_mirror(output_dir: Path, mirror: Store, copied: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Where the folder's run has got further elsewhere, copy the newest checkpoint from its mirror."""
+    stored = read_json(output_dir / RUN)
+    if stored.get("run_id") != copied["run_id"] or _is_finished(output_dir) or _differences(stored, about):
+        return
+    newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
+    ahead = max(mirror.steps(), default=-1)
+    if ahead > newest:
+        log.info(
+            "The mirror %s has step %d of this run, and %s %s: the run is gone on with from the mirror's.",
+            mirror.name, ahead, output_dir, f"step {newest}" if newest >= 0 else "no checkpoint",
+        )  # fmt: skip
+        fetch(mirror, output_dir, later_than=newest)
 
 
 def _from_output_dir(
@@ -256,8 +272,12 @@ def _from_output_dir(
         ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
         write_atomically(output_dir / STATUS, {**status, **ending})
         raise RunStopped("no_progress", message)
-    used = {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
-    return dataclasses.replace(start, deaths=deaths, **used)
+    return dataclasses.replace(start, deaths=deaths, **_used(status))
+
+
+def _used(status: Mapping[str, Any]) -> dict[str, Any]:
+    """What earlier starts in this folder have used of the budget."""
+    return {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
 
 
 def _from_path(path: Path, output_dir: Path, about: Mapping[str, Any]) -> Start:
@@ -283,7 +303,7 @@ def _from_path(path: Path, output_dir: Path, about: Mapping[str, Any]) -> Start:
     for step, folder in checkpoint.published(output_dir / CHECKPOINTS).items():
         if step > start.step:
             log.warning("Checkpoint %s is later than the one to start from: set aside.", checkpoint.set_aside(folder))
-    return start
+    return dataclasses.replace(start, **_used(read_json(output_dir / STATUS)))
 
 
 def _newest_whole(root: Path, about: Mapping[str, Any]) -> Start | None:

@@ -163,7 +163,8 @@ def delete_oldest(root: Path) -> str | None:
     """Delete what was set aside, else the oldest checkpoint but the newest; the best by held-out loss goes last."""
     for folder in checkpoint.were_set_aside(root):
         shutil.rmtree(folder, ignore_errors=True)
-        return folder.name
+        if not folder.exists():
+            return folder.name
     folders = checkpoint.published(root)
     best = best_step(folders)
     older = sorted(list(folders)[:-1], key=lambda step: (step == best, step))

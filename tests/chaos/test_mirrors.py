@@ -1,5 +1,6 @@
 """Mirrors on rclone and on the hub: what is there after each update, and what a new box gets from it."""
 
+import fnmatch
 import functools
 import json
 import os
@@ -15,7 +16,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.export import check_output_dir
 from fsdp_qlora.resuming import checkpoint, mirror_stores
-from fsdp_qlora.resuming.mirror_stores import Store, open_store
+from fsdp_qlora.resuming.mirror_stores import Store, fetch, open_store
 from fsdp_qlora.resuming.run_folder import CHECKPOINTS, FETCHED
 
 # The commands of rclone that are used, on folders, for machines that do not have it.
@@ -79,8 +80,11 @@ class Hub:
             raise RepositoryNotFoundError("no such repository", response=_Response())
         return str(self.folder / name)
 
-    def snapshot(self, repo: str, *, local_dir: Path) -> None:
-        shutil.copytree(self.folder, local_dir)
+    def snapshot(self, repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        for name in self.list_repo_files(repo):
+            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.folder / name, local_dir / name)
 
 
 class _Response:
@@ -139,18 +143,22 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
     if not isinstance(store, mirror_stores.HubStore):
         (there / CHECKPOINTS / "step_000003").mkdir()
         (there / CHECKPOINTS / "step_000003" / checkpoint.STATE).write_text("{}")
-        store.fetch(tmp_path / "early")
-        assert list(checkpoint.published(tmp_path / "early" / CHECKPOINTS)) == [1, 2]
+        fetch(store, tmp_path / "early")
+        assert list(checkpoint.published(tmp_path / "early" / CHECKPOINTS)) == [2]
     store.update(run)
     assert store.run() == {"run_id": "abc"}
-    store.fetch(tmp_path / "box")
+    fetch(store, tmp_path / "box")
     found = checkpoint.published(tmp_path / "box" / CHECKPOINTS)
-    assert [checkpoint.verify(folder)["step"] for folder in found.values()] == [2, 3]
+    assert [checkpoint.verify(folder)["step"] for folder in found.values()] == [3]  # no more than is needed
     assert (tmp_path / "box" / "metrics.jsonl").read_text() == "3\n"
     assert json.loads((tmp_path / "box" / "status.json").read_text()) == {"state": "running"}
     assert sorted(path.name for path in (tmp_path / "box").iterdir()) == [
         *("checkpoints", "metrics.jsonl", "run.json", "status.json"),
     ]
+    if isinstance(store, mirror_stores.RcloneStore):
+        (there / "run.json").write_text('{"run_id"')
+        with pytest.raises(OSError, match=r"run\.json there cannot be read"):
+            store.run()
     store.forget()
     assert not list((there / CHECKPOINTS).glob("*"))
 
@@ -164,10 +172,10 @@ def test_a_fetch_that_was_killed_is_made_whole_by_the_next(
     for place in (FETCHED + "/run.json", "metrics.jsonl"):  # while it is copied, and while it is moved
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Path, "replace", functools.partialmethod(_die_before, box / place, Path.replace))
-            store.fetch(box)
+            fetch(store, box)
         assert not (box / "run.json").exists()
         check_output_dir(box, overwrite=False)
-    store.fetch(box)
+    fetch(store, box)
     assert list(checkpoint.published(box / CHECKPOINTS))[-1] == 2
     assert sorted(path.name for path in box.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json", "status.json"]
 
