@@ -120,7 +120,12 @@ class RcloneStore:
         return about
 
     def update(self, output_dir: Path) -> None:
-        wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self.steps()
+        wanted = checkpoint.published(output_dir / CHECKPOINTS)
+        # run.json first: checkpoints without it would be nobody's
+        with tempfile.TemporaryDirectory() as small:
+            _write_small_files(output_dir, Path(small))
+            self._rclone("copy", small, self.remote)
+        there = self.steps()
         for step, folder in reversed(wanted.items()):
             if step in there:
                 continue
@@ -132,9 +137,6 @@ class RcloneStore:
             except OSError:
                 if folder.exists():
                     raise  # else the run has deleted it meanwhile, as too old; a newer one is copied
-        with tempfile.TemporaryDirectory() as small:
-            _write_small_files(output_dir, Path(small))
-            self._rclone("copy", small, self.remote)
         for step in _outdated(there, wanted):
             self._purge(step)
 
@@ -324,10 +326,10 @@ def copy_run(source: Path, target: Path) -> None:
     root = target / CHECKPOINTS
     root.mkdir(parents=True, exist_ok=True)
     wanted = checkpoint.published(source / CHECKPOINTS)
+    _write_small_files(source, target)  # run.json first: checkpoints without it would be nobody's
     for step, folder in reversed(wanted.items()):
         if step not in checkpoint.published(root):
             _copy_checkpoint(folder, root, step)
-    _write_small_files(source, target)
     there = checkpoint.published(root)
     for step in _outdated(there, wanted):
         checkpoint.remove(there[step])
