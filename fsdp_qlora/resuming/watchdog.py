@@ -229,7 +229,7 @@ def _describe_hang(everyone: dict[int, dict[str, Any]], world_size: int, seconds
 def _where(frame: FrameType | None) -> tuple[str, bool]:
     """The innermost line of this package that a thread is in, and whether it waits in a collective."""
     is_waiting = frame is not None and "torch/distributed" in frame.f_code.co_filename
-    package = str(Path(__file__).parent)
+    package = str(Path(__file__).parents[1])
     while frame is not None and not frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     if frame is None:
