@@ -98,6 +98,8 @@ class Watchdog:
         with self._talking():
             self.store.compare_set(_ABORT, "", json.dumps([self.ranks.rank, reason]))
         self._end_if_another_asked()
+        if self.ranks.is_rank_0 and self.ranks.world_size > 1:
+            time.sleep(2 * _POLL_SECONDS)  # the store ends with this process: the others have to look before
 
     def end_if_asked_within(self, seconds: float) -> None:
         """End this process quietly where another rank soon says that it ends the run."""
