@@ -6,7 +6,6 @@ into config.json (models.NEW_BLOCKS).
 """
 
 import logging
-import os
 import re
 import shutil
 import sys
@@ -20,6 +19,7 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import models
+from fsdp_qlora.disk import new_folder
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.model_files import Checkpoint, Part, read_ahead
@@ -64,21 +64,12 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     copies = _plan_copies(model, expanded, checkpoint, origins, zeros)
     for index in {tuple(names): index for index, names in zeros.items()}.values():
         _check_identity(_meta_model(expanded_config), index, zeros[index])
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(out, "--output_dir") as partial:
         _write(partial, checkpoint, copies)
         for path in {path for pattern in hub.SMALL_FILES for path in folder.glob(pattern)}:
             if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, partial / path.name)
         expanded_config.save_pretrained(partial)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise UserError(f"--output_dir {out} cannot be written ({error.strerror or error}).") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     size = sum(path.stat().st_size for path in out.iterdir())
     log.info(
         "Saved: %s (%s), %d blocks; new: %s", out, format_bytes(size), len(origins), ", ".join(map(str, added))

@@ -1,7 +1,12 @@
-"""Room on the disks."""
+"""Room on the disks, and folders that are there whole or not at all."""
 
+import contextlib
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from fsdp_qlora.errors import UserError
 
 
 def free_disk(folder: Path) -> int:
@@ -10,3 +15,25 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, option: str) -> Iterator[Path]:
+    """A folder to fill, which becomes `out` (absent or empty) when the block has ended; else nothing of it is left.
+
+    Args:
+        option: the flag that gave `out`, for the message.
+    Raises:
+        UserError: it cannot be written.
+    """
+    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"{option} {out} cannot be written ({error.strerror or error}).") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

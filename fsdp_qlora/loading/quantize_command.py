@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import os
 import shutil
 import sys
 import time
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import models
+from fsdp_qlora.disk import new_folder
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.cache_entries import cache_root, last_used, read_about
@@ -105,18 +105,9 @@ def quantize_model(
         config, model_name, quant_type=quant_type, double_quant=double_quant, trust_remote_code=trust_remote_code
     )
     sources = match_tensors(model, checkpoint)
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
+    with new_folder(out, "--out") as partial:
         _write_weights(partial, model, checkpoint, sources)
         _write_description(folder, partial, model, quant_type=quant_type, double_quant=double_quant)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     size = sum(path.stat().st_size for path in out.iterdir())
     log.info("Saved: %s (%s)", out, format_bytes(size))
 
