@@ -80,7 +80,7 @@ def write_cache(path: Path, tokenized: TokenizedRows, report: DataReport) -> Non
         UserError: the folder is not writable or full.
     """
     arrays = {field.name: getattr(tokenized, field.name) for field in dataclasses.fields(tokenized)}
-    about = redact_values({**dataclasses.asdict(report), "digest": tokenized.digest()})
+    about = redact_values({**dataclasses.asdict(report), "digest": tokenized.digest})
     try:
         write_arrays(path, arrays, {"report": json.dumps(about)})
     except (OSError, SafetensorError) as error:
@@ -97,7 +97,7 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         parts = [Part(**part) for part in fields.pop("parts")]
         report = DataReport(**fields, parts=parts)
         _check_cached(tokenized, report)
-        if tokenized.digest() != digest:
+        if tokenized.digest != digest:
             raise DamagedFile("its content is not what was written")
     except FileNotFoundError:
         return None

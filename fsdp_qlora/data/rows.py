@@ -56,6 +56,7 @@ class TokenizedRows:
     def __len__(self) -> int:
         return len(self.row_numbers)
 
+    @cached_property
     def digest(self) -> str:
         """Hash of all rows, equal where they are equal."""
         total = hashlib.blake2b(digest_size=16)
