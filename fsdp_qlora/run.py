@@ -135,7 +135,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         run_id=start.run_id,
         start_step=start.step,
         step=start.step,
-        saved_step=start.step if start.folder and not start.is_new else -1,
+        saved_step=start.saved_step,
         total_steps=plan.schedule.total_steps,
         deaths=start.deaths,
         seconds=start.used_seconds,
@@ -196,7 +196,7 @@ def describe_run(config: TrainConfig, ranks: Ranks, plan: Plan, checkpoint: Chec
 
 
 def rows_digest(data: RunData) -> list[str | int]:
-    return [data.train.digest(), data.evaluation.digest(), len(data.eval_rows)]
+    return [data.train.digest, data.evaluation.digest, len(data.eval_rows)]
 
 
 def go_on_with(
@@ -349,9 +349,9 @@ def train_and_save(
             save_total_limit=config.save_total_limit,
             before_save=metrics.flush,
             on_saved=mirror.copy_later,
-            saved_step=start.step if start.folder and not start.is_new else -1,
+            saved_step=start.saved_step,
         )
-        if start.folder and not start.is_new:
+        if start.folder and start.saved_step >= 0:
             mirror.copy_later(Path(start.folder))  # a kill may have come before its copy
         # Rank 0 waits for the last copy when the others need it no more.
         with control.catching_signals(), contextlib.closing(mirror):

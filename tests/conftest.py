@@ -1,3 +1,4 @@
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,3 +30,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What rank 0's logger prints."""
+    said: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("fsdp_qlora")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield said
+    log.removeHandler(handler)
+    log.setLevel(level)

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -32,21 +31,6 @@ def clean_environment(monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
-
-
-@pytest.fixture
-def lines():
-    """What rank 0's logger prints."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    log = logging.getLogger("fsdp_qlora")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield said
-    log.removeHandler(handler)
-    log.setLevel(level)
 
 
 def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object) -> metrics.MetricLog:

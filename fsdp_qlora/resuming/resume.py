@@ -66,6 +66,11 @@ class Start:
     progress: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def saved_step(self) -> int:
+        """The newest checkpoint that is in the run's own folder already, -1 for none."""
+        return self.step if self.folder and not self.is_new else -1
+
 
 def is_run(output_dir: Path) -> bool:
     """Whether a folder holds a run that can be told from others."""

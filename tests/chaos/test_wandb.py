@@ -1,7 +1,6 @@
 """wandb against a stand-in server: all numbers arrive once, over kills and resumes; an outage costs seconds only."""
 
 import json
-import logging
 import os
 import shlex
 import subprocess
@@ -38,20 +37,6 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
     yield server
     server.stop()
     assert server.errors == []
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """What rank 0's logger prints."""
-    said: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("fsdp_qlora")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield said
-    log.removeHandler(handler)
-    log.setLevel(level)
 
 
 def open_log(output_dir: Path) -> MetricLog:
