@@ -6,11 +6,11 @@ Options, then one process per GPU, then the run itself, which fsdp_qlora/run.py 
 import os
 import sys
 
-from fsdp_qlora.cli import parse_train_config
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import ENDINGS, Ending, LostRank, RunStopped, TrainingError, UserError
 from fsdp_qlora.launch import relaunch_if_needed
 from fsdp_qlora.redact import guard_output, redact_values
-from fsdp_qlora.resuming import restarts
 
 
 def main(argv: list[str]) -> int:

@@ -16,17 +16,18 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from fsdp_qlora import distributed, parallelize, verify
-from fsdp_qlora.adapters.adapter_init import initialize_adapters
-from fsdp_qlora.adapters.modules import LoraOptions
+from fsdp_qlora import distributed
+from fsdp_qlora.adapters.first_values import initialize_adapters
+from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.describe import count_parameters
 from fsdp_qlora.distributed import Ranks, derive_seed
-from fsdp_qlora.loading import weights
-from fsdp_qlora.loading.model_files import Checkpoint, _Entry
+from fsdp_qlora.loading import load_weights
+from fsdp_qlora.loading.weight_files import Checkpoint, _Entry
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer
+from fsdp_qlora.planning.describe import count_parameters
 from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.sharding import parallelize, verify
 from fsdp_qlora.train_types import TRAIN_TYPES
-from fsdp_qlora.training.optim import ShardedOptimizer
 from fsdp_qlora.training.trainer import Schedule, Trainer
 
 _CHUNK = 2**24  # random weights made at a time
@@ -113,13 +114,13 @@ def build_run(
         lora=LoraOptions(rank=lora_rank, alpha=2 * lora_rank),
     )
     model = meta.model
-    sources = weights.match_tensors(model, checkpoint)
+    sources = load_weights.match_tensors(model, checkpoint)
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     parallelize.checkpoint_activations(model, offload=False)
     parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=chosen, cpu_offload=cpu_offload)
     parallelize.materialize(model, ranks.device, cpu_offload=cpu_offload)
     on_phase("sharded")
-    weights.load_weights(model, checkpoint, sources, mesh, ranks.device, show_progress=False)
+    load_weights.load_weights(model, checkpoint, sources, mesh, ranks.device, show_progress=False)
     initialize_adapters(model, mesh, seed=seed)
     on_phase("loaded")
     verify.check_byte_account(model, mesh)

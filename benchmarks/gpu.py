@@ -40,9 +40,9 @@ from transformers.utils import is_flash_attn_2_available
 from benchmarks.common import RandomWeights, Run, build_run, describe_machine, random_rows, write_results
 from fsdp_qlora import distributed
 from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.precision import PRECISIONS, choose_precision
-from fsdp_qlora.training.optim import OPTIMIZER_STATES
-from fsdp_qlora.verify import Tensors
+from fsdp_qlora.sharding.verify import Tensors
 
 GIB = 2**30
 

@@ -82,12 +82,13 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     """One rank: build, shard and load as train.py does; rank 0 prints what all ranks measured."""
     import torch.distributed as dist
 
-    from fsdp_qlora import distributed, parallelize, verify
-    from fsdp_qlora.adapters.modules import LoraOptions
-    from fsdp_qlora.loading import quant_cache as cache_module
-    from fsdp_qlora.loading import weights
-    from fsdp_qlora.loading.model_files import Checkpoint
+    from fsdp_qlora import distributed
+    from fsdp_qlora.adapters.insert import LoraOptions
+    from fsdp_qlora.loading import load_weights
+    from fsdp_qlora.loading.weight_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.quant_cache import cache as cache_module
+    from fsdp_qlora.sharding import parallelize, verify
     from fsdp_qlora.train_types import TRAIN_TYPES
 
     ranks, precision = distributed.read_ranks(), PRECISIONS["bf16"]
@@ -101,16 +102,16 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
         lora=LoraOptions(rank=16, alpha=32),
     )
     checkpoint = Checkpoint(folder)
-    sources = weights.match_tensors(meta.model, checkpoint)
+    sources = load_weights.match_tensors(meta.model, checkpoint)
     distributed.start_process_group(ranks)
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     parallelize.shard_model(meta.model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
     parallelize.materialize(meta.model, ranks.device, cpu_offload=False)
-    load = functools.partial(weights.load_weights, meta.model, mesh=mesh, device=ranks.device, show_progress=False)
+    load = functools.partial(load_weights.load_weights, meta.model, mesh=mesh, device=ranks.device, show_progress=False)
     dist.barrier()
 
     def start() -> None:
-        layers = weights.quantized_layers(meta.model)
+        layers = load_weights.quantized_layers(meta.model)
         cache = cache_module.open_cache(quant_cache, layers, checkpoint, sources, ranks, mesh)
         if cache:
             cache.load(load)

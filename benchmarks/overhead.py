@@ -35,10 +35,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from benchmarks.common import build_run, describe_machine, random_rows, write_results
 from fsdp_qlora import distributed
-from fsdp_qlora.adapters.modules import first_adapter_value
+from fsdp_qlora.adapters.insert import first_adapter_value
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.loading.model_files import Checkpoint
+from fsdp_qlora.loading.weight_files import Checkpoint
 
 MAX_RATIO = 1.05
 # Adam amplifies the order of fp32 sums over the steps; tests/test_training.py allows the same.

@@ -8,7 +8,7 @@ from fsdp_qlora.errors import UserError
 # name -> (module with a `main(argv) -> exit status`, imported when it is asked for; what it does)
 COMMANDS = {
     "quantize": (
-        "fsdp_qlora.loading.quantize_command",
+        "fsdp_qlora.commands.quantize",
         "save a model in 4 bits; list and prune the cache of quantized weights",
     ),
 }

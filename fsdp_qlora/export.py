@@ -18,16 +18,16 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdp_qlora.adapters.adapter_init import saved_parameters
+from fsdp_qlora.adapters.first_values import saved_parameters
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, LOCK, RUN, STATUS, write_atomically
+from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.flush import flush
-from fsdp_qlora.loading.model_files import Checkpoint
-from fsdp_qlora.loading.packed_files import Form, PackedFiles
+from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
-from fsdp_qlora.resuming.run_folder import CHECKPOINTS, FETCHED, LOCK, RUN, STATUS, write_atomically
-from fsdp_qlora.resuming.saving import delete_oldest, is_full
+from fsdp_qlora.storage.files import flush
+from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_qlora.config import TrainConfig
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.control.restarts import AUTO_RESTART, NOTE_FILE, is_restart, pass_on
 from fsdp_qlora.errors import ENDINGS, UserError
-from fsdp_qlora.resuming.restarts import AUTO_RESTART, NOTE_FILE, is_restart, pass_on
 
 if TYPE_CHECKING:  # torch is imported where it is needed: --help and bad options should not wait for it
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

@@ -15,32 +15,37 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora import describe, distributed, export, parallelize, verify
-from fsdp_qlora.adapters.adapter_init import decompose_weights, initialize_adapters, reduces_base
+from fsdp_qlora import distributed, export
+from fsdp_qlora.adapters.first_values import decompose_weights, initialize_adapters, reduces_base
 from fsdp_qlora.adapters.peft_format import peft_config
-from fsdp_qlora.config import TrainConfig, resolved_options, resolved_yaml
+from fsdp_qlora.checkpointing import resume, run_folder
+from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
+from fsdp_qlora.checkpointing.mirror import Mirror
+from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.run_folder import Status
+from fsdp_qlora.checkpointing.saving import Saver
+from fsdp_qlora.checkpointing.stores import open_store
+from fsdp_qlora.checkpointing.train_state import TrainState
+from fsdp_qlora.config.options import TrainConfig, resolved_options, resolved_yaml
+from fsdp_qlora.control import exits, restarts
+from fsdp_qlora.control.stops import Budget, Control
+from fsdp_qlora.control.watchdog import Heartbeat, Watchdog
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.loading import decoded_tensors, hub, quant_cache, weights
-from fsdp_qlora.loading.model_files import Checkpoint
+from fsdp_qlora.loading import decoded, hub
+from fsdp_qlora.loading.load_weights import load_weights, match_tensors, quantized_layers
+from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.metrics.metric_log import copy_metrics, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, open_profiler
-from fsdp_qlora.planning import Plan, check_resources, lora_options, make_plan, num_warmup_steps
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
+from fsdp_qlora.planning import describe
+from fsdp_qlora.planning.plan import Plan, check_resources, lora_options, make_plan, num_warmup_steps
+from fsdp_qlora.quant_cache.cache import open_cache
 from fsdp_qlora.redact import redact_values
-from fsdp_qlora.resuming import endings, restarts, resume, run_folder
-from fsdp_qlora.resuming.checkpoint import DamagedCheckpoint
-from fsdp_qlora.resuming.control import Budget, Control
-from fsdp_qlora.resuming.fingerprint import fingerprint_files
-from fsdp_qlora.resuming.mirror import Mirror
-from fsdp_qlora.resuming.mirror_stores import open_store
-from fsdp_qlora.resuming.progress import Progress
-from fsdp_qlora.resuming.run_folder import Status
-from fsdp_qlora.resuming.saving import Saver
-from fsdp_qlora.resuming.train_state import TrainState
-from fsdp_qlora.resuming.watchdog import Heartbeat, Watchdog
-from fsdp_qlora.training.optim import ShardedOptimizer, learning_rate
-from fsdp_qlora.training.train_loop import train
+from fsdp_qlora.sharding import parallelize, verify
+from fsdp_qlora.storage.fingerprint import fingerprint_files
+from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
@@ -84,8 +89,8 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     started = time.monotonic()
     plan = make_plan(config, ranks)
     export.check_keeps_model(output_dir, plan.model_folder)
-    checkpoint = decoded_tensors.open_checkpoint(plan.model_folder, plan.stored)
-    sources = weights.match_tensors(plan.meta.model, checkpoint, packed=plan.is_packed)
+    checkpoint = decoded.open_checkpoint(plan.model_folder, plan.stored)
+    sources = match_tensors(plan.meta.model, checkpoint, packed=plan.is_packed)
     check_resources(config, ranks, plan)
 
     store = distributed.start_process_group(ranks, timeout_minutes=max(30, 2 * config.hang_minutes))
@@ -118,7 +123,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     plan, about = go_on_with(config, plan, about, start)
     mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
     memory = MemoryLog(ranks.device, enabled=config.profile_memory)
-    with endings.naming_lost_ranks("while the model was loaded"):
+    with exits.naming_lost_ranks("while the model was loaded"):
         shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
         memory.record("after loading")
         verify.check_byte_account(plan.meta.model, mesh)
@@ -152,7 +157,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         output_dir=output_dir,
         on_end=status.end,
     )
-    with endings.recorded(status, watchdog, memory_settings=endings.memory_settings(resolved_options(config))):
+    with exits.recorded(status, watchdog, memory_settings=exits.memory_settings(resolved_options(config))):
         summary = train_and_save(config, ranks, plan, mesh, memory, start, about, status, control, watchdog)
     log.info(describe.describe_result(summary, output_dir, time.monotonic() - started, saved=config.save_model))
     distributed.stop_process_group()
@@ -239,20 +244,20 @@ def shard_and_load(
     if reduces_base(init) and plan.train_type.quantizer:
         cache_folder = "off"
         log.info("The quantized weights are not kept for the next start: with %s they belong to this adapter.", init)
-    load_weights = functools.partial(
-        weights.load_weights,
+    load = functools.partial(
+        load_weights,
         model,
         mesh=mesh,
         device=ranks.device,
         max_bytes_in_flight=config.loading_buffer_mib * 2**20,
         show_progress=ranks.is_rank_0,
     )
-    layers = {} if plan.is_packed else weights.quantized_layers(model)
-    cache = quant_cache.open_cache(cache_folder, layers, checkpoint, sources, ranks, mesh)
+    layers = {} if plan.is_packed else quantized_layers(model)
+    cache = open_cache(cache_folder, layers, checkpoint, sources, ranks, mesh)
     if cache:
-        cache.load(load_weights)
+        cache.load(load)
     else:
-        load_weights(checkpoint=checkpoint, sources=sources, packed=plan.is_packed)
+        load(checkpoint=checkpoint, sources=sources, packed=plan.is_packed)
     initialize_adapters(model, mesh, seed=config.seed)
 
 

@@ -11,7 +11,7 @@ import logging
 import sys
 from pathlib import Path
 
-from fsdp_qlora.block_expansion import expand_model
+from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.errors import UserError
 
 

@@ -1,9 +1,9 @@
-"""Rewrites the option tables in README.md from fsdp_qlora/config.py; --check only tells whether they differ."""
+"""Rewrites the option tables in README.md from fsdp_qlora/config/options.py; --check only tells whether they differ."""
 
 import sys
 from pathlib import Path
 
-from fsdp_qlora.config import DEFAULTS, option_help
+from fsdp_qlora.config.options import DEFAULTS, option_help
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 START, END = "<!-- options -->\n", "<!-- /options -->"

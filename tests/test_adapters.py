@@ -13,9 +13,9 @@ from torch import nn
 
 from fsdp_qlora.adapters.decompositions import pissa, pissa_niter
 from fsdp_qlora.adapters.dora import DoraLinear
-from fsdp_qlora.adapters.modules import first_adapter_value
-from fsdp_qlora.cli import parse_train_config
-from fsdp_qlora.config import TrainConfig, check
+from fsdp_qlora.adapters.insert import first_adapter_value
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.options import TrainConfig, check
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.run import run
 from tests.reference import LINEARS, batch_loss, decode, encode, load_adapter, load_base, load_decoded_base

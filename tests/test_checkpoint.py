@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora import export
+from fsdp_qlora.checkpointing import checkpoint, run_folder
+from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.resuming import checkpoint, run_folder
-from fsdp_qlora.resuming.saving import best_step, delete_oldest
 
 
 def make(root: Path, step: int, eval_loss: float | None = None) -> Path:

@@ -10,8 +10,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from fsdp_qlora.cli import parse_train_config
-from fsdp_qlora.config import NEEDLESS, TrainConfig, needless_lines, option_help, resolved_yaml
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.options import NEEDLESS, TrainConfig, needless_lines, option_help, resolved_yaml
 from fsdp_qlora.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -177,7 +177,7 @@ def test_all_errors_are_reported_at_once():
 def test_help_lists_every_option_without_importing_torch():
     code = (
         "import sys, atexit\n"
-        "from fsdp_qlora.cli import parse_train_config\n"
+        "from fsdp_qlora.config.cli import parse_train_config\n"
         "import fsdp_qlora.launch\n"
         "atexit.register(lambda: print('imported:', {'torch', 'transformers'} & set(sys.modules)))\n"
         "parse_train_config(['--help'])"
@@ -199,9 +199,9 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
     from fsdp_qlora.data.formats import FORMATS
     from fsdp_qlora.distributed import SHARDING_STRATEGIES
     from fsdp_qlora.metrics.metric_log import SINKS
+    from fsdp_qlora.optimizers.sharded import OPTIMIZERS, SCHEDULES
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.train_types import TRAIN_TYPES
-    from fsdp_qlora.training.optim import OPTIMIZERS, SCHEDULES
 
     hints = get_type_hints(TrainConfig)
 
@@ -223,9 +223,9 @@ def test_every_option_is_read():
     # config.py reads them as `self` in the properties that combine options; its checks call the config `c`.
     for path, name in (
         ("fsdp_qlora/run.py", "config"),
-        ("fsdp_qlora/planning.py", "config"),
+        ("fsdp_qlora/planning/plan.py", "config"),
         ("fsdp_qlora/launch.py", "config"),
-        ("fsdp_qlora/config.py", "self"),
+        ("fsdp_qlora/config/options.py", "self"),
     ):
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:

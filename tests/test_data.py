@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.data.sampler import epoch_order, split_eval, split_step, steps_per_epoch
+from fsdp_qlora.data.schedule import epoch_order, split_eval, split_step, steps_per_epoch
 from fsdp_qlora.data.tokenization import (
     DataReport,
     TokenizedRows,

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora import export
+from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.loading.model_files import Checkpoint
-from fsdp_qlora.loading.packed_files import PackedFiles
-from fsdp_qlora.resuming import checkpoint
+from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.storage.safetensors_files import PackedFiles
 from tests.test_checkpoint import make
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 

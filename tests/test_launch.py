@@ -12,17 +12,17 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdp_qlora import launch
-from fsdp_qlora.config import TrainConfig
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import ENDINGS, UserError
 from fsdp_qlora.launch import is_from_an_agent
-from fsdp_qlora.resuming import restarts
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # Stands for train.py: --name says what a worker does.
 ENTRY = """
 import os, signal, sys, time
-from fsdp_qlora.cli import parse_train_config
+from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.launch import relaunch_if_needed
 

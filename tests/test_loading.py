@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def make_big_model(folder: Path, *, layers: int) -> int:
-    """A bf16 llama of 25 MiB a layer in as many files; returns the bytes of its quantized weights."""
+    """A bf16 llama of 25 MiB a layer in as many files; returns the bytes of its quantized load_weights."""
     sizes = {**SIZES, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64}
     config = AutoConfig.for_model("llama", **{**sizes, "num_key_value_heads": 16, "num_hidden_layers": layers})
     with torch.device("meta"):
@@ -43,11 +43,12 @@ def _peak_kib() -> int:
 
 def _load(folder: Path, result: Path) -> int:
     """Build, shard and load as train.py does, and note what it took."""
-    from fsdp_qlora import distributed, models, parallelize, verify
-    from fsdp_qlora.adapters.modules import LoraOptions
-    from fsdp_qlora.loading import weights
-    from fsdp_qlora.loading.model_files import Checkpoint
+    from fsdp_qlora import distributed, models
+    from fsdp_qlora.adapters.insert import LoraOptions
+    from fsdp_qlora.loading import load_weights
+    from fsdp_qlora.loading.weight_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.sharding import parallelize, verify
     from fsdp_qlora.train_types import TRAIN_TYPES
 
     ranks = distributed.read_ranks()
@@ -62,7 +63,7 @@ def _load(folder: Path, result: Path) -> int:
         lora=LoraOptions(rank=4, alpha=4),
     )
     checkpoint = Checkpoint(folder)
-    sources = weights.match_tensors(meta.model, checkpoint)
+    sources = load_weights.match_tensors(meta.model, checkpoint)
     distributed.start_process_group(ranks)
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     model = meta.model
@@ -71,7 +72,7 @@ def _load(folder: Path, result: Path) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_kib()
     parallelize.materialize(model, ranks.device, cpu_offload=False)
-    weights.load_weights(
+    load_weights.load_weights(
         model, checkpoint, sources, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False
     )
     measured = {

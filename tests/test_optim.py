@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.optimization import Adafactor
 
-from fsdp_qlora.config import TrainConfig, check
+from fsdp_qlora.config.options import TrainConfig, check
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.training import matrix_optimizers
-from fsdp_qlora.training.optim import OPTIMIZERS, ShardedOptimizer, check_optimizer
+from fsdp_qlora.optimizers import matrix
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer, check_optimizer
 from tests.reference import batch_loss, encode, load_adapter, load_base
 from tests.tiny import make_rows, on_ranks, read_metrics, train_ok, write_rows
 
@@ -141,9 +141,9 @@ def test_sums_over_ranks_are_exchanged_device_by_device(monkeypatch: pytest.Monk
         exchanged.append((values.device.type, len(values), group))
         values.mul_(2)
 
-    monkeypatch.setattr(matrix_optimizers, "DTensor", Sharded)
-    monkeypatch.setattr(matrix_optimizers.dist, "all_reduce", all_reduce)
-    optimizer = matrix_optimizers.Adafactor([nn.Parameter(torch.zeros(2, 2))], lr=0.1)
+    monkeypatch.setattr(matrix, "DTensor", Sharded)
+    monkeypatch.setattr(matrix.dist, "all_reduce", all_reduce)
+    optimizer = matrix.Adafactor([nn.Parameter(torch.zeros(2, 2))], lr=0.1)
     optimizer.whole = {torch.zeros(1): Sharded()}  # type: ignore[dict-item]
     values = [torch.ones(2, 3), torch.ones(4, device="meta"), torch.tensor(5.0), torch.ones(1, 1, device="meta")]
     sums = optimizer._sum_over_ranks(values)

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.decoded_tensors import StoredFormat, open_checkpoint
-from fsdp_qlora.loading.weights import match_tensors
+from fsdp_qlora.loading.decoded import StoredFormat, open_checkpoint
+from fsdp_qlora.loading.load_weights import match_tensors
 from tests.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 

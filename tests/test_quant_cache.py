@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.loading import quant_cache
-from fsdp_qlora.loading.cache_entries import _file_identity
-from fsdp_qlora.loading.model_files import Checkpoint
-from fsdp_qlora.loading.weights import match_tensors
+from fsdp_qlora.loading.load_weights import match_tensors
+from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.quant_cache import cache as quant_cache
+from fsdp_qlora.quant_cache.entries import _file_identity
 from tests.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
@@ -201,7 +201,7 @@ def test_damage_that_one_rank_finds_stops_no_other_where_loading_ends_with_an_ex
 def _train_and_fail(argv: list[str], how: str) -> int:
     """A run in which writing the cache goes wrong on its last rank, half-way."""
     import train
-    from fsdp_qlora.loading.packed_files import PackedFiles
+    from fsdp_qlora.storage.safetensors_files import PackedFiles
 
     write, count = PackedFiles.write, iter(range(10_000))
     is_last = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.adapters.lora_targets import select_targets
+from fsdp_qlora.adapters.targets import select_targets
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from tests.tiny import on_ranks

@@ -10,7 +10,8 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.loading import packed_files, quantize_command
+from fsdp_qlora.commands import quantize
+from fsdp_qlora.storage import safetensors_files
 from tests.test_experts import FAMILIES
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 
@@ -25,7 +26,7 @@ def test_the_saved_model_is_the_one_that_transformers_quantizes(
     quant_type: str, double_quant: bool, tied: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = models("llama", tie_word_embeddings=tied, **UNEVEN), tmp_path / "out"
-    monkeypatch.setattr(packed_files, "_FILE_BYTES", 50_000)  # several files
+    monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 50_000)  # several files
     argv = ["--quant_type", quant_type, "--double_quant", str(double_quant).lower()]
     assert main(["quantize", str(source), "--out", str(out), *argv]) == 0
     assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob("*.partial"))
@@ -66,7 +67,7 @@ def test_the_saved_model_trains_as_the_weights_it_was_made_of(models: Models, tm
 def test_a_mixture_of_experts_is_saved_for_train_py_with_what_a_run_quantizes(
     family: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize_command, "_PIECE_BYTES", 8192)  # weights in several pieces
+    monkeypatch.setattr(quantize, "_PIECE_BYTES", 8192)  # weights in several pieces
     source, out = models(family, **FAMILIES[family]), tmp_path / "model"
     caplog.set_level("INFO", "fsdp_qlora")
     assert main(["quantize", str(source), "--out", str(out)]) == 0

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fsdp_qlora.quantizers.quantize import QUANTIZERS
-from fsdp_qlora.quantizers.quantized_weight import QuantizedLinear, QuantizedWeight
-from fsdp_qlora.verify import count_bytes
+from fsdp_qlora.quantizers.base import QuantizedLinear, QuantizedWeight
+from fsdp_qlora.quantizers.table import QUANTIZERS
+from fsdp_qlora.sharding.verify import count_bytes
 from tests.tiny import on_ranks
 
 HQQ = {f"hqq{n_bits}": ("hqq", {"n_bits": n_bits, "group_size": 64}) for n_bits in (8, 4, 3, 2)}

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from fsdp_qlora import resources
-from fsdp_qlora.adapters.modules import LoraOptions
-from fsdp_qlora.parallelize import build_model
+from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.planning import memory
 from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.sharding.parallelize import build_model
 from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
@@ -22,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def _needs(
     train_type: str, device: torch.device, *, cpu_offload: bool, num_shards: int = 2, in_full: tuple[str, ...] = ()
-) -> resources.Needs:
+) -> memory.Needs:
     config = AutoConfig.for_model(
         "llama",
         hidden_size=512,
@@ -41,7 +41,7 @@ def _needs(
         quantizer_options={"quant_type": "nf4", "double_quant": False},
         lora=LoraOptions(rank=8, alpha=8, modules_to_save=in_full),
     )
-    return resources.estimate_needs(
+    return memory.estimate_needs(
         meta.model, num_shards=num_shards, optimizer="adamw", cpu_offload=cpu_offload, buffer_bytes=7, device=device
     )
 
@@ -53,7 +53,7 @@ def test_needs_are_the_shards_with_what_training_adds() -> None:
     lora = 4 * 8 * (4 * (512 + 512) + 3 * (512 + 1024))
     # NF4 without double quantization: half a byte a weight, and a float32 for each 64.
     base = linears / 2 + linears / 64 * 4 + rest * 2
-    assert _needs("qlora", CUDA, cpu_offload=False) == resources.Needs(int(base + lora * 16) // 2, 7)
+    assert _needs("qlora", CUDA, cpu_offload=False) == memory.Needs(int(base + lora * 16) // 2, 7)
     offloaded = _needs("qlora", CUDA, cpu_offload=True)
     assert offloaded.device == lora * 16 // 2
     assert offloaded.host == base // 2 + 7
@@ -61,18 +61,16 @@ def test_needs_are_the_shards_with_what_training_adds() -> None:
     in_full = _needs("qlora", CUDA, cpu_offload=True, in_full=("embed_tokens", "lm_head"))
     assert in_full.device == offloaded.device
     assert in_full.host == (base + 2 * 1000 * 512 * (16 - 2)) // 2 + 7
-    assert _needs("qlora", CPU, cpu_offload=False) == resources.Needs(0, int(base + lora * 16) // 2 + 7)
+    assert _needs("qlora", CPU, cpu_offload=False) == memory.Needs(0, int(base + lora * 16) // 2 + 7)
     full = _needs("full", CUDA, cpu_offload=True)
     assert full.device == 0 and full.host == (linears + rest) * 16 // 2 + 7
 
 
 def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 24 * 2**30))
-    resources.check_resources(resources.Needs(4 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
-    with pytest.raises(
-        resources.UserError, match=r"need 6.0 GiB of GPU memory, and 5.0 of 24.0 .*--use_cpu_offload true"
-    ):
-        resources.check_resources(resources.Needs(6 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
+    memory.check_resources(memory.Needs(4 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
+    with pytest.raises(memory.UserError, match=r"need 6.0 GiB of GPU memory, and 5.0 of 24.0 .*--use_cpu_offload true"):
+        memory.check_resources(memory.Needs(6 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "full", "bnb_llama_pro"])
@@ -82,28 +80,28 @@ def test_a_result_that_the_disk_has_no_room_for_is_refused_with_the_numbers(
     config = AutoConfig.from_pretrained(models())
     new_blocks = [1] if train_type == "bnb_llama_pro" else []
     meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, new_blocks=new_blocks, **BUILD)
-    size = resources.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
+    size = memory.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
     if train_type == "qlora":
         adapters = sum(p.numel() for p in meta.model.parameters() if p.requires_grad)
         assert size == 4 * adapters
-        assert resources.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=True) == 2 * size
+        assert memory.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=True) == 2 * size
     else:  # whole, and in 16 bits though most of it may be held in 4
         tensors = load_file(models() / "model.safetensors").values()
         assert size == 2 * sum(tensor.numel() for tensor in tensors)
-    monkeypatch.setattr(resources, "free_disk", lambda folder: size)
-    resources.check_disk(tmp_path / "out", size)
-    with pytest.raises(resources.UserError, match=r"takes 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
-        resources.check_disk(tmp_path / "out", size + 10 * 2**20)
+    monkeypatch.setattr(memory, "free_disk", lambda folder: size)
+    memory.check_disk(tmp_path / "out", size)
+    with pytest.raises(memory.UserError, match=r"takes 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
+        memory.check_disk(tmp_path / "out", size + 10 * 2**20)
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert resources._cgroup_free(tmp_path) is None
+    assert memory._cgroup_free(tmp_path) is None
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
     (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 500\nactive_file 1500\n")
-    assert resources._cgroup_free(tmp_path) == 3000  # cached files are given back
+    assert memory._cgroup_free(tmp_path) == 3000  # cached files are given back
     (tmp_path / "memory.max").write_text("max\n")
-    assert resources._cgroup_free(tmp_path) is None
+    assert memory._cgroup_free(tmp_path) is None
 
 
 def _train_within(argv: list[str], extra_bytes: int) -> int:
@@ -131,7 +129,8 @@ def test_too_little_host_memory_ends_every_rank_with_the_numbers(models: Callabl
 
 def _shards(folder: Path) -> int:
     """Lay out a model's shards offloaded and not, and compare them."""
-    from fsdp_qlora import distributed, models, parallelize
+    from fsdp_qlora import distributed, models
+    from fsdp_qlora.sharding import parallelize
 
     ranks = distributed.read_ranks()
     distributed.start_process_group(ranks)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from fsdp_qlora import export
+from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
+from fsdp_qlora.checkpointing.resume import Start
+from fsdp_qlora.checkpointing.stores import FolderStore
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.resuming import checkpoint, resume, run_folder
-from fsdp_qlora.resuming.mirror_stores import FolderStore
-from fsdp_qlora.resuming.resume import Start
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
 ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(resume._FACTS, "x")}

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.checkpointing import checkpoint, train_state
+from fsdp_qlora.control import stops
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.resuming import checkpoint, control, train_state
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.training import trainer
-from fsdp_qlora.training.optim import OPTIMIZERS, ShardedOptimizer
 from tests.tiny import on_ranks
 
 NAMES = [name for name in OPTIMIZERS if not name.startswith("paged_")]
@@ -50,7 +51,7 @@ def save_and_load(folder: Path, start: bool) -> int:
     from torch.distributed.fsdp import fully_shard
 
     from fsdp_qlora import distributed
-    from fsdp_qlora.resuming.train_state import TrainState
+    from fsdp_qlora.checkpointing.train_state import TrainState
 
     ranks = distributed.read_ranks()
     distributed.start_process_group(ranks)
@@ -144,19 +145,19 @@ def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() ->
 
 
 def test_all_ranks_decide_alike_and_see_when_they_are_not_at_the_same_step() -> None:
-    ranks = [control.Control(is_rank_0=rank == 0) for rank in range(3)]
-    ranks[2]._wish = control._OF_SIGNAL[15]
+    ranks = [stops.Control(is_rank_0=rank == 0) for rank in range(3)]
+    ranks[2]._wish = stops._OF_SIGNAL[15]
     flags = torch.tensor([rank.flags(4) for rank in ranks], dtype=torch.float64)
     for rank in ranks:
         rank.agree(flags)
-        assert rank.stop == control.Stop("preempted", "SIGTERM")
+        assert rank.stop == stops.Stop("preempted", "SIGTERM")
     flags[1, 0] = 5
     with pytest.raises(TrainingError, match="different steps, from rank 0 on: 4, 5, 4"):
         ranks[0].agree(flags)
 
 
 def test_a_budget_counts_earlier_starts_and_is_kept() -> None:
-    budget = control.Budget(max_hours=2, used_seconds=3600)
+    budget = stops.Budget(max_hours=2, used_seconds=3600)
     assert budget.exceeded(3599) == 0 and budget.exceeded(3600) == 1
-    costs = control.Budget(max_cost_usd=3, price_per_hour=1.5, used_seconds=3600)
+    costs = stops.Budget(max_cost_usd=3, price_per_hour=1.5, used_seconds=3600)
     assert costs.exceeded(3599) == 0 and costs.exceeded(3600) == 2

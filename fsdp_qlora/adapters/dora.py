@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.adapters.lora import LoraAdapter
-from fsdp_qlora.quantizers.quantized_weight import QuantizedWeight
+from fsdp_qlora.quantizers.base import QuantizedWeight
 
 _PIECE = 2**20  # elements multiplied at a time for the magnitude's gradient
 

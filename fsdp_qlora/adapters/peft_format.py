@@ -8,8 +8,8 @@ from peft import LoraConfig, TaskType
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PretrainedConfig
 
-from fsdp_qlora.adapters.adapter_init import reduces_base
-from fsdp_qlora.adapters.modules import LoraOptions
+from fsdp_qlora.adapters.first_values import reduces_base
+from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.errors import UserError
 
 
@@ -59,7 +59,7 @@ def peft_config(
     base_model: str,
     model_config: PretrainedConfig,
 ) -> LoraConfig:
-    """The PEFT configuration of the adapter as `adapter_init.saved_parameters` gives it.
+    """The PEFT configuration of the adapter as `first_values.saved_parameters` gives it.
 
     Layers are named by their last component where that is unambiguous.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.sampler import split_eval
+from fsdp_qlora.data.schedule import split_eval
 from fsdp_qlora.data.tokenization import TokenizedRows, check_vocabulary, describe_sample, prepare_rows
 from fsdp_qlora.redact import redact_values
 

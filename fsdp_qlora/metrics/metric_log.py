@@ -21,9 +21,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.flush import flush
 from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain, say
 from fsdp_qlora.metrics.wandb_sink import WANDB_FLOOR, WandbSink, wandb_problem
+from fsdp_qlora.storage.files import flush
 
 # --- the log -------------------------------------------------------------------------------------------
 

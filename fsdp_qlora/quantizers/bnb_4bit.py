@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
-from fsdp_qlora.loading.model_files import PACKED_STATE
-from fsdp_qlora.loading.packed import NESTED_BLOCKSIZE, check_table, read_state, value_tables, write_state
-from fsdp_qlora.quantizers.quantized_weight import (
+from fsdp_qlora.loading.weight_files import PACKED_STATE
+from fsdp_qlora.quantizers.base import (
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
@@ -25,6 +24,7 @@ from fsdp_qlora.quantizers.quantized_weight import (
     write_bytes,
     write_rows,
 )
+from fsdp_qlora.quantizers.bnb_4bit_format import NESTED_BLOCKSIZE, check_table, read_state, value_tables, write_state
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fsdp_qlora.control.stops import NUM_FLAGS, Control
+from fsdp_qlora.control.watchdog import Heartbeat
 from fsdp_qlora.data.batches import collate
-from fsdp_qlora.data.sampler import epoch_order, split_step, steps_per_epoch
+from fsdp_qlora.data.schedule import epoch_order, split_step, steps_per_epoch
 from fsdp_qlora.data.tokenization import TokenizedRows
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.models import can_skip_logits
-from fsdp_qlora.parallelize import reshard_all, set_gradient_sync
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.resuming.control import NUM_FLAGS, Control
-from fsdp_qlora.resuming.watchdog import Heartbeat
+from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.training.loss import summed_loss, target_positions
 from fsdp_qlora.training.loss_scale import LossScale
-from fsdp_qlora.training.optim import ShardedOptimizer
 
 log = logging.getLogger("fsdp_qlora")
 

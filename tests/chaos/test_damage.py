@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.resuming import checkpoint
+from fsdp_qlora.checkpointing import checkpoint
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, numbers, run, wait_for
 from tests.tiny import make_model, make_rows, write_rows

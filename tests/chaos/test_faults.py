@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.progress import spike
+from fsdp_qlora.control import watchdog
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.resuming import checkpoint, watchdog
-from fsdp_qlora.resuming.progress import spike
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, adapter, ended, numbers, run, status, wait_for
 
@@ -139,7 +140,7 @@ def test_nan_on_one_rank_is_skipped_by_all_together_and_only_so_often(reference:
 
 def spoil_parameter() -> None:
     """Let the optimizer make a parameter infinite in the third step."""
-    from fsdp_qlora.training.optim import ShardedOptimizer
+    from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 
     original = ShardedOptimizer.step
     count = 0
@@ -259,7 +260,7 @@ def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
 
 
 def be_impatient() -> None:
-    from fsdp_qlora.resuming import watchdog
+    from fsdp_qlora.control import watchdog
 
     watchdog._SILENT_SECONDS, watchdog._PULSE_SECONDS = 3.0, 0.5
 

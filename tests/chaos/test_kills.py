@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.block_expansion import expand_model
-from fsdp_qlora.resuming import checkpoint
+from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import RANKS, Job, ended, numbers, run, steps_done, wait_for

@@ -13,11 +13,11 @@ import pytest
 from huggingface_hub import CommitOperationAdd
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from fsdp_qlora.checkpointing import checkpoint, stores
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED
+from fsdp_qlora.checkpointing.stores import Store, fetch, open_store
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.export import check_output_dir
-from fsdp_qlora.resuming import checkpoint, mirror_stores
-from fsdp_qlora.resuming.mirror_stores import Store, fetch, open_store
-from fsdp_qlora.resuming.run_folder import CHECKPOINTS, FETCHED
 
 # The commands of rclone that are used, on folders, for machines that do not have it.
 RCLONE = f"""#!{sys.executable}
@@ -98,9 +98,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     there = tmp_path / "there"
     if request.param == "hf":
         hub = Hub(there)
-        monkeypatch.setattr(mirror_stores, "HfApi", lambda: hub)
-        monkeypatch.setattr(mirror_stores, "hf_hub_download", hub.download)
-        monkeypatch.setattr(mirror_stores, "snapshot_download", hub.snapshot)
+        monkeypatch.setattr(stores, "HfApi", lambda: hub)
+        monkeypatch.setattr(stores, "hf_hub_download", hub.download)
+        monkeypatch.setattr(stores, "snapshot_download", hub.snapshot)
         return open_store("hf:owner/run")
     if request.param == "rclone":
         if shutil.which("rclone") is None:
@@ -140,7 +140,7 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
     checkpoint.remove(checkpoint.step_folder(run / CHECKPOINTS, 1))
     add_step(3)
     # Cut off before its manifest, the copy of a checkpoint is none, and is made whole by the next update.
-    if not isinstance(store, mirror_stores.HubStore):
+    if not isinstance(store, stores.HubStore):
         (there / CHECKPOINTS / "step_000003").mkdir()
         (there / CHECKPOINTS / "step_000003" / checkpoint.STATE).write_text("{}")
         fetch(store, tmp_path / "early")
@@ -155,7 +155,7 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
     assert sorted(path.name for path in (tmp_path / "box").iterdir()) == [
         *("checkpoints", "metrics.jsonl", "run.json", "status.json"),
     ]
-    if isinstance(store, mirror_stores.RcloneStore):
+    if isinstance(store, stores.RcloneStore):
         (there / "run.json").write_text('{"run_id"')
         with pytest.raises(OSError, match=r"run\.json there cannot be read"):
             store.run()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.resuming import checkpoint
+from fsdp_qlora.checkpointing import checkpoint
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, numbers, run, status, steps_done, wait_for
 
@@ -80,14 +80,14 @@ def take_ten_seconds_per_step() -> None:
     """Let the clock that budgets are measured by stand still but for the steps."""
     from types import SimpleNamespace
 
-    from fsdp_qlora.resuming import control
+    from fsdp_qlora.control import stops
     from fsdp_qlora.training.trainer import Trainer
 
     now = 0.0
-    control.time = SimpleNamespace(monotonic=lambda: now)  # type: ignore[attr-defined]
-    begin, original = control.Control.__init__, Trainer.train_step
+    stops.time = SimpleNamespace(monotonic=lambda: now)  # type: ignore[attr-defined]
+    begin, original = stops.Control.__init__, Trainer.train_step
 
-    def begin_now(self: control.Control, **options: object) -> None:
+    def begin_now(self: stops.Control, **options: object) -> None:
         begin(self, **{**options, "started": None})  # type: ignore[arg-type]
 
     def train_step(self: Trainer, *args: object) -> object:
@@ -95,7 +95,7 @@ def take_ten_seconds_per_step() -> None:
         now += 10
         return original(self, *args)  # type: ignore[arg-type]
 
-    control.Control.__init__ = begin_now  # type: ignore[method-assign]
+    stops.Control.__init__ = begin_now  # type: ignore[method-assign]
     Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
 
 

@@ -1,0 +1,196 @@
+"""The first values of adapters, in the shards where they stay, and what they take away from the base."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.adapters import decompositions
+from fsdp_qlora.adapters.dora import DoraLinear
+from fsdp_qlora.adapters.insert import adapter_parameters, first_adapter_value, full_parameters
+from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
+from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.quantizers.base import QuantizedWeight
+
+log = logging.getLogger("fsdp_qlora")
+
+_PIECE = 2**22  # weights whose update is computed at a time
+
+
+def reduces_base(init: str) -> bool:
+    """Whether the base becomes W - s B A, so that the adapted layer starts as the plain one."""
+    return init.startswith(("pissa", "olora"))
+
+
+def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
+    """Refuse first values that cannot be computed.
+
+    Raises:
+        UserError: the model's files have no weights to decompose, or a rank is above the smaller side of its weight.
+    """
+    if init == "true":
+        return
+    if prequantized:
+        raise UserError(
+            f"init_lora_weights {init} is computed from the weights before they are quantized, and this model is "
+            "quantized already. Give the checkpoint with 16- or 32-bit weights, or leave it at true."
+        )
+    for name, layer in adapted_weights(model).items():
+        rank, most = layer.lora.lora_A.out_features, min(layer.lora.lora_A.in_features, layer.lora.lora_B.out_features)
+        if rank > most:
+            raise UserError(
+                f"init_lora_weights {init} gives no more than {most} values for {name}, which has a rank of {rank}. "
+                "Lower --lora_rank."
+            )
+
+
+def adapted_weights(model: nn.Module) -> dict[str, LoraLinear]:
+    """Name of a weight in the checkpoint -> the layer that adapts it, in the order of the model."""
+    layers = ((path, module) for path, module in model.named_modules() if isinstance(module, LoraLinear))
+    return {f"{canonical_name(path)}.weight": layer for path, layer in layers}
+
+
+def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> None:
+    """Give the adapters of a sharded and loaded model their first values, but for those that `decompose_weights` set.
+
+    Every rank calls it.
+    """
+    decomposed = [layer.lora for layer in adapted_weights(model).values() if layer.is_decomposed]
+    done = {id(parameter) for adapter in decomposed for parameter in adapter.parameters()}
+    for name, parameter in adapter_parameters(model):
+        if "magnitude" not in name and id(parameter) not in done:
+            whole = first_adapter_value(name, parameter.shape, seed=seed)
+            first, last = own_rows(parameter, mesh)
+            store_rows(parameter, whole[first:last])
+    set_magnitudes(model, mesh)
+
+
+@torch.no_grad()
+def decompose_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, str],
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    init: str,
+    seed: int,
+) -> None:
+    """First values that are read off the weights, before these are loaded. Every rank calls it.
+
+    The ranks share the layers: each reads one whole weight at a time, to its device, and sends A and B to all.
+    Where the base loses them, they are rounded to bf16: what a bf16 run gathers is then just what the base lost, and
+    their product has so few digits that it is the same however it is split.
+
+    Args:
+        sources: what `weights.match_tensors` gives.
+        init: pissa, pissa_niter_N, olora or loftq.
+    """
+    started = time.perf_counter()
+    layers = list(adapted_weights(model).items())
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for start in range(0, len(layers), size):
+        turn = layers[start : start + size]
+        mine: tuple[torch.Tensor, ...] = ()
+        if rank < len(turn):
+            name, layer = turn[rank]
+            weight = checkpoint.read_rows(sources[name], 0, checkpoint.shape(sources[name])[0]).to(device)
+            mine = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
+            del weight
+        for owner, (_, layer) in enumerate(turn):
+            for index, parameter in enumerate((layer.lora.lora_A.weight, layer.lora.lora_B.weight)):
+                whole = mine[index] if owner == rank else torch.empty(parameter.shape, device=device)
+                dist.broadcast(whole, src=owner)
+                first, last = own_rows(parameter, mesh)
+                store_rows(parameter, whole[first:last])
+            layer.is_decomposed = True
+            if reduces_base(init):
+                layer.subtracted = KeptShard(layer.lora.lora_A.weight), KeptShard(layer.lora.lora_B.weight)
+    seconds = time.perf_counter() - started
+    log.info("Adapters start from their weights: %s of %d, computed in %.1f s.", init, len(layers), seconds)
+
+
+def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> decompositions.Factors:
+    rank, scaling = layer.lora.lora_A.out_features, layer.scaling
+    if init == "loftq":
+        assert isinstance(layer.base_layer, QuantizedWeight)
+        lora_A, lora_B = decompositions.loftq(weight, rank, scaling, quantize=layer.base_layer.quantize_whole)
+    elif init == "olora":
+        lora_A, lora_B = decompositions.olora(weight.float(), rank)
+    elif init == "pissa":
+        lora_A, lora_B = decompositions.pissa(weight.float(), rank, scaling)
+    else:
+        iterations = int(init.removeprefix("pissa_niter_"))
+        lora_A, lora_B = decompositions.pissa_niter(weight.float(), rank, scaling, iterations=iterations, seed=seed)
+    if reduces_base(init):
+        lora_A, lora_B = lora_A.bfloat16().float(), lora_B.bfloat16().float()
+    return lora_A.contiguous(), lora_B.contiguous()
+
+
+@torch.no_grad()
+def saved_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in PEFT's file, tensor) of the adapter as it is saved, for the model's own base. Every rank calls it.
+
+    Where the base is W - s B0 A0, the saved update is s (B A - B0 A0), twice the rank: [A; A0] and [B, -B0].
+    """
+    layers = {
+        f"base_model.model.{name.removesuffix('.weight')}": layer for name, layer in adapted_weights(model).items()
+    }
+    for name, parameter in adapter_parameters(model):
+        layer = layers.get(name.rpartition(".lora_")[0])
+        if layer is None or layer.subtracted is None:
+            yield name, parameter
+            continue
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        lora_A, lora_B = layer.subtracted
+        if name.endswith("lora_A.weight"):
+            yield name, torch.cat([whole, lora_A.whole()], dim=0)
+        else:
+            yield name, torch.cat([whole, -lora_B.whole()], dim=1)
+    yield from full_parameters(model)
+
+
+@torch.no_grad()
+def subtract(layer: LoraLinear, values: torch.Tensor, start: int) -> torch.Tensor:
+    """W - s B A for the elements of the flattened W that begin at `start`, float32. Every rank calls it."""
+    assert layer.subtracted is not None
+    lora_A, lora_B = (factor.whole().to(values.device, torch.float64) for factor in layer.subtracted)
+    columns = lora_A.shape[1]
+    stop, rows = start + values.numel(), max(1, _PIECE // columns)
+    rest = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    for row in range(start // columns, -(-stop // columns), rows):
+        update = (torch.mm(lora_B[row : row + rows], lora_A) * layer.scaling).flatten()
+        begin = row * columns
+        first, last = max(start, begin), min(stop, begin + update.numel())
+        rest[first - start : last - start] = values[first - start : last - start] - update[first - begin : last - begin]
+    return rest
+
+
+def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
+    """DoRA starts from the lengths of the base's rows, as it was quantized: the adapted layer is the base layer.
+
+    A block is gathered as in a forward pass, and one of its weights decoded at a time. So this holds for every
+    quantizer, and a row's sum does not depend on which ranks hold its parts.
+    """
+    for block in find_blocks(model):
+        adapted = [module for module in block.modules() if isinstance(module, DoraLinear)]
+        if not adapted:
+            continue
+        assert isinstance(block, FSDPModule)
+        block.unshard()
+        for layer in adapted:
+            magnitude = layer.lora.magnitude
+            squares = layer.base_row_squares()
+            first, last = own_rows(magnitude.weight, mesh)
+            store_rows(magnitude.row_squares, squares[first:last])
+            store_rows(magnitude.weight, squares[first:last].sqrt())
+        block.reshard()

@@ -1,0 +1,254 @@
+"""A run's checkpoints on disk: folders that are whole or not there, with a hash of every file.
+
+CHECKPOINTS/step_NNNNNN holds state.json, safetensors files and manifest.json, which has the size and SHA-256 of the
+others and is written last. A folder is written as .step_NNNNNN.writing, flushed, and then renamed, so a reader never
+sees half of one. What is found damaged is renamed to step_NNNNNN.set_aside.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fsdp_qlora.loading.weight_files import DTYPE_NAMES
+from fsdp_qlora.storage.files import flush
+
+FORMAT_VERSION = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+_STEP_NAME = re.compile(r"step_(\d{6,})")
+_SET_ASIDE = ".set_aside"
+_CHUNK_BYTES = 2**22
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not what was written."""
+
+
+class FileRecord(NamedTuple):
+    """What the manifest says of a file."""
+
+    size: int
+    sha256: str
+
+
+class TensorForm(NamedTuple):
+    """Of a tensor that is going to be written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+# --- the folders ---
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step_{step:06d}"
+
+
+def published(root: Path) -> dict[int, Path]:
+    """Step -> folder of every published checkpoint, oldest first."""
+    found = {}
+    for path in root.glob("step_*"):
+        if (match := _STEP_NAME.fullmatch(path.name)) and path.is_dir():
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def were_set_aside(root: Path) -> list[Path]:
+    """The folders that are no longer used, oldest first."""
+    return sorted(root.glob(f"step_*{_SET_ASIDE}"))
+
+
+def set_aside(folder: Path) -> Path:
+    """Take a checkpoint out of use, under a name that says so; its bytes stay."""
+    target = folder.with_name(folder.name + _SET_ASIDE)
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(folder, target)
+    return target
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint; a reader sees all of it or nothing."""
+    going = folder.with_name(f".{folder.name}.removing")
+    shutil.rmtree(going, ignore_errors=True)
+    os.rename(folder, going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what a run that died was writing or removing. For the holder of the run folder's lock."""
+    for path in (*root.glob(".step_*.writing"), *root.glob(".step_*.removing")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# --- writing ---
+
+
+def staging_folder(root: Path, step: int) -> Path:
+    """Where checkpoint `step` is written before it is published."""
+    return root / f".step_{step:06d}.writing"
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
+    """Write and flush a small file."""
+    text = json.dumps(content, allow_nan=False).encode()
+    with path.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(len(text), hashlib.sha256(text).hexdigest())
+
+
+def write_tensors(
+    path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor], metadata: Mapping[str, str]
+) -> FileRecord:
+    """Write and flush a safetensors file, a tensor at a time.
+
+    Args:
+        forms: of the tensors, in the order of `values`.
+        values: on the CPU. All of them are taken even when the disk is full, since to make one may need all ranks.
+    Raises:
+        OSError: the file could not be written; `values` is used up.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, (dtype, shape) in forms.items():
+        end = offset + dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    start = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(start)
+    values = iter(values)
+    try:
+        with path.open("wb") as file:
+            file.write(start)
+            for tensor in values:
+                content = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                digest.update(content)
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        for _ in values:
+            pass
+    return FileRecord(len(start) + offset, digest.hexdigest())
+
+
+def publish(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> None:
+    """Make a written checkpoint visible, whole and durable.
+
+    Raises:
+        FileExistsError: the step is published already; it is never replaced.
+        OSError: a file is not there, or the disk is full.
+    """
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, "this step is published already", str(target))
+    for name, record in files.items():
+        if (staging / name).stat().st_size != record.size:
+            raise OSError(errno.EIO, "not all of the file is there", str(staging / name))
+    manifest = {"format": FORMAT_VERSION, "files": {name: record._asdict() for name, record in files.items()}}
+    write_json(staging / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
+    flush(staging)
+    os.rename(staging, target)
+    flush(target.parent)
+
+
+def _own_hash(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# --- reading ---
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check every byte of a checkpoint; returns its state.json.
+
+    Raises:
+        DamagedCheckpoint: says which file is not what was written.
+    """
+    files = _read_manifest(folder)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
+        list(pool.map(lambda name: _check_file(folder / name, files[name]), files))
+    state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    return state
+
+
+def _read_manifest(folder: Path) -> dict[str, FileRecord]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        if manifest.pop("sha256") != _own_hash(manifest):
+            raise ValueError("its hash is another")
+        version = manifest["format"]
+        files = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path.name} is not there") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path.name} has changed ({error})") from error
+    if version != FORMAT_VERSION:
+        raise DamagedCheckpoint(f"it has format {version}, and this version reads {FORMAT_VERSION}")
+    if STATE not in files:
+        raise DamagedCheckpoint(f"{STATE} is not in it")
+    return files
+
+
+def _check_file(path: Path, expected: FileRecord) -> None:
+    digest = hashlib.sha256()
+    try:
+        size = path.stat().st_size
+        if size != expected.size:
+            raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {expected.size}")
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path.name} is not there") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
+    if digest.hexdigest() != expected.sha256:
+        raise DamagedCheckpoint(f"{path.name} has changed: its SHA-256 is another")
+
+
+class TensorReader:
+    """The tensors of one safetensors file of a verified checkpoint.
+
+    Raises:
+        DamagedCheckpoint: by any of its methods: the file is not there any more, or has another content.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._as_damage():
+            self._file = safe_open(path, framework="pt").__enter__()
+
+    def close(self) -> None:
+        self._file.__exit__(None, None, None)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        with self._as_damage():
+            rows: torch.Tensor = self._file.get_slice(name)[start:stop]
+            return rows
+
+    def whole(self, name: str) -> torch.Tensor:
+        with self._as_damage():
+            tensor: torch.Tensor = self._file.get_tensor(name)
+            return tensor
+
+    @contextlib.contextmanager
+    def _as_damage(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise DamagedCheckpoint(f"{self.path} cannot be read ({error})") from error

@@ -1,0 +1,196 @@
+"""Saving checkpoints while a run goes on: when, on all ranks at once, which are kept, and what if the disk is full."""
+
+import errno
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.checkpoint import FileRecord
+from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.run_folder import read_json
+from fsdp_qlora.checkpointing.train_state import TrainState
+from fsdp_qlora.distributed import Ranks, gather_numbers, gather_texts
+
+log = logging.getLogger("fsdp_qlora")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Saver:
+    """Writes checkpoints of a run. Every rank calls each method; rank 0 decides and publishes.
+
+    Args:
+        root: the folder of the checkpoints.
+        about: what the run is, kept in every checkpoint.
+        save_steps: 0 for none by steps. save_total_limit: newest kept, besides the best by held-out loss.
+        before_save: called on each rank before a checkpoint is published.
+        on_saved: called on rank 0 with each published checkpoint.
+        saved_step: the newest checkpoint that is there already, -1 for none.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        state: TrainState,
+        ranks: Ranks,
+        *,
+        about: Mapping[str, Any],
+        save_steps: int,
+        save_total_limit: int,
+        before_save: Callable[[], None] = lambda: None,
+        on_saved: Callable[[Path], None] = lambda folder: None,
+        saved_step: int = -1,
+    ) -> None:
+        self.root, self.state, self.ranks, self.about = root, state, ranks, about
+        self.save_steps, self.save_total_limit, self.before_save = save_steps, save_total_limit, before_save
+        self.on_saved, self.saved_step = on_saved, saved_step
+        self.seconds = 0.0  # of the last save
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is one of those after which a checkpoint is asked for."""
+        return self.save_steps > 0 and step % self.save_steps == 0
+
+    def save(self, progress: Progress) -> bool:
+        """Publish a checkpoint of this step, unless there is one; whether there is one now.
+
+        A disk that is full or fails is reported, and training may go on: the checkpoints before are untouched.
+
+        Raises:
+            TrainingError: the parameters are not finite.
+        """
+        if self.saved_step == progress.step:
+            self._prune()  # a kill may have come in between
+            return True
+        started = time.monotonic()
+        self.state.check_finite()
+        self.before_save()
+        while (failure := self._try(progress)) is not None:
+            is_full, reason = failure
+            freed = self._free_oldest() if is_full else None
+            if freed is None:
+                log.warning(
+                    "Step %d: no checkpoint was saved: %s. Training goes on; %s.", progress.step, reason,
+                    f"the last checkpoint is step {self.saved_step}" if self.saved_step >= 0 else "there is none yet",
+                )  # fmt: skip
+                return False
+            log.warning("Step %d: %s. To make room, %s was deleted.", progress.step, reason, freed)
+        self.saved_step = progress.step
+        self.seconds = time.monotonic() - started
+        self._prune()
+        if self.ranks.is_rank_0:
+            self.on_saved(checkpoint.step_folder(self.root, progress.step))
+        log.info("Checkpoint of step %d: %s", progress.step, checkpoint.step_folder(self.root, progress.step))
+        return True
+
+    def _try(self, progress: Progress) -> tuple[bool, str] | None:
+        """Write and publish once. Returns whether the disk is full and the reason, where it failed on any rank."""
+        staging = checkpoint.staging_folder(self.root, progress.step)
+        error: OSError | None = None
+        if self.ranks.is_rank_0:
+            try:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+            except OSError as failure:
+                error = failure
+        self._all_ok(None)  # the folder is there, or its absence is everyone's failure
+        files: dict[str, FileRecord] = {}
+        description: dict[str, Any] = {}
+        try:
+            files, description = self.state.write(staging)
+        except OSError as failure:
+            error = error or failure
+        if reason := self._all_ok(error):
+            self._discard(staging)
+            return reason
+        records = gather_texts(
+            json.dumps({name: record._asdict() for name, record in files.items()}), self.ranks.device
+        )
+        if self.ranks.is_rank_0:
+            for text in records:
+                files |= {name: FileRecord(**record) for name, record in json.loads(text).items()}
+            try:
+                content = {"progress": progress.to_dict(), "tensors": description, "about": self.about}
+                files[checkpoint.STATE] = checkpoint.write_json(staging / checkpoint.STATE, content)
+                checkpoint.publish(staging, checkpoint.step_folder(self.root, progress.step), files)
+            except OSError as failure:
+                error = failure
+        reason = self._all_ok(error)
+        if reason:
+            self._discard(staging)
+        return reason
+
+    def _all_ok(self, error: OSError | None) -> tuple[bool, str] | None:
+        """Whether all ranks have come this far: None, or (the disk is full, why) the same on all."""
+        code = 0 if error is None else 1 if is_full(error) else 2
+        codes = gather_numbers([float(code)], self.ranks.device).flatten().tolist()
+        if not any(codes):
+            return None
+        text = "" if error is None else f"{error.filename or self.root}: {error.strerror or error}"
+        texts = gather_texts(text, self.ranks.device)
+        return 1.0 in codes, next(text for text in texts if text)
+
+    def _discard(self, staging: Path) -> None:
+        if self.ranks.is_rank_0:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    # --- what is kept ---
+
+    def _free_oldest(self) -> str | None:
+        """Delete one checkpoint, never the newest; returns its name, or None where there is none to delete."""
+        name = ""
+        if self.ranks.is_rank_0:
+            name = delete_oldest(self.root) or ""
+        return gather_texts(name, self.ranks.device)[0] or None
+
+    def _prune(self) -> None:
+        folders = checkpoint.published(self.root) if self.ranks.is_rank_0 else {}
+        keep = {*list(folders)[-self.save_total_limit :], best_step(folders)}
+        for step, folder in folders.items():
+            if step not in keep:
+                try:
+                    checkpoint.remove(folder)
+                except OSError as error:
+                    log.warning("%s could not be deleted: %s", folder, error.strerror)
+
+
+def delete_oldest(root: Path) -> str | None:
+    """Delete what was set aside, else the oldest checkpoint but the newest; the best by held-out loss goes last."""
+    for folder in checkpoint.were_set_aside(root):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return folder.name
+    folders = checkpoint.published(root)
+    best = best_step(folders)
+    older = sorted(list(folders)[:-1], key=lambda step: (step == best, step))
+    for step in older:
+        try:
+            checkpoint.remove(folders[step])
+        except OSError:
+            continue
+        return folders[step].name
+    return None
+
+
+def is_full(error: Exception) -> bool:
+    """Whether there was no room for a file. The safetensors library passes the system's error on as text."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL
+    return any(f"os error {number}" in str(error) for number in _FULL)
+
+
+def best_step(folders: Mapping[int, Path]) -> int | None:
+    """The checkpoint with the lowest held-out loss, of those that were evaluated at their own step."""
+    losses = {step: loss for step, folder in folders.items() if (loss := _eval_loss(folder, step)) is not None}
+    return min(losses, key=lambda step: losses[step], default=None)
+
+
+def _eval_loss(folder: Path, step: int) -> float | None:
+    progress = read_json(folder / checkpoint.STATE).get("progress", {})
+    loss = progress.get("eval_loss")
+    return loss if progress.get("last_eval_step") == step and loss is not None and math.isfinite(loss) else None

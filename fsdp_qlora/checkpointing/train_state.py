@@ -1,0 +1,294 @@
+"""What training has made so far, to and from a checkpoint's files: trainable parameters and optimizer state.
+
+Small states (adapters) are gathered and written by rank 0, which also reads them for all, so that no other rank needs
+to see the folder. Large ones are written by each rank of one copy of the model, and read by all: FILE i holds the rows
+that `shard_bounds` gives to rank i of as many as there are files, so any other number of ranks finds its own.
+
+An entry of the optimizer's state is stored by what it is:
+    rows    a tensor of the local shard's shape, or of its rows: sharded like its parameter
+    once    a tensor without dims, such as a count of steps, or of the whole parameter: the same on all ranks
+    number  a plain number: the same on all ranks
+    local   any other tensor, such as the scales of 8-bit states: of this rank's shard, and of no other split
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.checkpoint import FileRecord, TensorForm, TensorReader
+from fsdp_qlora.distributed import Ranks, gather_numbers, gather_texts, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.loading.weight_files import DTYPE_NAMES
+from fsdp_qlora.models import canonical_name
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer
+
+# Parameter name -> state key -> what is stored of it.
+_Layout = dict[str, dict[str, dict[str, Any]]]
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_PARAMETER = "parameter"  # the key of the parameter itself
+
+
+class TrainState:
+    """Trainable parameters and optimizer state of one sharded model.
+
+    Args:
+        is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer keeps
+            something that belongs to one rank's shard alone.
+        beat: called with each tensor that is written, since a large state takes its time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: ShardedOptimizer,
+        mesh: DeviceMesh,
+        ranks: Ranks,
+        *,
+        is_large: bool,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.parameters = {
+            canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        self.optimizer, self.mesh, self.ranks, self.is_large = optimizer, mesh, ranks, is_large
+        self.beat = beat
+
+    # --- writing ---
+
+    def write(self, folder: Path) -> tuple[dict[str, FileRecord], dict[str, Any]]:
+        """Write this rank's part into `folder`. Every rank calls it.
+
+        Returns:
+            The files that this rank wrote, and what `load` has to be told.
+        Raises:
+            OSError: this rank's part could not be written; every rank has come as far all the same.
+        """
+        layout = self._agreed_layout()
+        is_sharded = self.is_large or _has_local(layout)
+        description = {
+            "files": shard_size(self.mesh) if is_sharded else 1,
+            "is_sharded": is_sharded,
+            "shapes": {name: list(parameter.shape) for name, parameter in self.parameters.items()},
+            "layout": layout,
+            "groups": self.optimizer.group_values(),
+        }
+        index = shard_rank(self.mesh) if is_sharded else 0
+        entries = list(_tensors_of_file(layout, index))
+        if not is_sharded:
+            values = (self._gathered(name, key, layout[name][key]) for name, key in entries)
+            forms = {_file_name(name, key): self._form(layout, name, key) for name, key in entries}
+            is_writer = self.ranks.is_rank_0
+        else:
+            values = (self._own(name, key, layout[name][key]).cpu() for name, key in entries)
+            forms = {
+                _file_name(name, key): TensorForm(value.dtype, tuple(value.shape))
+                for name, key in entries
+                for value in (self._own(name, key, layout[name][key]),)
+            }
+            is_writer = (
+                "replicate" not in (self.mesh.mesh_dim_names or ()) or self.mesh.get_local_rank("replicate") == 0
+            )
+        if not is_writer:
+            for _ in values:
+                pass
+            return {}, description
+        file = _file(index)
+        metadata = {"format": "pt", "shard": str(index), "shards": str(description["files"])}
+        return {file: checkpoint.write_tensors(folder / file, forms, values, metadata)}, description
+
+    def check_finite(self) -> None:
+        """Refuse to keep parameters that are no numbers any more. Every rank calls it.
+
+        Raises:
+            TrainingError: names the first parameter with a value that is not finite, the same on every rank.
+        """
+        names = list(self.parameters)
+        bad = [
+            index
+            for index, name in enumerate(names)
+            if not all(
+                bool(value.isfinite().all())
+                for value in (_local(self.parameters[name]), *self.optimizer.state_of(self.parameters[name]).values())
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+            )
+        ]
+        first = gather_numbers([float(bad[0] if bad else len(names))], self.ranks.device).min().item()
+        if first < len(names):
+            raise TrainingError(
+                f"{names[int(first)]} or its optimizer state has values that are not finite, so nothing is saved. The "
+                "checkpoints before it are good. A lower --lr or --precision bf16/fp32 may help."
+            )
+
+    def _agreed_layout(self) -> _Layout:
+        """What is stored of each parameter. A rank without rows of it knows only from the others."""
+        own: _Layout = {}
+        for name, parameter in self.parameters.items():
+            local = _local(parameter)
+            if local.numel():
+                state = {_PARAMETER: local, **self.optimizer.state_of(parameter)}
+                kinds = self.optimizer.stored_as
+                own[name] = {key: _describe(value, local, kinds.get(key)) for key, value in state.items()}
+        everyone: list[_Layout] = [json.loads(text) for text in gather_texts(json.dumps(own), self.ranks.device)]
+        layout: _Layout = {}
+        for name in self.parameters:
+            described = [ranks_layout[name] for ranks_layout in everyone if name in ranks_layout]
+            layout[name] = described[0]
+            for key in {key for entry in described for key in entry}:
+                if any(entry.get(key) != described[0].get(key) for entry in described):
+                    layout[name][key] = {"kind": "local", "is_on_device": True}
+        return layout
+
+    def _form(self, layout: _Layout, name: str, key: str) -> TensorForm:
+        entry = layout[name][key]
+        return TensorForm(_DTYPES[entry["dtype"]], self._whole_shape(name, entry))
+
+    def _whole_shape(self, name: str, entry: Mapping[str, Any]) -> tuple[int, ...]:
+        """Of an entry of kind rows or once, over all ranks."""
+        num_rows = self.parameters[name].shape[:1] if entry["kind"] == "rows" else ()
+        return (*num_rows, *entry["dims"])
+
+    def _own(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        """This rank's value of an entry; no rows where it has none."""
+        self.beat()
+        local = _local(self.parameters[name])
+        if key == _PARAMETER:
+            return local.detach()
+        value = self.optimizer.state_of(self.parameters[name]).get(key)
+        if value is not None:
+            return value.detach()
+        return local.new_empty((0, *entry.get("dims", ())), dtype=_DTYPES[entry.get("dtype", "F32")])
+
+    def _gathered(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        """The whole of an entry, on the CPU; it counts on rank 0 only."""
+        parameter, own = self.parameters[name], self._own(name, key, entry)
+        if entry["kind"] == "rows" and isinstance(parameter, DTensor):
+            shape = torch.Size(self._whole_shape(name, entry))
+            stride = torch.empty(shape, device="meta").stride()
+            own = DTensor.from_local(
+                own, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+            ).full_tensor()
+        return own.cpu()
+
+    # --- reading ---
+
+    def load(self, folder: Path, description: Mapping[str, Any]) -> None:
+        """Fill parameters and optimizer from a verified checkpoint. Every rank calls it.
+
+        Raises:
+            UserError: it is of other parameters, or belongs to another number of ranks; the same on every rank.
+            DamagedCheckpoint: its files have been changed since they were verified.
+        """
+        shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
+        if description["shapes"] != shapes:
+            stored = description["shapes"]
+            other = sorted(name for name in {**shapes, **stored} if shapes.get(name) != stored.get(name))
+            raise UserError(
+                f"{folder} is of a model with other trainable parameters: {', '.join(other[:4])}"
+                f"{', ...' if len(other) > 4 else ''} are not the same in both."
+            )
+        layout, num_files = description["layout"], description["files"]
+        if _has_local(layout) and num_files != shard_size(self.mesh):
+            raise UserError(
+                f"{folder} holds optimizer state that belongs to a split over {num_files} ranks, and this run has "
+                f"{shard_size(self.mesh)}. Start it with {num_files}."
+            )
+        is_reader = description["is_sharded"] or self.ranks.is_rank_0
+        readers = [TensorReader(folder / _file(index)) for index in range(num_files)] if is_reader else []
+        fill = self._fill_from_shards if description["is_sharded"] else self._fill_from_rank_0
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                for key, entry in layout[name].items():
+                    value = entry["value"] if entry["kind"] == "number" else fill(readers, name, key, entry)
+                    self._put(parameter, key, entry, value)
+        self.optimizer.set_group_values(description["groups"])
+        for reader in readers:
+            reader.close()
+
+    def _fill_from_rank_0(
+        self, readers: Sequence[TensorReader], name: str, key: str, entry: Mapping[str, Any]
+    ) -> torch.Tensor:
+        if readers:
+            whole = readers[0].whole(_file_name(name, key)).to(self.ranks.device)
+        else:
+            whole = torch.empty(self._whole_shape(name, entry), dtype=_DTYPES[entry["dtype"]], device=self.ranks.device)
+        dist.broadcast(whole, src=0)
+        return whole[slice(*self._own_rows(name))] if entry["kind"] == "rows" else whole
+
+    def _fill_from_shards(
+        self, readers: Sequence[TensorReader], name: str, key: str, entry: Mapping[str, Any]
+    ) -> torch.Tensor:
+        stored = _file_name(name, key)
+        if entry["kind"] == "once":
+            return readers[0].whole(stored)
+        if entry["kind"] == "local":
+            return readers[shard_rank(self.mesh)].whole(stored)
+        start, stop = self._own_rows(name)
+        num_rows, parts = self.parameters[name].shape[0], []
+        for index, reader in enumerate(readers):
+            first, end = shard_bounds(num_rows, rank=index, size=len(readers))
+            if max(start, first) < min(stop, end):
+                parts.append(reader.rows(stored, max(start, first) - first, min(stop, end) - first))
+        if parts:
+            return torch.cat(parts)
+        return torch.empty((0, *entry["dims"]), dtype=_DTYPES[entry["dtype"]])
+
+    def _own_rows(self, name: str) -> tuple[int, int]:
+        return shard_bounds(self.parameters[name].shape[0], rank=shard_rank(self.mesh), size=shard_size(self.mesh))
+
+    def _put(self, parameter: nn.Parameter, key: str, entry: Mapping[str, Any], value: Any) -> None:
+        local = _local(parameter)
+        if not local.numel():
+            return
+        if key == _PARAMETER:
+            local.copy_(value)
+            return
+        if isinstance(value, torch.Tensor):
+            buffer = self.optimizer.paged_buffer(parameter, key, value.dtype)
+            if buffer is None:
+                value = value.to(local.device if entry["is_on_device"] else "cpu", copy=True)
+            else:
+                value = buffer.copy_(value)
+        self.optimizer.state_of(parameter)[key] = value
+
+
+def _describe(value: Any, local: torch.Tensor, kind: str | None) -> dict[str, Any]:
+    """What is stored of a value. dims: of a tensor, without that of the rows."""
+    if isinstance(value, torch.Tensor):
+        kind = kind or ("once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local")
+        about = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype], "is_on_device": value.device == local.device}
+        return about if kind == "local" else {**about, "dims": list(value.shape[kind == "rows" :])}
+    if value is None or isinstance(value, (bool, int, float)):
+        return {"kind": "number", "value": value}
+    raise TypeError(f"optimizer state of type {type(value).__name__} cannot be saved")
+
+
+def _tensors_of_file(layout: _Layout, index: int) -> Iterator[tuple[str, str]]:
+    """(parameter, key) of each tensor in file `index`, the same in every file but for what is stored once."""
+    for name, keys in layout.items():
+        for key, entry in sorted(keys.items()):
+            if entry["kind"] in ("rows", "local") or (entry["kind"] == "once" and index == 0):
+                yield name, key
+
+
+def _has_local(layout: _Layout) -> bool:
+    return any(entry["kind"] == "local" for keys in layout.values() for entry in keys.values())
+
+
+def _file_name(name: str, key: str) -> str:
+    return f"{name}/{key}"
+
+
+def _file(index: int) -> str:
+    return f"state_{index:05d}.safetensors"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

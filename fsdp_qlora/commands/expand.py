@@ -1,0 +1,250 @@
+"""Block expansion (LLaMA Pro, Wu et al. 2024): copies of some decoder blocks that change nothing until they train.
+
+A new block is a copy of the block before it with zeros in the output projections of attention and MLP. It adds
+nothing to the residual stream, so the expanded model computes what the model did. Which blocks are new is written
+into config.json (models.NEW_BLOCKS).
+"""
+
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_qlora import models
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading import hub
+from fsdp_qlora.loading.load_weights import match_tensors
+from fsdp_qlora.loading.weight_files import Checkpoint, Part, read_ahead
+from fsdp_qlora.quantizers.bnb_4bit_format import take_settings
+from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
+from fsdp_qlora.sharding.verify import format_bytes
+from fsdp_qlora.storage.files import new_folder
+from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
+
+log = logging.getLogger("fsdp_qlora")
+
+_COPY_BYTES = 64 * 2**20  # of a tensor, at a time
+
+
+class _Copy(NamedTuple):
+    """A tensor of the expanded checkpoint. zero: it is not copied but left at 0."""
+
+    source: str
+    zero: bool
+
+
+def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
+    """Write a model folder with `expansion_rate` times as many blocks more, which computes the same.
+
+    One piece of a tensor is in memory at a time, besides one block on which the identity is tried.
+
+    Raises:
+        UserError: the model cannot be read or expanded, or `out` cannot be written.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--output_dir {out} is there already and not empty. Give another folder.")
+    folder = hub.find_model_folder(model_name, with_weights=True)
+    config = models.load_config(folder, model_name)
+    if take_settings(config, model_name):
+        raise UserError(f"model_name {model_name} is quantized. Give its checkpoint with 16- or 32-bit weights.")
+    origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
+    expanded_config = _expand_config(config, origins)
+    model, expanded = _meta_model(config), _meta_model(expanded_config)
+    added = getattr(expanded_config, models.NEW_BLOCKS)
+    zeros = {index: _output_weights(models.find_blocks(expanded)[index], config) for index in added}
+    checkpoint = Checkpoint(folder)
+    copies = _plan_copies(model, expanded, checkpoint, origins, zeros)
+    for index in {tuple(names): index for index, names in zeros.items()}.values():
+        _check_identity(_meta_model(expanded_config), index, zeros[index])
+    with new_folder(out, "--output_dir") as partial:
+        _write(partial, checkpoint, copies)
+        for path in {path for pattern in hub.SMALL_FILES for path in folder.glob(pattern)}:
+            if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, partial / path.name)
+        expanded_config.save_pretrained(partial)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    log.info(
+        "Saved: %s (%s), %d blocks; new: %s", out, format_bytes(size), len(origins), ", ".join(map(str, added))
+    )  # fmt: skip
+
+
+def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
+    """For each block of the expanded model the block that it is or copies; a second one in a row is the copy.
+
+    Copies are spread evenly, the last at the end: each closes a group of blocks of about the same size.
+
+    Raises:
+        UserError: the rate adds no block, or more than there are.
+    """
+    count = int(num_blocks * expansion_rate + 1e-9)
+    if not 1 <= count <= num_blocks:
+        raise UserError(
+            f"--expansion_rate {expansion_rate} would add {count} blocks to the model's {num_blocks}. Give a share "
+            f"of new blocks from {1 / num_blocks:.3g} (one block) to 1."
+        )
+    copied = {(number + 1) * num_blocks // count - 1 for number in range(count)}
+    return [block for block in range(num_blocks) for _ in range(1 + (block in copied))]
+
+
+def _added(origins: Sequence[int]) -> list[int]:
+    return [index for index in range(1, len(origins)) if origins[index] == origins[index - 1]]
+
+
+def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> PretrainedConfig:
+    """The configuration with the blocks of `origins`: their number, and every list with an entry per block."""
+    content = config.to_dict()
+    text = config.get_text_config()
+    inside = content
+    if text is not config:
+        inside = next(part for name, part in content.items() if vars(config).get(name) is text)
+    old = text.num_hidden_layers
+    for name, value in inside.items():
+        if isinstance(value, list | tuple) and len(value) == old and not name.endswith(("_token_id", "_ids")):
+            inside[name] = [value[origin] for origin in origins]
+    inside[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(origins)
+    content[models.NEW_BLOCKS] = _added(origins)
+    # _name_or_path is the folder's, and no business of the next reader.
+    content.pop("_name_or_path", None)
+    return type(config).from_dict(content)
+
+
+def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
+    return models.build_meta_model(
+        config,
+        attn_implementation="eager",
+        dtype=torch.bfloat16,
+        compute_dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        experts_implementation="eager",
+    )
+
+
+def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:
+    """Names, below the block, of the weights and biases that give attention's and the MLP's output.
+
+    That is the last layer of each module of the block whose output is as wide as the residual stream.
+    """
+    width = config.get_text_config().hidden_size
+    names = []
+    for path, module in block.named_modules():
+        outputs = [name for name, child in module.named_children() if _is_linear(child, width)]
+        if loops_over_experts(module):
+            axis = 2 if is_transposed(module) else 1
+            own = {name: parameter.shape for name, parameter in module.named_parameters(recurse=False)}
+            last = [name for name, shape in own.items() if len(shape) == 3 and shape[axis] == width][-1:]
+            names += [f"{path}.{name}" for name in (*last, *(f"{name}_bias" for name in last)) if name in own]
+        elif outputs:
+            layer = f"{path}.{outputs[-1]}".lstrip(".")
+            names += [f"{layer}.{name}" for name, _ in block.get_submodule(layer).named_parameters()]
+    return names
+
+
+def _is_linear(module: nn.Module, width: int) -> bool:
+    return isinstance(module, nn.Linear) and module.out_features == width
+
+
+def _plan_copies(
+    model: PreTrainedModel,
+    expanded: PreTrainedModel,
+    checkpoint: Checkpoint,
+    origins: Sequence[int],
+    zeros: dict[int, list[str]],
+) -> dict[str, _Copy]:
+    """Name in the expanded checkpoint -> what it is made of."""
+    blocks = models.find_blocks(model)
+    path = next(path for path, module in model.named_modules() if module is blocks)
+    sources = match_tensors(model, checkpoint)
+    copies: dict[str, _Copy] = {}
+    shapes = {name: tensor.shape for name, tensor in expanded.state_dict().items()}
+    old_shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, source in sources.items():
+        block = re.match(rf"{re.escape(path)}\.(\d+)\.(.*)", name)
+        places: list[int | None] = [None]
+        if block:
+            places = [index for index, origin in enumerate(origins) if origin == int(block[1])]
+        for index in places:
+            target = f"{path}.{index}.{block[2]}" if block else name
+            if shapes.get(target) != old_shapes[name]:
+                raise UserError(
+                    f"The model's blocks are not of one kind, and {target} of the expanded model is not {name} of this "
+                    "one. Give an --expansion_rate that keeps blocks where they are, or another model."
+                )
+            zero = block is not None and index is not None and block[2] in zeros.get(index, ())
+            parts = list(checkpoint.origins(source))
+            for part in parts:
+                # Experts lie one by one in the files, under names of their own.
+                renamed = name if len(parts) == 1 and part == source else part
+                if block:
+                    leaf = path.rpartition(".")[2]
+                    renamed = re.sub(rf"(^|\.){leaf}\.{block[1]}\.", rf"\g<1>{leaf}.{index}.", renamed, count=1)
+                copies[renamed] = _Copy(part, zero)
+    return copies
+
+
+def _write(folder: Path, checkpoint: Checkpoint, copies: dict[str, _Copy]) -> None:
+    forms = {
+        name: Form(checkpoint.dtype(copy.source), tuple(checkpoint.shape(copy.source))) for name, copy in copies.items()
+    }
+    files = PackedFiles(folder, forms)
+    free = shutil.disk_usage(folder).free
+    if free < files.num_bytes:
+        raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
+    files.create()  # all zeros
+    jobs = [(name, part) for name, copy in copies.items() if not copy.zero for part in _parts(checkpoint, copy.source)]
+    with tqdm(total=files.num_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        contents = read_ahead(checkpoint, [part for _, part in jobs], max_bytes=2 * _COPY_BYTES)
+        for (name, part), content in zip(jobs, contents, strict=True):
+            files.write(name, part.start * content.element_size(), content)
+            bar.update(content.nbytes)
+    files.sync()
+    files.close()
+
+
+def _parts(checkpoint: Checkpoint, source: str) -> Iterator[Part]:
+    count, size = checkpoint.shape(source).numel(), _COPY_BYTES // checkpoint.dtype(source).itemsize
+    for start in range(0, count, size):
+        yield Part(source, start, min(start + size, count))
+
+
+@torch.no_grad()
+def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
+    """Try on random values that a block with these weights at zero gives what it is given.
+
+    Raises:
+        UserError: it does not.
+    """
+    blocks = models.find_blocks(model)
+    block = blocks[index]
+    path = next(path for path, module in model.named_modules() if module is blocks)
+    parent = model.get_submodule(path.rpartition(".")[0])
+    setattr(parent, path.rpartition(".")[2], nn.ModuleList([block]))
+    embeddings = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    for module in parent.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(module) not in embeddings:
+                value = torch.randn(parameter.shape, dtype=parameter.dtype) * 0.02
+                setattr(module, name, nn.Parameter(value, requires_grad=False))
+    for name in zeros:
+        block.get_parameter(name).zero_()
+    seen: list[Any] = []
+    block.register_forward_hook(
+        lambda module, args, kwargs, output: seen.extend([args[0] if args else kwargs["hidden_states"], output]),
+        with_kwargs=True,
+    )
+    hidden = torch.randn(1, 3, model.get_input_embeddings().embedding_dim, dtype=torch.bfloat16)
+    parent(inputs_embeds=hidden, use_cache=False)
+    given, output = seen
+    output = output[0] if isinstance(output, tuple) else output
+    if not torch.equal(given, output):
+        raise UserError(
+            f"{type(model).__name__} cannot be expanded: a block with zeros in {', '.join(zeros)} changes its input. "
+            "Give a model of another family."
+        )

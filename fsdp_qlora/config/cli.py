@@ -1,0 +1,280 @@
+"""Command line and YAML file -> `TrainConfig`: defaults, then the file of `--config`, then the flags.
+
+A YAML value is taken as the text that stands in the file and goes through the same converter as a flag's
+value. So `lr: 2e-4`, which YAML 1.1 reads as a string, is a number here, and a misspelled choice is an
+error in both places.
+
+argparse only splits the words and prints the help. The conversion is done here because argparse's own stops
+at the first error and suggests no nearest choice. (tyro refuses `true`, cannot group the options of a flat
+dataclass in `--help`, and gives errors no name of file and key.)
+"""
+
+import argparse
+import difflib
+import os
+import types
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig, check, option_help
+from fsdp_qlora.errors import UserError
+
+_HINTS = get_type_hints(TrainConfig)
+
+# What users of the Hugging Face trainer and of PEFT type first, and what spelling alone would not find.
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "per_device_train_batch_size": "batch_size",
+    "num_train_epochs": "num_epochs",
+    "weight_decay": "wd",
+    "max_grad_norm": "grad_norm",
+    "max_length": "context_length",
+    "max_seq_length": "context_length",
+    "model": "model_name",
+    "model_name_or_path": "model_name",
+    "gradient_checkpointing": "use_gradient_checkpointing",
+    "report_to": "log_to",
+    "run_name": "name",
+    "lr_scheduler_type": "lr_scheduler",
+    "optim": "optimizer",
+    "target_modules": "lora_target_modules",
+}
+
+
+class _Setting(NamedTuple):
+    """One value from the YAML file or the command line, still as text."""
+
+    where: str
+    """What a message calls it: `--lr`, or `run.yaml, line 3: lr`."""
+    name: str
+    values: list[str]
+
+
+def parse_train_config(argv: list[str]) -> TrainConfig:
+    """Read the options of a run.
+
+    Args:
+        argv: the arguments after the program's name.
+    Raises:
+        UserError: lists every unknown option, unreadable value and impossible combination at once.
+        SystemExit: with status 0, after `--help`.
+    """
+    namespace, unknown = _parser().parse_known_args(_with_underscores(argv))
+    flags = vars(namespace)
+    path = flags.pop("config", None)
+    errors: list[str] = []
+    settings = _read_yaml(Path(path), errors) if path is not None else []
+    settings += [_Setting(f"--{name}", name, values) for name, values in flags.items()]
+    errors += _unknown_flags(unknown)
+    given = _convert(settings, errors)
+    _raise(errors)
+    config = TrainConfig(**given)
+    _raise(check(config))
+    return config
+
+
+def _raise(errors: list[str]) -> None:
+    if len(errors) == 1:
+        raise UserError(errors[0])
+    if errors:
+        raise UserError("\n  ".join([f"{len(errors)} options are wrong:", *errors]))
+
+
+def _convert(settings: Iterable[_Setting], errors: list[str]) -> dict[str, Any]:
+    """Name -> value, a later setting of a name replacing an earlier one; adds to `errors`."""
+    given: dict[str, Any] = {}
+    for where, name, values in settings:
+        try:
+            given[name] = _parse(values, _HINTS[name])
+        except ValueError as error:
+            errors.append(f"{where}: {error}.")
+    return given
+
+
+# --- text -> value ---
+
+
+def _parse(values: list[str], hint: Any) -> object:
+    """Convert the words given for an option to its type; ValueError says what was expected."""
+    if get_origin(hint) is tuple:
+        items = [item.strip() for value in values for item in value.split(",")]
+        return tuple(_parse_one(item, get_args(hint)[0]) for item in items if item)
+    if len(values) != 1:
+        raise ValueError(f"expected one value, got {len(values)}: {' '.join(values)}")
+    return _parse_one(values[0], hint)
+
+
+def _parse_one(text: str, hint: Any) -> object:
+    if get_origin(hint) in (Union, types.UnionType):
+        inner, _ = get_args(hint)  # every union here is `X | None`
+        return None if text.lower() in ("none", "null", "~", "") else _parse_one(text, inner)
+    if get_origin(hint) is Literal:
+        return _choice(text, get_args(hint))
+    return _CONVERTERS[hint](text)
+
+
+def _choice(text: str, choices: tuple[str, ...]) -> str:
+    if text in choices:
+        return text
+    raise ValueError(f"{text!r} is not a choice{_nearest(text, choices)} Choices: {', '.join(choices)}")
+
+
+def _bool(text: str) -> bool:
+    # The words of YAML 1.1, which a user may well write in the file.
+    words = {"true": True, "yes": True, "on": True, "1": True}
+    words |= {"false": False, "no": False, "off": False, "0": False}
+    if text.lower() not in words:
+        raise ValueError(f"expected true or false, got {text!r}")
+    return words[text.lower()]
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"expected a whole number, got {text!r}") from None
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"expected a number, got {text!r}") from None
+
+
+_CONVERTERS: dict[type, Callable[[str], object]] = {bool: _bool, int: _int, float: _float, str: str}
+
+
+# --- unknown names ---
+
+
+def _nearest(name: str, names: Iterable[str], form: str = "{}") -> str:
+    """The end of a sentence that suggests the name nearest to a misspelled one, where one is near."""
+    known = {candidate: candidate for candidate in names}
+    known |= {other: ours for other, ours in _OTHER_NAMES.items() if ours in known}
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {form.format(known[close[0]])}?" if close else "."
+
+
+def _unknown_flags(unknown: list[str]) -> list[str]:
+    """One message per flag that does not exist; the words after one are taken for its value."""
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if not flags and unknown:
+        return [f"Unexpected argument {unknown[0]!r}: options are given as --name value."]
+    return [f"Unknown option {flag}{_nearest(flag.lstrip('-'), _HINTS, form='--{}')}" for flag in flags]
+
+
+# --- the YAML file ---
+
+
+def _read_yaml(path: Path, errors: list[str]) -> list[_Setting]:
+    """The settings of a YAML file; unknown keys and nested values are added to `errors`."""
+    settings: list[_Setting] = []
+    lines: dict[str, int] = {}
+    quoted = '"{}"'
+    for key, value in _yaml_pairs(path):
+        line = key.start_mark.line + 1
+        where = f"{path}, line {line}"
+        name = key.value if isinstance(key, yaml.ScalarNode) else "?"
+        words = _words(value)
+        if name not in _HINTS:
+            errors.append(f'{where}: unknown key "{name}"{_nearest(name, _HINTS, form=quoted)}')
+        elif name in lines:
+            errors.append(f"{where}: {name} is already given in line {lines[name]}.")
+        elif words is None:
+            errors.append(f"{where}: {name} expects a value or a list of values; options are not nested.")
+        else:
+            settings.append(_Setting(f"{where}: {name}", name, words))
+        lines.setdefault(name, line)
+    return settings
+
+
+def _words(value: yaml.Node) -> list[str] | None:
+    if isinstance(value, yaml.ScalarNode):
+        return [value.value]
+    if not isinstance(value, yaml.SequenceNode):
+        return None
+    items = value.value
+    return [item.value for item in items] if all(isinstance(item, yaml.ScalarNode) for item in items) else None
+
+
+def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
+    try:
+        # The nodes and not the values: they keep the text as written, the lines, and keys given twice.
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot read it: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path}: it is not a text file in UTF-8.") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"--config {path}, line {mark.line + 1}" if mark else f"--config {path}"
+        raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}.") from error
+    if root is None:
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"--config {path}: expected lines of the form `option: value`.")
+    pairs: list[tuple[yaml.Node, yaml.Node]] = root.value
+    return pairs
+
+
+# --- the command line ---
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, except that errors are raised to the caller and only rank 0 prints the help."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}. See --help.")
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+def _parser() -> _Parser:
+    """A parser that splits the command line into words per option, and knows the help."""
+    parser = _Parser(
+        prog="train.py",
+        usage="torchrun [--nproc_per_node N] train.py [--config FILE] [--option value ...]",
+        description="Fine-tune a language model with a sharded, 4-bit quantized base on one or more devices.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags win over it")
+    for heading, options in option_help().items():
+        group = parser.add_argument_group(heading)
+        for name, text in options.items():
+            help_text = f"{text} (default: {_show(getattr(DEFAULTS, name))})".replace("%", "%%")
+            count = "+" if get_origin(_HINTS[name]) is tuple else 1
+            group.add_argument(f"--{name}", nargs=count, metavar=_metavar(_HINTS[name]), help=help_text)
+    return parser
+
+
+def _with_underscores(argv: list[str]) -> list[str]:
+    """Spell `--batch-size=8` as `--batch_size=8`."""
+    words = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word[2:].partition("=")
+            word = "--" + flag.replace("-", "_") + equals + value
+        words.append(word)
+    return words
+
+
+def _metavar(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "{" + ",".join(get_args(hint)) + "}"
+    if get_origin(hint) in (tuple, Union, types.UnionType):
+        return _metavar(get_args(hint)[0])
+    return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
+
+
+def _show(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,0 +1,100 @@
+"""The end of a run: told in status.json, and turned into one clear error where it was not asked for."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.checkpointing.run_folder import Status
+from fsdp_qlora.control.watchdog import Watchdog
+from fsdp_qlora.errors import LostRank, OutOfMemory, RunStopped, TrainingError, UserError
+
+# How gloo, and TCP below it, put it that the other side is gone.
+_LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|Socket (Timeout|closed)", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def recorded(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
+    """Write down how the training in the block ended.
+
+    Raises:
+        OutOfMemory: instead of this rank's error of that kind; the other ranks are ended without a message.
+        LostRank: instead of an error in a collective, since the reason lies with another rank.
+    """
+
+    try:
+        yield
+    except RunStopped as stopped:
+        status.end(stopped.ending.state, str(stopped))
+        raise
+    except (UserError, TrainingError) as error:
+        status.end("bad_input" if isinstance(error, UserError) else "failed", str(error))
+        raise
+    except Exception as error:
+        if _is_out_of_memory(error):
+            message = _describe_out_of_memory(error, watchdog, memory_settings)
+            watchdog.end_others(message)
+            status.end("failed", message)
+            raise OutOfMemory(message) from error
+        if _is_lost(error):
+            watchdog.end_if_asked_within(seconds=3)  # the rank that has the reason says it
+            message = f"The connection to another rank was lost in step {watchdog.heartbeat.step + 1}: it has ended."
+            status.end("failed", message)
+            raise LostRank(message) from error
+        status.end("failed", f"{type(error).__name__}: {error}")
+        raise
+    status.end("finished", None)
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(when: str) -> Iterator[None]:
+    """Turn an error in a collective into one sentence, since the reason lies with another rank, which says it.
+
+    Raises:
+        LostRank: instead of that error.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_lost(error):
+            raise LostRank(f"The connection to another rank was lost {when}: it has ended.") from error
+        raise
+
+
+def memory_settings(options: Mapping[str, Any]) -> str:
+    """The settings that would make a run with these options need less memory."""
+    settings = []
+    if options["batch_size"] > 1:
+        settings.append(
+            "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, the run is the same)"
+        )
+    settings.append("a smaller --context_length")
+    settings += [
+        f"--{name} true"
+        for name in ("use_gradient_checkpointing", "use_activation_cpu_offload", "use_cpu_offload")
+        if not options[name]
+    ]
+    return f"{', '.join(settings)}, or more GPUs"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in str(
+        error
+    )
+
+
+def _is_lost(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
+
+
+def _describe_out_of_memory(error: Exception, watchdog: Watchdog, settings: str) -> str:
+    rank, beat = watchdog.ranks.rank, watchdog.heartbeat
+    kind = "GPU" if isinstance(error, torch.OutOfMemoryError) else "host"
+    detail = (str(error).splitlines() or [""])[0]
+    return (
+        f"Rank {rank} ran out of {kind} memory in step {beat.step + 1} ({beat.phase}): {detail} All ranks have been "
+        f"ended. What helps: {settings}."
+    )

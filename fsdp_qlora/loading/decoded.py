@@ -1,0 +1,182 @@
+"""Checkpoints in FP8 and MXFP4: their tensors decoded to bf16 on the CPU as they are read, a part at a time.
+
+FP8: X.weight [out, in] in float8 and its scales, by which it is multiplied: X.weight_scale_inv [out / 128, in / 128]
+(DeepSeek-V3, Qwen3-FP8; the block is in config.json), or X.weight_scale (or _inv) for the whole weight or for each row.
+MXFP4 (gpt_oss; OCP Microscaling Formats 1.0): X_blocks [experts, out, in / 32, 16] with two codes per byte, and
+X_scales [experts, out, in / 32], powers of two; transformers uses and has them decoded as X [experts, in, out].
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.weight_files import Checkpoint, DecodedTensor
+
+log = logging.getLogger("fsdp_qlora")
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_SCALES = ("_scale_inv", "_scale")
+# Scales of activations, which are computed in 16 bits here.
+_UNUSED = ("activation_scale", "input_scale")
+_PIECE = 2**20  # elements decoded at a time, since that takes several times their memory
+_MXFP4_VALUES = 32  # that share a scale
+
+
+class StoredFormat(NamedTuple):
+    """How a checkpoint is stored that is decoded while it is read. block: of FP8 scales, (rows, columns)."""
+
+    name: str
+    block: tuple[int, int] | None
+
+    def describe_use(self, *, quantizes: bool) -> str:
+        """One line: what happens to the weights."""
+        then = "and quantized again" if quantizes else "and kept in the precision of this run"
+        return f"The model is stored in {self.name}: its weights are decoded to bf16 as they are read, {then}."
+
+
+def take_format(config: PretrainedConfig) -> StoredFormat | None:
+    """Remove a quantization that is decoded here from a model's configuration, and return it; None where none is."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    about: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method = about.get("quant_method")
+    if method == "mxfp4":
+        stored = StoredFormat("MXFP4", None)
+    elif method in ("fp8", "fbgemm_fp8") or (method, about.get("format")) == ("compressed-tensors", "float-quantized"):
+        block = about.get("weight_block_size")
+        stored = StoredFormat("FP8", tuple(block) if block else None)
+    else:
+        return None
+    del config.quantization_config
+    return stored
+
+
+def open_checkpoint(folder: Path, stored: StoredFormat | None) -> Checkpoint:
+    """The files of a model folder, with the tensors of `stored` under the names and shapes that the model has.
+
+    Raises:
+        UserError: the files cannot be used, or their tensors are not those of the format.
+    """
+    checkpoint = Checkpoint(folder)
+    if stored is not None:
+        for name in list(checkpoint.files):
+            if stored.name == "FP8":
+                _add_fp8(checkpoint, name, stored.block)
+            elif name.endswith("_blocks"):
+                _add_mxfp4(checkpoint, name)
+    return checkpoint
+
+
+def _add_fp8(checkpoint: Checkpoint, weight: str, block: tuple[int, int] | None) -> None:
+    if weight.endswith(_UNUSED):
+        checkpoint.leave_out(weight)
+        return
+    if checkpoint.dtype(weight) not in _FP8:
+        return
+    scale = next((weight + suffix for suffix in _SCALES if weight + suffix in checkpoint.files), None)
+    shape = checkpoint.shape(weight)
+    wrong = None
+    if scale is None:
+        wrong = "has no scale"
+    elif not checkpoint.dtype(scale).is_floating_point:
+        wrong = f"its scale is of type {checkpoint.dtype(scale)}"
+    elif len(shape) != 2:
+        wrong = f"has shape {list(shape)}, which is not a linear layer's"
+    if scale is None or wrong:
+        raise UserError(f"{checkpoint.folder}: {weight} is in FP8 and {wrong}. {_ADVICE}")
+    rows, columns = _scale_block(shape, checkpoint.shape(scale), block, weight)
+    checkpoint.decode(weight, _Fp8Weight(weight, scale, shape, rows, columns))
+    checkpoint.leave_out(scale)
+
+
+_ADVICE = "Give the checkpoint with 16- or 32-bit weights."
+
+
+def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None, name: str) -> tuple[int, int]:
+    """Rows and columns of a weight that share a scale."""
+    if scale.numel() == 1:
+        return shape[0], shape[1]
+    if scale in ((shape[0],), (shape[0], 1)):
+        return 1, shape[1]
+    if block is not None and scale == tuple(-(-size // side) for size, side in zip(shape, block, strict=True)):
+        return block
+    raise UserError(f"{name} {list(shape)} in FP8 has scales {list(scale)}, which do not fit it. {_ADVICE}")
+
+
+class _Fp8Weight(DecodedTensor):
+    """block_rows, block_columns: of the weight, that share a scale."""
+
+    def __init__(self, weight: str, scale: str, shape: torch.Size, block_rows: int, block_columns: int) -> None:
+        super().__init__([weight, scale], shape, torch.bfloat16)
+        self.block_rows, self.block_columns = block_rows, block_columns
+
+    def read_flat(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
+        columns = self.shape[1]
+        first, last = start // columns, -(-stop // columns)
+        decoded = torch.empty((last - first, columns), dtype=self.dtype)
+        step = max(1, _PIECE // columns)
+        for row in range(first, last, step):
+            end = min(row + step, last)
+            decoded[row - first : end - first] = self._rows(checkpoint, row, end)
+        return decoded.view(-1)[start - first * columns : stop - first * columns]
+
+    def _rows(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last), decoded, float32."""
+        weight, scale = self.parts
+        columns = self.shape[1]
+        values = checkpoint.read_stored(weight, first * columns, last * columns).view(last - first, columns)
+        width = -(-columns // self.block_columns)
+        above, below = first // self.block_rows, (last - 1) // self.block_rows + 1
+        scales = checkpoint.read_stored(scale, above * width, below * width).view(-1, width).float()
+        of_row = torch.arange(first, last) // self.block_rows - above
+        of_column = torch.arange(columns) // self.block_columns
+        return values.float().mul_(scales[of_row][:, of_column])
+
+
+def _add_mxfp4(checkpoint: Checkpoint, blocks: str) -> None:
+    name = blocks.removesuffix("_blocks")
+    scales = f"{name}_scales"
+    shape = checkpoint.shape(blocks)
+    fits = len(shape) == 4 and shape[3] * 2 == _MXFP4_VALUES and scales in checkpoint.files
+    if not fits or checkpoint.shape(scales) != shape[:3]:
+        raise UserError(f"{checkpoint.folder}: {blocks} {list(shape)} is not experts in MXFP4. {_ADVICE}")
+    experts, rows, groups, _ = shape
+    checkpoint.decode(name, _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * 32, rows]), torch.bfloat16))
+    checkpoint.leave_out(blocks)
+    checkpoint.leave_out(scales)
+
+
+class _Mxfp4Experts(DecodedTensor):
+    """An expert is decoded whole, since it is stored [out, in] and used [in, out]."""
+
+    def read_flat(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
+        size = math.prod(self.shape[1:])
+        first, last = start // size, -(-stop // size)
+        decoded = torch.empty(stop - start, dtype=self.dtype)
+        for expert in range(first, last):
+            begin, end = max(start, expert * size), min(stop, (expert + 1) * size)
+            values = self._expert(checkpoint, expert).view(-1)
+            decoded[begin - start : end - start] = values[begin - expert * size : end - expert * size]
+        return decoded
+
+    def _expert(self, checkpoint: Checkpoint, expert: int) -> torch.Tensor:
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        blocks, scales = self.parts
+        groups, rows = self.shape[1] // _MXFP4_VALUES, self.shape[2]
+        count = rows * groups
+        codes = checkpoint.read_stored(blocks, expert * count * 16, (expert + 1) * count * 16)
+        exponents = checkpoint.read_stored(scales, expert * count, (expert + 1) * count)
+        return convert_moe_packed_tensors(
+            codes.view(1, rows, groups, 16),
+            exponents.view(1, rows, groups),
+            dtype=self.dtype,
+            rows_per_chunk=_PIECE // _MXFP4_VALUES,
+        )

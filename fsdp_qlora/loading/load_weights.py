@@ -1,0 +1,264 @@
+"""Fill a sharded model from a checkpoint: each rank reads the parts that it will own."""
+
+import functools
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from fsdp_qlora.adapters.first_values import adapted_weights, subtract
+from fsdp_qlora.adapters.insert import adapter_modules
+from fsdp_qlora.adapters.lora import LoraLinear
+from fsdp_qlora.distributed import own_rows, store_rows
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.merged import MergedTensor
+from fsdp_qlora.loading.weight_files import PACKED_STATE, Checkpoint, Part, read_ahead
+from fsdp_qlora.models import canonical_name, persistent_buffers
+from fsdp_qlora.quantizers.base import QuantizedWeight, Stored, write_bytes
+
+log = logging.getLogger("fsdp_qlora")
+
+
+def load_weights(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, str],
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    keep: Callable[[str], None] | None = None,
+    max_bytes_in_flight: int = 128 * 2**20,
+    show_progress: bool,
+) -> None:
+    """Fill every parameter of the sharded model from the checkpoint, but for adapters (`initialize_adapters`).
+
+    Each rank reads only the part of each tensor that it keeps; a rank holds its shards and the parts in flight,
+    nothing more. Threads read ahead while earlier parts are copied to the device and quantized; these two follow
+    one another.
+
+    Args:
+        sources: what `match_tensors` gives.
+        packed: the checkpoint's weights are quantized already, and stored as the layers say.
+            Nothing is then exchanged between ranks, so one may fail alone.
+        keep: called with the name of each weight that has been stored.
+        max_bytes_in_flight: host memory for parts that are read but not yet stored.
+    Raises:
+        UserError: a file cannot be read, or a weight is not finite.
+    """
+    targets = _targets(model, packed=packed)
+    for name, layer in adapted_weights(model).items():
+        if layer.subtracted is not None:
+            targets[name] = _reduced(targets[name], layer)
+    names = sorted(targets, key=lambda name: str(checkpoint.files[sources[name]]))
+    parts = [_part(checkpoint, sources[name], targets[name], mesh) for name in names]
+    sizes = [(part.stop - part.start) * checkpoint.dtype(part.name).itemsize for part in parts]
+    started = time.perf_counter()
+    hidden = not show_progress or not sys.stderr.isatty()
+    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden) as bar:
+        values = read_ahead(checkpoint, parts, max_bytes=max_bytes_in_flight)
+        for name, size, value in zip(names, sizes, values, strict=True):
+            _store(targets[name], value, mesh, device, name)
+            if keep:
+                keep(name)
+            bar.update(size)
+    seconds = time.perf_counter() - started
+    log.info(
+        "Loaded %s: rank 0 read its %.2f GB in %.1f s (%.2f GB/s).",
+        checkpoint.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
+    )  # fmt: skip
+
+
+class _Target(NamedTuple):
+    """Something that a checkpoint fills.
+
+    shape: of the tensor in the checkpoint; None is any. wanted: which flat elements of it this rank reads; None is
+    all. store: keeps them. on_device: they are moved to the device before.
+    """
+
+    shape: torch.Size | None
+    wanted: Callable[[DeviceMesh], tuple[int, int]] | None
+    store: Callable[[torch.Tensor, DeviceMesh, torch.device], None]
+    on_device: bool = False
+
+
+def _reduced(target: _Target, layer: LoraLinear) -> _Target:
+    """The same weight, less what the adapter starts from."""
+
+    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
+        assert target.wanted is not None
+        target.store(subtract(layer, values.to(device), target.wanted(mesh)[0]), mesh, device)
+
+    return target._replace(store=store)
+
+
+def _part(checkpoint: Checkpoint, source: str, target: _Target, mesh: DeviceMesh) -> Part:
+    start, stop = target.wanted(mesh) if target.wanted else (0, checkpoint.shape(source).numel())
+    return Part(source, start, stop)
+
+
+def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str) -> None:
+    values = values.to(device) if target.on_device else values
+    _check_finite(values, name)
+    target.store(values, mesh, device)
+
+
+def _check_finite(values: torch.Tensor, name: str) -> None:
+    if not values.is_floating_point() or not values.numel():
+        return
+    # The extremes are NaN where a value is, and unlike values.isfinite() they need no memory.
+    if not all(extreme.isfinite() for extreme in values.aminmax()):
+        raise UserError(f"Weight {name} has values that are not finite (NaN or infinity). Download the model again.")
+
+
+def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
+    """Name in the checkpoint -> what it fills, for everything that a checkpoint holds."""
+    targets: dict[str, _Target] = {}
+    own = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedWeight):
+            own.update(id(parameter) for name, parameter in module.named_parameters() if name != "bias")
+            weight = canonical_name(f"{path}.{module.weight_name}".rstrip("."))
+            targets.update(_packed(weight, module) if packed else {weight: _quantized(module)})
+    for path, parameter in model.named_parameters():
+        if id(parameter) not in own:
+            targets[canonical_name(path)] = _plain(parameter)
+    for path, buffer in persistent_buffers(model):
+        targets[canonical_name(path)] = _replicated(buffer)
+    return targets
+
+
+def _quantized(module: QuantizedWeight) -> _Target:
+    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
+        module.load_shard(values, mesh)
+
+    return _Target(torch.Size(module.shape), module.shard_range, store, on_device=True)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
+    """Name of a weight in the checkpoint -> the layer that keeps it quantized, in the order of the model."""
+    return {
+        canonical_name(f"{path}.{module.weight_name}".rstrip(".")): module
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedWeight)
+    }
+
+
+def _packed(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
+    """The tensors that make up a quantized weight, as flat bytes: each rank reads its shards' own."""
+    targets: dict[str, _Target] = {}
+    for suffix, stored in layer.stored_parameters().items():
+        wanted = functools.partial(layer.stored_range, stored)
+        store = functools.partial(_store_packed, layer, stored, weight + suffix)
+        targets[weight + suffix] = _Target(torch.Size([stored.num_bytes]), wanted, store)
+    for suffix in layer.stored_whole():
+        targets[weight + suffix] = _checked(functools.partial(layer.load_whole, suffix), weight + suffix)
+    return targets
+
+
+def _store_packed(
+    layer: QuantizedWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
+) -> None:
+    if stored.dtype.is_floating_point:
+        _check_finite(values.view(stored.dtype), name)
+    write_bytes(getattr(layer, stored.parameter), values)
+
+
+def _checked(check: Callable[[torch.Tensor, str], None], name: str) -> _Target:
+    """A tensor that every rank reads whole and compares."""
+    return _Target(None, None, lambda values, mesh, device: check(values, name))
+
+
+def _plain(parameter: nn.Parameter) -> _Target:
+    def wanted(mesh: DeviceMesh) -> tuple[int, int]:
+        first, last = own_rows(parameter, mesh)
+        row = parameter.numel() // max(parameter.shape[0], 1)
+        return first * row, last * row
+
+    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
+        store_rows(parameter, values)
+
+    return _Target(parameter.shape, wanted, store)
+
+
+def _replicated(buffer: torch.Tensor) -> _Target:
+    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
+        buffer.copy_(values.view(buffer.shape))
+
+    return _Target(buffer.shape, lambda mesh: (0, buffer.numel()), store)
+
+
+def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, *, packed: bool = False) -> dict[str, str]:
+    """The checkpoint's name of every tensor that the model needs.
+
+    Args:
+        packed: the checkpoint's weights are quantized already, and stored as the layers say.
+    Raises:
+        UserError: tensors are missing, left over or wrongly shaped; each is named with its file.
+    """
+    expected = {name: target.shape for name, target in _targets(model, packed=packed).items()}
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    names = dict.fromkeys(expected)
+    sources: dict[str, str] = {}
+    merged: dict[str, MergedTensor] = {}
+    extra: list[str] = []
+    for source in checkpoint.files:
+        name, pattern = source, None
+        if name not in expected:
+            name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)  # type: ignore[arg-type]
+        if name in expected and pattern is not None:
+            merged.setdefault(name, MergedTensor(name, expected[name] or torch.Size(), converters)).add(source, pattern)
+        elif name in expected:
+            sources[name] = source
+        elif not _may_be_left_over(model, name):
+            extra.append(source)
+    if outside := [source for source in extra if PACKED_STATE in source]:
+        raise UserError(
+            f"{checkpoint.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside of the decoder "
+            "blocks' linear layers, which is not supported. Give the checkpoint with 16- or 32-bit weights."
+        )
+    problems = []
+    for name, tensor in merged.items():
+        missing = tensor.missing()
+        problems += [f"missing: {part} (a part of {name})" for part in missing]
+        if not missing:
+            checkpoint.join(name, *tensor.whole(checkpoint))
+        sources[name] = name
+    problems += [f"missing: {name} {list(expected[name] or ())}" for name in expected if name not in sources]
+    problems += [f"not in this architecture: {name} (in {checkpoint.files[name].name})" for name in extra]
+    problems += [
+        f"wrong shape: {source} in {checkpoint.files[source].name} is {list(checkpoint.shape(source))}, "
+        f"the model's is {list(expected[name] or ())}"
+        for name, source in sources.items()
+        if source in checkpoint.files and expected[name] is not None and checkpoint.shape(source) != expected[name]
+    ]
+    if problems:
+        shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
+        raise UserError(
+            f"The weights in {checkpoint.folder} are not those of the {type(model).__name__} that its config.json "
+            f"describes:\n  {shown}\nDownload the model again, or give another folder."
+        )
+    return sources
+
+
+def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:
+    """Tensors that old or tied checkpoints hold and no model needs: tied heads and rotary tables."""
+    tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
+    known = [
+        r"rotary_emb\.inv_freq$",
+        r"\.(attn|attention)\.(masked_)?bias$",
+        *(model._keys_to_ignore_on_load_unexpected or []),
+    ]
+    return name in tied or any(re.search(pattern, name) for pattern in known)

@@ -1,0 +1,216 @@
+"""Optimizers over local shards, the learning rate of each step, and the global gradient norm."""
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import bitsandbytes
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.optimizers.matrix import Adafactor, MatrixOptimizer, Muon
+
+
+def _schedule_free(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    import schedulefree  # optional
+
+    return schedulefree.AdamWScheduleFree(parameters, **options)
+
+
+# name -> optimizer over a list of parameters (or groups of them), given lr and weight_decay.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adadelta": torch.optim.Adadelta,
+    "fused_adamw": lambda parameters, **options: torch.optim.AdamW(parameters, fused=True, **options),
+    "fused_adam": lambda parameters, **options: torch.optim.Adam(parameters, fused=True, **options),
+    "adamw_8bit": bitsandbytes.optim.AdamW8bit,
+    "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
+    "lion": bitsandbytes.optim.Lion,
+    "lion_8bit": bitsandbytes.optim.Lion8bit,
+    "adafactor": Adafactor,
+    "muon": Muon,
+    "schedule_free_adamw": _schedule_free,
+}
+
+# Float32 values of state per trainable parameter, for the estimate of memory. In 8 bits: a byte, and a float32 for 256.
+OPTIMIZER_STATES: dict[str, float] = {
+    **{"adamw": 2, "adam": 2, "sgd": 0, "adadelta": 2, "fused_adamw": 2, "fused_adam": 2},
+    **{"adamw_8bit": 2 * 65 / 256, "paged_adamw_8bit": 2 * 65 / 256, "lion": 1, "lion_8bit": 65 / 256},
+    **{"adafactor": 0, "muon": 1, "schedule_free_adamw": 2},
+}
+
+_PAGED_STATES = ("state1", "state2")  # of bitsandbytes' optimizers
+
+# name -> multiple of the peak learning rate at a progress in [0, 1] after the warm-up.
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+
+
+def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0: a linear warm-up, then the schedule to 0."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return peak * SCHEDULES[schedule](progress)
+
+
+def check_optimizer(name: str, device: torch.device) -> None:
+    """Refuse an optimizer that does not run here.
+
+    Raises:
+        UserError: it pages its state out of GPU memory and there is no GPU, or its package is not installed.
+    """
+    if name.startswith("paged_") and device.type != "cuda":
+        raise UserError(
+            f"optimizer {name} moves its state between GPU and host memory, and there is no GPU. Use "
+            f"{name.removeprefix('paged_')}."
+        )
+    if name == "schedule_free_adamw" and importlib.util.find_spec("schedulefree") is None:
+        raise UserError(f"optimizer {name} needs the package schedulefree: pip install schedulefree.")
+
+
+class ShardedOptimizer:
+    """A plain torch optimizer over each rank's own shards.
+
+    It sees local tensors that share the shards' memory, so every element-wise optimizer works sharded, and
+    no DTensor dispatch is paid for each of hundreds of small tensors. Those that need a whole matrix know
+    which part of it their local tensor is (matrix.py).
+
+    Args:
+        lr_ratio_B: LoRA+ (Hayou et al. 2024): the learning rate of B (and of vectors) is this many times A's.
+    """
+
+    def __init__(self, model: nn.Module, name: str, *, lr: float, weight_decay: float, lr_ratio_B: float = 1.0) -> None:
+        build = OPTIMIZERS[name]
+        # Its steps are collective, so every rank has to take part in them, whether it owns rows or not.
+        keep_empty = isinstance(build, type) and issubclass(build, MatrixOptimizer)
+        with torch.no_grad():
+            trained = {
+                path: (parameter, nn.Parameter(_local(parameter)))
+                for path, parameter in model.named_parameters()
+                if parameter.requires_grad and (keep_empty or _local(parameter).numel() > 0)
+            }
+        self.sharded = [parameter for parameter, _ in trained.values()]
+        self.local = [local for _, local in trained.values()]
+        groups: list[Any] = self.local
+        if lr_ratio_B != 1.0:
+            is_B = {path: ".lora_B." in path or parameter.dim() == 1 for path, (parameter, _) in trained.items()}
+            groups = [
+                {"params": [local for path, (_, local) in trained.items() if is_B[path] == second], "lr_scale": scale}
+                for second, scale in ((False, 1.0), (True, lr_ratio_B))
+            ]
+        self._local_of = {id(parameter): local for parameter, local in trained.values()}
+        # A rank may own no element of a small adapter; optimizers refuse an empty list.
+        self.optimizer = build(groups, lr=lr, weight_decay=weight_decay) if self.local else None
+        if isinstance(self.optimizer, MatrixOptimizer):
+            self.optimizer.whole = dict(zip(self.local, self.sharded, strict=True))
+        if self._is_schedule_free:
+            self.optimizer.train()  # type: ignore[union-attr]
+
+    @property
+    def _is_schedule_free(self) -> bool:
+        return hasattr(self.optimizer, "eval")
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the weights are those to evaluate and to save: for schedule-free ones, the average of the steps."""
+        if not self._is_schedule_free:
+            yield
+            return
+        self.optimizer.eval()  # type: ignore[union-attr]
+        try:
+            yield
+        finally:
+            self.optimizer.train()  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Point the local parameters at the gradients that FSDP2 has reduced onto this rank."""
+        for sharded, local in zip(self.sharded, self.local, strict=True):
+            local.grad = None if sharded.grad is None else _local(sharded.grad)
+
+    def squared_norm(self) -> float:
+        """Sum of squares of this rank's gradients."""
+        return sum(norm**2 for norm in _norms(local.grad for local in self.local if local.grad is not None))
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        gradients = [local.grad for local in self.local if local.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def step(self, lr: float) -> None:
+        if self.optimizer is None:
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        for parameter in (*self.sharded, *self.local):
+            parameter.grad = None
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The optimizer's own values for one of the model's parameters, to read or to fill; empty before a step."""
+        local = self._local_of.get(id(parameter))
+        return {} if self.optimizer is None or local is None else self.optimizer.state[local]
+
+    def paged_buffer(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """New memory for one of a paged optimizer's states, of the local shape; None where it keeps no such memory.
+
+        It may be moved between GPU and host at any time, and counts as lying on the CPU.
+        """
+        if key not in _PAGED_STATES or not getattr(self.optimizer, "is_paged", False):
+            return None
+        buffer: torch.Tensor = self.optimizer.get_state_buffer(self._local_of[id(parameter)], dtype=dtype)  # type: ignore[union-attr]
+        return buffer
+
+    @property
+    def stored_as(self) -> dict[str, str]:
+        """State key -> kind of train_state.py, where the shape alone does not tell."""
+        return self.optimizer.stored_as if isinstance(self.optimizer, MatrixOptimizer) else {}
+
+    def group_values(self) -> list[dict[str, Any]]:
+        """The plain numbers that the optimizer keeps for all parameters together, by parameter group."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [
+            {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}
+            for group in groups
+        ]
+
+    def set_group_values(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Put back what `group_values` gave."""
+        if self.optimizer is not None:
+            for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update(values)
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank."""
+        states: Iterable[dict[str, Any]] = self.optimizer.state.values() if self.optimizer else ()
+        return sum(
+            value.numel() * value.element_size()
+            for state in states
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _norms(gradients: Iterable[torch.Tensor]) -> Sequence[float]:
+    """Total L2 norm per device: offloaded gradients lie on the CPU, the others on the GPU."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    return [torch.nn.utils.get_total_norm(tensors).item() for tensors in by_device.values()]

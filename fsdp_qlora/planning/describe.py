@@ -1,0 +1,136 @@
+"""What a run is going to do, in a few lines for people, from the model on the meta device."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fsdp_qlora.adapters.insert import adapter_modules, magnitudes
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.parallelize import MetaModel
+from fsdp_qlora.sharding.verify import count_bytes, format_bytes
+
+_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases
+
+
+def count_parameters(meta: MetaModel) -> dict[str, int]:
+    """Number of parameters: total (the base model's), in_blocks (those frozen there), quantized, trainable."""
+    quantized = sum(math.prod(module.shape) for module in meta.model.modules() if isinstance(module, QuantizedWeight))
+    stored = {
+        id(parameter)
+        for module in meta.model.modules()
+        if isinstance(module, QuantizedWeight)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name != "bias"
+    }
+
+    stored |= {id(parameter) for adapter in adapter_modules(meta.model) for parameter in adapter.parameters()}
+
+    def plain(module: nn.Module, *, trainable: bool) -> int:
+        return sum(
+            parameter.numel()
+            for parameter in module.parameters()
+            if id(parameter) not in stored and (trainable or not parameter.requires_grad)
+        )
+
+    return {
+        "total": quantized + plain(meta.model, trainable=True),
+        "in_blocks": quantized + plain(find_blocks(meta.model), trainable=False),
+        "quantized": quantized,
+        "trainable": sum(parameter.numel() for parameter in meta.model.parameters() if parameter.requires_grad),
+    }
+
+
+def check_quantized_share(meta: MetaModel, *, allow_unquantized: bool) -> None:
+    """Refuse a quantized base of which too much would stay in 16 bits. Embeddings and head do not count.
+
+    Raises:
+        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
+    """
+    counts = count_parameters(meta)
+    share = counts["quantized"] / counts["in_blocks"]
+    if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
+        return
+    plain = {
+        canonical_name(f"{path}.{name}"): parameter.numel()
+        for path, module in find_blocks(meta.model)[-1].named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
+    }
+    largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
+    raise UserError(
+        f"Only {100 * share:.1f}% of the parameters of {type(meta.model).__name__}'s decoder blocks can be quantized; "
+        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
+        "--allow_unquantized true."
+    )
+
+
+def describe_model(meta: MetaModel) -> str:
+    """One line: architecture, parameters, what is quantized (of all, of the blocks), what trains, attention kernels."""
+    counts = count_parameters(meta)
+    share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)  # there are none where all trains
+    kind = "DoRA" if magnitudes(meta.model) else "LoRA"
+    experts = f" and {len(meta.target_parameters)} expert parameters" if meta.target_parameters else ""
+    return (
+        f"Model: {type(meta.model).__name__}, {format_count(counts['total'])} parameters, "
+        f"{100 * counts['quantized'] / counts['total']:.1f}% quantized, "
+        f"{format_count(counts['trainable'])} trainable"
+        + (f" ({kind} on {len(meta.targets)} layers{experts})" if meta.targets else "")
+        + f", attention {meta.model.config._attn_implementation}"
+        + (f", {share:.1f}% of the decoder blocks quantized" if counts["quantized"] else "")
+    )
+
+
+def describe_memory(meta: MetaModel, *, num_shards: int, optimizer: str) -> list[str]:
+    """Bytes per rank by category, before activations and gathered blocks. Nothing is allocated for it."""
+    counts = count_bytes(meta.model, num_shards)
+    trainable = counts["trainable"].largest_shard
+    parts = {
+        "quantized weights": counts["codes"].largest_shard if "codes" in counts else 0,
+        "their statistics": counts["statistics"].largest_shard if "statistics" in counts else 0,
+        "other frozen weights": counts["frozen"].largest_shard if "frozen" in counts else 0,
+        "trainable weights (fp32)": trainable,
+        "their gradients": trainable,
+        "optimizer state": trainable * OPTIMIZER_STATES[optimizer],
+    }
+    shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+    total = format_bytes(sum(parts.values()))
+    return [
+        f"Memory per rank, {num_shards}-way sharded: {total}, plus activations and one gathered block",
+        f"  {shown}",
+    ]
+
+
+def describe_device(device: torch.device, world_size: int) -> str:
+    """One line: how many ranks on what."""
+    if device.type == "cuda":
+        what = f"{torch.cuda.get_device_name(device)} (NCCL)"
+    else:
+        what = "CPU (no GPU is visible, so gloo)"
+    return f"Devices: {world_size} rank{'s' * (world_size > 1)} on {what}"
+
+
+def format_count(count: float) -> str:
+    """1234567 -> "1.2M"."""
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        count /= 1000
+    return f"{count:.2f}B"
+
+
+def describe_result(summary: dict[str, float], output_dir: Path, seconds: float, *, saved: bool) -> str:
+    """The end of a run: losses, speed and where the files are."""
+    lines = [f"Finished in {seconds:.0f} s: last training loss {summary['loss']:.4f}"]
+    if "eval_loss" in summary:
+        lines.append(f"  held-out loss {summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}")
+    rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
+    lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
+    entries = output_dir.iterdir() if output_dir.is_dir() else ()
+    files = sorted(path.name for path in entries if path.is_file() and not path.name.startswith("."))
+    lines.append(f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ ({', '.join(files)})")
+    return "\n".join(lines)

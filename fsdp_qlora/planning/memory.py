@@ -1,0 +1,143 @@
+"""Whether a run's weights and its result fit into this machine, asked before the first byte is read."""
+
+import math
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from fsdp_qlora.adapters.insert import adapter_modules
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.verify import GIB, Tensors, count_bytes
+from fsdp_qlora.storage.files import free_disk
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a rank needs at least, before activations: on its device, and on the host."""
+
+    device: int
+    host: int
+
+
+def estimate_needs(
+    model: nn.Module,
+    *,
+    num_shards: int,
+    optimizer: str,
+    cpu_offload: bool,
+    buffer_bytes: int,
+    device: torch.device,
+) -> Needs:
+    """Shards, gradients, optimizer state and one gathered block of a model on the meta device.
+
+    Args:
+        buffer_bytes: host memory for weights in flight while loading.
+    """
+    counts = count_bytes(model, num_shards)
+    adapters = count_bytes(nn.ModuleList(adapter_modules(model)), num_shards)
+    # Gradients and optimizer state lie where the weights they belong to lie; adapters are not offloaded.
+    extra = 1 + OPTIMIZER_STATES[optimizer]
+
+    def with_training(parts: Mapping[str, Tensors]) -> int:
+        trained = parts["trainable"].largest_shard if "trainable" in parts else 0
+        return sum(part.largest_shard for part in parts.values()) + int(trained * extra)
+
+    everything = with_training(counts)
+    on_host = everything - with_training(adapters) if cpu_offload else 0
+    on_device = everything - on_host
+    if device.type == "cpu":
+        return Needs(device=0, host=on_device + on_host + buffer_bytes)
+    return Needs(device=on_device, host=on_host + buffer_bytes)
+
+
+def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:
+    """Refuse a run that cannot fit, with the numbers and what would help.
+
+    Raises:
+        UserError: the device or the host has less memory free than the weights alone need.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        if needs.device > free:
+            advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
+            raise UserError(
+                f"This rank's weights, gradients and optimizer state need {needs.device / GIB:.1f} GiB of GPU memory, "
+                f"and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. {advice}more GPUs, a smaller --lora_rank or "
+                "a smaller model need less."
+            )
+    free = host_memory_free(ranks_on_host)
+    if needs.host > free:
+        raise UserError(
+            f"This rank needs {needs.host / GIB:.1f} GiB of host memory to load its part of the model, and "
+            f"{free / GIB:.1f} GiB are left for it ({ranks_on_host} on this machine). More ranks, --use_cpu_offload "
+            "false, a smaller --loading_buffer_mib or a smaller model need less."
+        )
+
+
+def check_disk(output_dir: Path, num_bytes: int) -> None:
+    """Refuse a run whose result would not fit on the disk.
+
+    Raises:
+        UserError: output_dir has less room than the result takes.
+    """
+    free = free_disk(output_dir)
+    if num_bytes > free:
+        raise UserError(
+            f"The result takes {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has {free / GIB:.2f} GiB free. "
+            "Free some there, or give an --output_dir on a larger disk; --save_model false keeps only the metrics."
+        )
+
+
+def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) -> int:
+    """What a run saves: all that trains beside a frozen base, in float32, or else the whole model in `dtype`.
+
+    Args:
+        reduces_base: the adapter is saved in twice its rank, see `first_values.saved_parameters`.
+    """
+    if adapters := adapter_modules(model):
+        trainable = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        again = sum(4 * parameter.numel() for module in adapters for parameter in module.parameters())
+        return trainable + again * reduces_base
+    # A base that is quantized beside blocks that train is saved as it was.
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
+    packed = {id(getattr(module, name)) for module in quantized for name in ("weight", *module.statistics)}
+    numbers = [math.prod(module.shape) for module in quantized]
+    numbers += [parameter.numel() for parameter in model.parameters() if id(parameter) not in packed]
+    return sum(numbers) * dtype.itemsize
+
+
+def host_memory_free(ranks_on_host: int) -> int:
+    """Bytes of host memory that one of the ranks may still take: the machine's, the container's, the process's."""
+    limits = [psutil.virtual_memory().available // ranks_on_host]
+    if (in_container := _cgroup_free()) is not None:
+        limits.append(in_container // ranks_on_host)
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limits.append(most - psutil.Process().memory_info().vms)
+    return max(0, min(limits))
+
+
+def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container's memory limit (cgroup v2 or v1) leaves; None without one."""
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # The kernel counts files it has cached as used, and frees them when memory is asked for.
+        total = "total_" if "total_inactive_file" in counts else ""
+        cached = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
+        # Version 1 writes "no limit" as a huge number.
+        return int(most) - now + cached if most.isdigit() and int(most) < 2**60 else None
+    return None

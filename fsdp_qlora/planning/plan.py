@@ -1,0 +1,195 @@
+"""What a run is going to do, known before a weight is read: the model without weights, the rows, the steps, the memory.
+
+With run.py, which calls it, this is where the options are read.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from fsdp_qlora import distributed, models
+from fsdp_qlora.adapters.first_values import reduces_base
+from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.config.options import TrainConfig, needless_lines, pairs
+from fsdp_qlora.data.prepare import RunData, prepare_data
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.launch import planned_processes
+from fsdp_qlora.loading import decoded, hub
+from fsdp_qlora.optimizers.sharded import check_optimizer
+from fsdp_qlora.planning import describe, memory
+from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
+from fsdp_qlora.quantizers import bnb_4bit_format
+from fsdp_qlora.sharding import parallelize
+from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
+from fsdp_qlora.training.trainer import Schedule
+
+log = logging.getLogger("fsdp_qlora")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known before a weight is read.
+
+    is_packed: the model's files are in 4 bits already. stored: they are in a format that is decoded.
+    """
+
+    train_type: TrainType
+    precision: Precision
+    precision_name: str
+    model_folder: Path
+    model_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    meta: parallelize.MetaModel
+    is_packed: bool
+    stored: decoded.StoredFormat | None
+    data: RunData
+    schedule: Schedule
+    warmup_steps: int
+    num_shards: int
+
+
+def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
+    """Build the model without weights, tokenize the rows, and say what is going to happen."""
+    train_type = TRAIN_TYPES[config.train_type]
+    precision_name = choose_precision(config.precision, ranks.device)
+    precision = PRECISIONS[precision_name]
+    precision.check_storage(config.quant_storage)
+    check_optimizer(config.optimizer, ranks.device)
+    world_size = planned_processes(config) if config.dry_run else ranks.world_size
+    log.info(describe.describe_device(ranks.device, world_size))
+    for line in needless_lines(config):
+        log.info(line)
+    folder = hub.find_model_folder(
+        config.model,
+        with_weights=not config.dry_run,
+        with_code=config.trust_remote_code,
+        local_rank=ranks.local_rank,
+        show_progress=ranks.is_rank_0,
+    )
+    model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
+    stored = decoded.take_format(model_config)
+    if stored:
+        log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
+    prequantized = bnb_4bit_format.take_settings(model_config, config.model)
+    if prequantized:
+        train_type.check_takes_4bit(config.train_type, config.model)
+        log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
+    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    meta = parallelize.build_model(
+        model_config,
+        train_type,
+        precision,
+        ranks.device,
+        attn_implementation=config.attn_implementation,
+        quantizer_options=quantizer_options(config, train_type.quantizer),
+        lora=lora_options(config),
+        prequantized=prequantized,
+        trust_remote_code=config.trust_remote_code,
+        new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
+    )
+    if train_type.quantizer:
+        describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
+    log.info("%s, precision %s", describe.describe_model(meta), precision_name)
+    models.warn_of_long_context(model_config, config.context_length)
+    num_shards = distributed.num_shards(ranks, world_size, sharding_strategy=config.sharding_strategy)
+    for line in describe.describe_memory(meta, num_shards=num_shards, optimizer=config.optimizer):
+        log.info(line)
+    # Before the ranks meet, so that no collective waits for the tokenizer.
+    data = prepare_data(
+        tokenizer,
+        dataset=config.dataset,
+        eval_dataset=config.eval_dataset,
+        eval_fraction=config.eval_fraction,
+        context_length=config.context_length,
+        dataset_format=config.dataset_format,
+        dataset_samples=config.dataset_samples,
+        on_bad_row=config.on_bad_row,
+        max_bad_rows=config.max_bad_rows,
+        seed=config.seed,
+        vocab_size=meta.model.get_input_embeddings().num_embeddings,
+    )
+    schedule = Schedule(
+        num_rows=len(data.train_rows),
+        batch_size=config.batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        world_size=world_size,
+        num_epochs=config.num_epochs,
+        max_steps=config.max_steps,
+        seed=config.seed,
+    )
+    warmup_steps = num_warmup_steps(config, schedule)
+    log.info(schedule.describe(warmup_steps))
+    log.info(data.sample)
+    return Plan(
+        train_type=train_type,
+        precision=precision,
+        precision_name=precision_name,
+        model_folder=folder,
+        model_config=model_config,
+        tokenizer=tokenizer,
+        meta=meta,
+        is_packed=prequantized is not None,
+        stored=stored,
+        data=data,
+        schedule=schedule,
+        warmup_steps=warmup_steps,
+        num_shards=num_shards,
+    )
+
+
+def lora_options(config: TrainConfig) -> LoraOptions:
+    """The options of the adapter."""
+    return LoraOptions(
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules,
+        target_parameters=config.lora_target_parameters,
+        use_rslora=config.use_rslora,
+        rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
+        alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
+        init=config.init_lora_weights,
+        modules_to_save=config.modules_to_save,
+    )
+
+
+def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
+    """The options that are the quantizer's own."""
+    options = {
+        "quant_type": config.quant_type,
+        "double_quant": config.double_quant,
+        "n_bits": config.n_bits,
+        "group_size": config.group_size,
+        "int8_threshold": config.int8_threshold,
+    }
+    return {name: options[name] for name in QUANTIZER_OPTIONS.get(quantizer or "", ())}
+
+
+def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
+    if config.warmup_steps >= 0:
+        return config.warmup_steps
+    return math.ceil(config.warmup_ratio * schedule.total_steps)
+
+
+def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
+    """Refuse a run whose weights alone do not fit, or whose result does not."""
+    if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
+        size = memory.result_bytes(
+            plan.meta.model, dtype=plan.precision.compute_dtype, reduces_base=reduces_base(config.init_lora_weights)
+        )
+        memory.check_disk(Path(config.output_dir), size)
+    needs = memory.estimate_needs(
+        plan.meta.model,
+        num_shards=plan.num_shards,
+        optimizer=config.optimizer,
+        cpu_offload=config.use_cpu_offload,
+        buffer_bytes=config.loading_buffer_mib * 2**20,
+        device=ranks.device,
+    )
+    memory.check_resources(
+        needs, ranks.device, ranks_on_host=ranks.local_world_size, can_offload=not config.use_cpu_offload
+    )

@@ -1,0 +1,156 @@
+"""The quantized weights of a model, kept on disk: a later start reads a quarter of the bytes and quantizes nothing.
+
+An entry is a folder ROOT/KEY: the quantized layers' parameters as their `stored_parameters` says (4-bit ones are what
+bitsandbytes saves, see packed.py), whole, so that any number of ranks reads its shards from them, and checksums.json.
+What is not quantized is read from the model's own files. While an entry is written it is ROOT/KEY.writing, and its
+writer holds the lock ROOT/KEY.lock, which the system frees when the writer dies: what lies there without a holder is
+removed by the next start.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.distributed import Ranks, gather_texts, shard_size
+from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.quant_cache.entries import (
+    CHECKSUMS,
+    FORMAT_VERSION,
+    CachedWeights,
+    DamagedEntry,
+    cache_key,
+    cache_root,
+    damaged,
+    device_kernels,
+)
+from fsdp_qlora.quant_cache.writer import EntryWriter, Unavailable, from_every_rank
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.verify import format_bytes
+from fsdp_qlora.storage.safetensors_files import packed_forms
+
+log = logging.getLogger("fsdp_qlora")
+
+
+class QuantCache:
+    """The place of one model's quantized weights in the cache, for all ranks of a run."""
+
+    def __init__(
+        self,
+        root: Path,
+        layers: Mapping[str, QuantizedWeight],
+        checkpoint: Checkpoint,
+        sources: Mapping[str, str],
+        ranks: Ranks,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.checkpoint, self.sources, self.layers = checkpoint, sources, layers
+        self.ranks, self.mesh = ranks, mesh
+        kernels = gather_texts(device_kernels(ranks.device), ranks.device)
+        self.key = cache_key(layers, checkpoint, sources, kernels)
+        self.folder = root / self.key
+
+    def load(self, load_weights: Callable[..., None]) -> None:
+        """Fill the model from the cache, else from its own files while the cache is written.
+
+        Args:
+            load_weights: `weights.load_weights` with everything given but checkpoint, sources, packed and keep.
+        """
+        if self._is_everywhere() and self._load_entry(load_weights):
+            return
+        writer = self._open_writer()
+        try:
+            keep = functools.partial(self._keep, writer) if writer else None
+            load_weights(checkpoint=self.checkpoint, sources=self.sources, packed=False, keep=keep)
+            if writer:
+                self._finish(writer)
+        finally:
+            if writer:
+                writer.close()
+
+    def _is_everywhere(self) -> bool:
+        """Whether every rank sees the entry: without a shared folder, not all nodes need have it."""
+        return not from_every_rank(None if (self.folder / CHECKSUMS).is_file() else "absent", self.ranks.device)
+
+    def _load_entry(self, load_weights: Callable[..., None]) -> bool:
+        """Read the entry. False when a rank finds it damaged: it is then set aside."""
+        failure = None
+        try:
+            cached = CachedWeights(self.folder, self.checkpoint)
+            own = {name: name for weight, layer in self.layers.items() for name in packed_forms(weight, layer)}
+            if absent := sorted(own.keys() - cached.files.keys()):
+                raise DamagedEntry(f"{absent[0]} is not in it")
+            load_weights(checkpoint=cached, sources={**self.sources, **own}, packed=True, keep=None)
+        except DamagedEntry as error:
+            failure = str(error)
+        failures = from_every_rank(failure, self.ranks.device)
+        if not failures:
+            with contextlib.suppress(OSError):  # a cache that may only be read
+                os.utime(self.folder / CHECKSUMS)  # for `last_used`
+            log.info("  its quantized weights come from the cache, checked: %s", self.folder)
+            return True
+        log.warning(
+            "The quantized cache %s is damaged (%s). It is set aside, and made again from the model's own weights.",
+            self.folder, failures[0],
+        )  # fmt: skip
+        if self.ranks.local_rank == 0:
+            with contextlib.suppress(OSError):  # another run may have done it
+                shutil.rmtree(damaged(self.folder), ignore_errors=True)
+                os.rename(self.folder, damaged(self.folder))
+        return False
+
+    def _open_writer(self) -> EntryWriter | None:
+        if shard_size(self.mesh) > self.ranks.local_world_size:
+            log.info("No quantized cache is written: no single machine of this run holds the whole model.")
+            return None
+        if self.ranks.local_rank >= shard_size(self.mesh):  # of a second copy of the model on this machine
+            return None
+        writer = EntryWriter(self.folder.parent, self.key, self.layers, self.mesh)
+        try:
+            writer.start()
+        except Unavailable as reason:
+            writer.close()
+            log.info("No quantized cache is written: %s.", reason)
+            return None
+        return writer
+
+    def _keep(self, writer: EntryWriter, weight: str) -> None:
+        if weight in self.layers:
+            writer.keep(weight, self.checkpoint.dtype(self.sources[weight]))
+
+    def _finish(self, writer: EntryWriter) -> None:
+        about = {
+            "format": FORMAT_VERSION,
+            "model": str(self.checkpoint.folder),
+            "quantizer": next(iter(self.layers.values())).describe_code(),
+            "created": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        try:
+            writer.finish(about)
+        except Unavailable as reason:
+            log.warning("No quantized cache is kept: %s. Training goes on without.", reason)
+            return
+        log.info(
+            "Quantized weights are kept for the next start: %s (%s).", self.folder, format_bytes(writer.files.num_bytes)
+        )
+
+
+def open_cache(
+    option: str,
+    layers: Mapping[str, QuantizedWeight],
+    checkpoint: Checkpoint,
+    sources: Mapping[str, str],
+    ranks: Ranks,
+    mesh: DeviceMesh,
+) -> QuantCache | None:
+    """The cache of a model that this run quantizes; None where there is nothing to keep. See `cache_root`."""
+    root = cache_root(option)
+    if root is None or not layers:
+        return None
+    return QuantCache(root, layers, checkpoint, sources, ranks, mesh)

@@ -1,0 +1,178 @@
+"""Entries of the cache of quantized weights: where they are, whose they are, and reading them with their checksums."""
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.quantizers.base import QuantizedWeight
+
+FORMAT_VERSION = 2  # raise it when the layout, the key or the quantization changes
+CHECKSUMS = "checksums.json"
+_PAGE = 4096  # checksums are of whole pages
+_CHUNKS = 128  # at most so many checksums per tensor: a rank reads at most a chunk more at each end of its part
+# Of the files' content, where their names do not say what is in them: in all, but so many of each.
+_SAMPLES, _MIN_SAMPLES, _SAMPLE_BYTES = 256, 4, 4096
+
+
+class DamagedEntry(UserError):
+    """An entry of the cache is not what was written."""
+
+
+def cache_root(option: str) -> Path | None:
+    """The cache's folder. option: off, a folder, or auto (FSDP_QLORA_CACHE, or the user's cache folder)."""
+    if option == "off":
+        return None
+    if option != "auto":
+        return Path(option).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FSDP_QLORA_CACHE") or Path(base) / "fsdp_qlora") / "quantized"
+
+
+def cache_key(
+    layers: Mapping[str, QuantizedWeight], checkpoint: Checkpoint, sources: Mapping[str, str], kernels: Iterable[str]
+) -> str:
+    """The name of an entry: a hash of everything that decides its bytes.
+
+    That is: the files (see `_file_identity`), which tensor goes into which layer, the layers' shapes and settings,
+    and what quantizes: the library's version and the devices, since their kernels may round differently.
+
+    Args:
+        kernels: `device_kernels` of each rank. Each quantizes its part, and all have to come to the same name.
+    """
+    origins = {weight: checkpoint.origins(sources[weight]) for weight in layers}
+    files = sorted({file for tensors in origins.values() for file in tensors.values()})
+    identity = {
+        "format": FORMAT_VERSION,
+        "device": ", ".join(sorted(set(kernels))),
+        "files": [_file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
+        "layers": [
+            [weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings(), _stored(layer)]
+            for weight, layer in layers.items()
+        ],
+    }
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:40]
+
+
+def _stored(layer: QuantizedWeight) -> list[list[object]]:
+    return [[suffix, str(stored.dtype), stored.shape] for suffix, stored in layer.stored_parameters().items()]
+
+
+def device_kernels(device: torch.device) -> str:
+    """What this rank quantizes with."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _file_identity(path: Path, *, samples: int) -> list[object]:
+    """What tells a file from every other content it might have, without reading it all.
+
+    In the hub's cache a file is a link to a blob that is named by the hash of its content. Any other file is known
+    by its size, its time of change to the nanosecond, its header and samples of its content: a file that was
+    replaced differs in its time, and one that was replaced with its time kept (cp -p, rsync) in the samples, since
+    training changes every weight.
+    """
+    real = path.resolve()
+    if real.parent.name == "blobs":
+        return [path.name, real.stat().st_size, real.name]
+    about = real.stat()
+    digest = hashlib.sha256()
+    with real.open("rb") as file:
+        header = file.read(8)
+        digest.update(header + file.read(int.from_bytes(header, "little")))
+        for sample in range(samples):
+            file.seek(sample * max(about.st_size - _SAMPLE_BYTES, 0) // (samples - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return [path.name, about.st_size, about.st_mtime_ns, digest.hexdigest()]
+
+
+class CachedWeights(Checkpoint):
+    """The quantized weights of an entry, checked as they are read, and all else from the model's own files.
+
+    Raises:
+        DamagedEntry: by any of its methods.
+    """
+
+    def __init__(self, folder: Path, original: Checkpoint) -> None:
+        self.original = original
+        self._descriptors = {}
+        try:
+            about = read_about(folder)
+            super().__init__(folder, as_bytes=True)
+            self._checksums: dict[str, dict[str, Any]] = about["tensors"]
+            _check_headers(folder, about["headers"])
+            if self._checksums.keys() != self.files.keys():
+                raise ValueError("its tensors are not those of its checksums")
+        except (UserError, OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedEntry(str(error)) from error
+        self._own = dict(self.files)
+        self.files = {**original.files, **self._own}
+
+    def shape(self, name: str) -> torch.Size:
+        return super().shape(name) if name in self._own else self.original.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return super().dtype(name) if name in self._own else self.original.dtype(name)
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a tensor; of an entry's own these are bytes, and their chunks are checked."""
+        if name not in self._own:
+            return self.original.read_flat(name, start, stop)
+        if start == stop:
+            return super().read_flat(name, start, stop)
+        size, expected = self._checksums[name]["chunk"], self._checksums[name]["crc32"]
+        first, last = start // size, -(-stop // size)
+        begin, end = first * size, min(last * size, self.shape(name).numel())
+        try:
+            content = super().read_flat(name, begin, end)
+        except UserError as error:
+            raise DamagedEntry(str(error)) from error
+        for chunk, part in enumerate(content.split(size), first):
+            if zlib.crc32(part.numpy()) != expected[chunk]:  # type: ignore[arg-type]
+                at = chunk * size
+                raise DamagedEntry(f"{self._own[name]}: bytes {at} to {at + len(part)} of {name} have changed")
+        return content[start - begin : stop - begin]
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """What the writer of an entry says of it. Raises ValueError where that has changed."""
+    about: dict[str, Any] = json.loads((folder / CHECKSUMS).read_text())
+    if about.pop("sha256") != own_hash(about):
+        raise ValueError(f"{folder / CHECKSUMS} has changed")
+    return about
+
+
+def own_hash(about: Mapping[str, Any]) -> str:
+    """The hash by which an entry's description, from which all else is checked, is itself checked."""
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def _check_headers(folder: Path, headers: Mapping[str, str]) -> None:
+    for name, expected in headers.items():
+        with (folder / name).open("rb") as file:
+            size = file.read(8)
+            if hashlib.sha256(size + file.read(int.from_bytes(size, "little"))).hexdigest() != expected:
+                raise ValueError(f"the header of {folder / name} has changed")
+
+
+def chunk_bytes(num_bytes: int) -> int:
+    """Bytes under one checksum in a tensor of `num_bytes`."""
+    return max(1, -(-num_bytes // (_CHUNKS * _PAGE))) * _PAGE
+
+
+def last_used(folder: Path) -> float:
+    """When an entry was last written or read, in seconds since 1970."""
+    about = folder / CHECKSUMS
+    return (about if about.is_file() else folder).stat().st_mtime
+
+
+def damaged(target: Path) -> Path:
+    return target.with_name(f"{target.name}.damaged")

@@ -1,0 +1,180 @@
+"""An entry of the cache of quantized weights in the making, by all ranks of a shard group together."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.distributed import gather_texts, shard_rank, shard_size
+from fsdp_qlora.quant_cache.entries import CHECKSUMS, chunk_bytes, damaged, own_hash
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.verify import format_bytes
+from fsdp_qlora.storage.files import flush
+from fsdp_qlora.storage.safetensors_files import PackedFiles, packed_forms
+
+
+class Unavailable(Exception):
+    """Why an entry is not written, in words that end a sentence."""
+
+
+class EntryWriter:
+    """An entry in the making. All ranks of a shard group write into it; their first, the leader, completes it."""
+
+    def __init__(self, root: Path, key: str, layers: Mapping[str, QuantizedWeight], mesh: DeviceMesh) -> None:
+        self.mesh, self.group, self.leads = mesh, mesh["shard"].get_group(), shard_rank(mesh) == 0
+        self.target, self.folder = root / key, root / f"{key}.writing"
+        self.layers = layers
+        forms = {name: form for weight, layer in layers.items() for name, form in packed_forms(weight, layer).items()}
+        self.files = PackedFiles(self.folder, forms)
+        self._checksums: dict[str, dict[int, int]] = {}
+        self._lock: FileLock | None = None
+        self._failure: str | None = None
+
+    def start(self) -> None:
+        """Make the files. Raises Unavailable on every rank when the leader cannot."""
+        if self.leads:
+            with self._collecting_failure():
+                self._lock = hold(self.target)
+                if self._lock is None:
+                    raise Unavailable("another run is writing it")
+                if (self.target / CHECKSUMS).exists():
+                    raise Unavailable("another run has just written it")
+                shutil.rmtree(self.target, ignore_errors=True)
+                _remove_leftovers(self.target.parent)
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self._check_free_disk()
+                self.folder.mkdir()
+                self.files.create()
+        self._stop_if_any_failed()
+
+    def _check_free_disk(self) -> None:
+        """A disk that the cache fills would end the run when it saves its result."""
+        free, size = shutil.disk_usage(self.target.parent).free, self.files.num_bytes
+        if free < 2 * size:
+            raise Unavailable(
+                f"it takes {format_bytes(size)} and leaves as much free, but {self.target.parent} has "
+                f"{format_bytes(free)} left; give another folder with --quant_cache, or off"
+            )
+
+    def keep(self, weight: str, dtype: torch.dtype) -> None:
+        """Write this rank's part of a layer that has just been quantized. dtype: of the weight before."""
+        if self._failure is not None:
+            return
+        layer = self.layers[weight]
+        with self._collecting_failure():
+            for suffix, stored in layer.stored_parameters().items():
+                start, stop = layer.stored_range(stored, self.mesh)
+                self._write(weight + suffix, start, layer.stored_bytes(stored)[: stop - start].cpu())
+            if self.leads:
+                for suffix, whole in layer.stored_whole(dtype).items():
+                    self._write(weight + suffix, 0, whole)
+
+    def _write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Write a part and compute the checksums of the chunks that lie wholly in it."""
+        content = values.reshape(-1).view(torch.uint8)
+        total = self.files.forms[name].num_bytes
+        size = chunk_bytes(total)
+        self.files.write(name, start, content)
+        sums = self._checksums.setdefault(name, {})
+        for chunk in range(-(-start // size), -(-total // size)):
+            begin, stop = chunk * size, min((chunk + 1) * size, total)
+            if stop > start + len(content):
+                break
+            sums[chunk] = zlib.crc32(content[begin - start : stop - start].numpy())  # type: ignore[arg-type]
+
+    def finish(self, about: Mapping[str, Any]) -> None:
+        """Put the entry in its place once every rank's bytes are on the disk. Raises Unavailable on every rank."""
+        with self._collecting_failure():
+            self.files.sync()
+            rank_file = self.folder / f"{shard_rank(self.mesh)}.json"
+            rank_file.write_text(json.dumps(self._checksums))
+        self._stop_if_any_failed()
+        if self.leads:
+            with self._collecting_failure():
+                self._complete(about)
+        self._stop_if_any_failed()
+
+    def _complete(self, about: Mapping[str, Any]) -> None:
+        for rank in range(shard_size(self.mesh)):
+            rank_file = self.folder / f"{rank}.json"
+            for name, sums in json.loads(rank_file.read_text()).items():
+                self._checksums.setdefault(name, {}).update({int(chunk): value for chunk, value in sums.items()})
+            rank_file.unlink()
+        description = {
+            **about,
+            "headers": {name: hashlib.sha256(header).hexdigest() for name, header in self.files.headers.items()},
+            "tensors": {name: self._tensor_checksums(name) for name in self.files.forms},
+        }
+        with (self.folder / CHECKSUMS).open("w") as file:
+            json.dump(description | {"sha256": own_hash(description)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        flush(self.folder)
+        os.rename(self.folder, self.target)
+        flush(self.target.parent)
+        shutil.rmtree(damaged(self.target), ignore_errors=True)
+
+    def _tensor_checksums(self, name: str) -> dict[str, Any]:
+        """All of a tensor's; a chunk that two ranks share is read back from the file."""
+        total, sums = self.files.forms[name].num_bytes, self._checksums[name]
+        size = chunk_bytes(total)
+        for chunk in range(-(-total // size)):
+            if chunk not in sums:
+                sums[chunk] = zlib.crc32(self.files.read(name, chunk * size, min((chunk + 1) * size, total)))
+        return {"chunk": size, "crc32": [sums[chunk] for chunk in sorted(sums)]}
+
+    def close(self) -> None:
+        """Let go of the files; what was not finished is removed."""
+        self.files.close()
+        if self._lock is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _collecting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Unavailable as error:
+            self._failure = self._failure or str(error)
+        except (OSError, NotImplementedError) as error:
+            reason = getattr(error, "strerror", None) or error
+            self._failure = self._failure or f"{self.target.parent} cannot be written ({reason})"
+
+    def _stop_if_any_failed(self) -> None:
+        if failures := from_every_rank(self._failure, torch.device(self.mesh.device_type), self.group):
+            raise Unavailable(failures[0])
+
+
+def hold(target: Path) -> FileLock | None:
+    """The lock of an entry; None when another process has it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{target}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    return lock
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove what runs were writing when they ended before its end."""
+    for folder in root.glob("*.writing"):
+        lock = hold(root / folder.stem)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
+
+
+def from_every_rank(message: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
+    """The messages of all ranks that have one, on every rank."""
+    return [text for text in gather_texts(message or "", device, group) if text]

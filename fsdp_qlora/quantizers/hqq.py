@@ -1,0 +1,218 @@
+"""HQQ weights of 8, 4, 3 or 2 bits (half-quadratic quantization, Badri and Shaji 2023): linear layers and experts.
+
+A group is `group_size` consecutive weights of the row-major flattened weight (axis 1 of the hqq library); code q
+stands for the weight (q - zero) * scale, with the group's own zero and scale.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.quantizers.base import (
+    DecodedMatmul,
+    QuantizedExperts,
+    QuantizedLinear,
+    QuantizedWeight,
+    Stored,
+    write_bytes,
+)
+
+# A GPU sums a group in another order when there are few groups at a time; their number is a multiple of this.
+_FEW_GROUPS = 256
+# The hqq library's own settings for its solver, but for early_stop: see _quantize_groups.
+_SOLVER = {
+    "lp_norm": 0.7, "beta": 10.0, "kappa": 1.01, "iters": 20, "tol": 0.0, "early_stop": False, "scale_gridsearch": False
+}  # fmt: skip
+# Bits of a code -> how many of them, from the lowest, lie together in bytes.
+_PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
+
+
+class _Format(NamedTuple):
+    """Which matrix of a stored weight is meant, and how it is coded.
+
+    shape: of the matrix. first: the matrix's first weight in the stored one, a multiple of group_size.
+    transposed: the matrix is [in, out] and not [out, in].
+    """
+
+    shape: tuple[int, ...]
+    n_bits: int
+    group_size: int
+    first: int = 0
+    transposed: bool = False
+
+
+class HqqWeight(QuantizedWeight):
+    """Weights as codes of n_bits, with a scale and a zero for each group.
+
+    Parameters (frozen, bytes viewed as the compute dtype):
+        weight: the codes of a group in a row, [groups, group_size * n_bits / 8 bytes].
+        scale_zero: float16 scale and zero of each group, [groups, 4 bytes].
+    """
+
+    statistics = ("scale_zero",)
+
+    def __init__(self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.compute_dtype, self.row_weights = tuple(shape), compute_dtype, group_size
+        self.format = _Format(self.shape, n_bits, group_size)
+        num_groups = -(-math.prod(shape) // group_size)
+        self.weight = self._storage(num_groups, group_size * n_bits // 8)
+        self.scale_zero = self._storage(num_groups, 4)
+
+    def product(self, x: torch.Tensor, fmt: _Format, bias: torch.Tensor | None = None) -> torch.Tensor:
+        multiply, decode = functools.partial(_multiply, fmt), functools.partial(_decode, fmt)
+        return DecodedMatmul.apply(x, bias, multiply, decode, self.weight, self.scale_zero)
+
+    def decode(self, fmt: _Format) -> torch.Tensor:
+        return _dequantize(fmt, self.compute_dtype, self.weight, self.scale_zero)
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        fmt = self.format
+        codes, scale_zero = _quantize_groups(weight, fmt.n_bits, fmt.group_size)
+        return _values(codes, scale_zero).flatten()[: weight.numel()].view(weight.shape).to(self.compute_dtype)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        codes, scale_zero = _quantize_groups(values, self.format.n_bits, self.format.group_size)
+        write_bytes(self.weight, _pack(codes, self.format.n_bits))
+        write_bytes(self.scale_zero, scale_zero)
+
+    def stored_parameters(self) -> dict[str, Stored]:
+        num_groups = self.scale_zero.shape[0]
+        return {
+            "": Stored("weight", torch.uint8, (num_groups, self.format.group_size * self.format.n_bits // 8)),
+            ".scale_zero": Stored("scale_zero", torch.float16, (num_groups, 2)),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        import hqq
+
+        return {
+            "n_bits": self.format.n_bits,
+            "group_size": self.format.group_size,
+            "solver": _SOLVER,
+            "hqq": hqq.__version__,
+            "torch": torch.__version__,  # whose operations the solver consists of
+        }
+
+    def describe_code(self) -> str:
+        return f"HQQ, {self.format.n_bits} bits, groups of {self.format.group_size}"
+
+
+class HqqLinear(QuantizedLinear, HqqWeight):
+    """A linear layer with its weight in HQQ's codes."""
+
+
+class HqqExperts(QuantizedExperts, HqqWeight):
+    """The experts of a layer in HQQ's codes."""
+
+
+def _groups_at_a_time(device: torch.device, group_size: int) -> int:
+    """How many groups are quantized or decoded at a time, in float32: what fits a CPU's cache; more fill a GPU."""
+    return max(1, (2**18 if device.type == "cpu" else 2**22) // group_size)
+
+
+def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize whole groups (the last may be short): uint8 codes [groups, group_size], float16 [groups, 2] scale, zero.
+
+    This is HQQLinear with axis=1: scale from the group's range, zero from the library's proximal solver, in float32.
+    HQQLinear's solver has at most 20 iterations and stops when the error of the whole tensor no longer falls; that
+    would make a slice's result depend on the slice. Here it always takes the 20, so that a group depends on nothing
+    else. Scale and zero are kept in float16, as HQQLinear keeps them in its compute dtype.
+
+    Raises:
+        UserError: a group's scale or zero is outside of float16's range.
+    """
+    from hqq.core.optimize import optimize_weights_proximal_v2
+
+    if not values.numel():  # fewer groups than ranks
+        empty = values.new_empty(0, group_size, dtype=torch.uint8)
+        return empty, values.new_empty(0, 2, dtype=torch.float16)
+    flat = values.flatten()
+    # A short group is filled up with its last weight, which leaves its range as it is.
+    flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
+    largest = 2**n_bits - 1
+    all_codes, statistics = [], []
+    for piece in flat.view(-1, group_size).split(_groups_at_a_time(values.device, group_size)):
+        groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
+        low, high = groups.aminmax(dim=1, keepdim=True)
+        scale = (largest / (high - low)).clamp(max=2e4)  # as the library, which keeps 1 / scale within float16
+        scale = torch.where(high - low <= 1e-4, 1.0, scale)
+        zero = -low * scale
+        codes, scale, zero = optimize_weights_proximal_v2(
+            groups,
+            scale,
+            zero.round() if n_bits == 4 else zero,  # also the library's
+            [0, largest],
+            axis=1,
+            dtype=torch.float32,
+            opt_params=_SOLVER,
+        )
+        all_codes.append(codes[: len(piece)].to(torch.uint8))
+        statistics.append(torch.cat([1.0 / scale, zero], dim=1)[: len(piece)].half())
+    scale_zero = torch.cat(statistics)
+    if not scale_zero.isfinite().all():
+        raise UserError(
+            f"A weight has {group_size} neighbours that differ by too little for their size, so HQQ cannot code them. "
+            "Use --train_type qlora for this model."
+        )
+    return torch.cat(all_codes), scale_zero
+
+
+def _values(codes: torch.Tensor, scale_zero: torch.Tensor) -> torch.Tensor:
+    """uint8 codes [groups, group_size] -> float32 weights."""
+    scale, zero = scale_zero.float().split(1, dim=1)
+    return torch.sub(codes, zero).mul_(scale)
+
+
+def _pack(codes: torch.Tensor, n_bits: int) -> torch.Tensor:
+    """uint8 codes [groups, group_size] -> bytes [groups, group_size * n_bits / 8]; part of a group in the high bits."""
+    planes, shift = [], 0
+    for bits in _PLANES[n_bits]:
+        plane, *parts = (codes >> shift & (2**bits - 1)).chunk(8 // bits, dim=1)
+        for part in parts:
+            plane = plane << bits | part
+        planes.append(plane)
+        shift += bits
+    return torch.cat(planes, dim=1)
+
+
+def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
+    """Undo `_pack`."""
+    planes = packed.split([packed.shape[1] * bits // n_bits for bits in _PLANES[n_bits]], dim=1)
+    codes, shift = None, 0
+    for bits, plane in zip(_PLANES[n_bits], planes, strict=True):
+        values = torch.cat([plane >> offset & (2**bits - 1) for offset in range(8 - bits, -1, -bits)], dim=1)
+        codes = values if codes is None else codes | values << shift
+        shift += bits
+    assert codes is not None
+    return codes
+
+
+def _dequantize(fmt: _Format, dtype: torch.dtype, weight: torch.Tensor, scale_zero: torch.Tensor) -> torch.Tensor:
+    """Decode storage tensors to the matrix (or whole weight) of `fmt` in `dtype`, computing in float32."""
+    num_weights = math.prod(fmt.shape)
+    first, count = fmt.first // fmt.group_size, -(-num_weights // fmt.group_size)
+    packed = weight.view(torch.uint8)[first : first + count]
+    statistics = scale_zero.view(torch.float16)[first : first + count]
+    decoded = torch.empty(count, fmt.group_size, dtype=dtype, device=weight.device)
+    step = _groups_at_a_time(weight.device, fmt.group_size)
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        decoded[part] = _values(_unpack(packed[part], fmt.n_bits), statistics[part])
+    return decoded.view(-1)[:num_weights].view(fmt.shape)
+
+
+def _decode(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    """The matrix as [out, in]."""
+    stored = _dequantize(fmt, dtype, *tensors)
+    return stored.T if fmt.transposed else stored
+
+
+def _multiply(fmt: _Format, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, _decode(fmt, x.dtype, *tensors), bias)

@@ -1,0 +1,124 @@
+"""8-bit linear layers with bitsandbytes' kernels: LLM.int8 (Dettmers et al. 2022)."""
+
+import functools
+from typing import Any, NamedTuple
+
+import bitsandbytes
+import bitsandbytes.functional as bnb
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.quantizers.base import DecodedMatmul, QuantizedLinear, QuantizedWeight, Stored, write_bytes
+
+
+class _Format(NamedTuple):
+    """shape: [out, in]. threshold: see Int8Weight."""
+
+    shape: tuple[int, ...]
+    threshold: float
+
+
+class Int8Weight(QuantizedWeight):
+    """A matrix [out, in] as 8-bit integers, with one scale for each row; it multiplies 8-bit activations.
+
+    Parameters (frozen, bytes viewed as the compute dtype):
+        weight: int8 [out, in], rows filled up to whole elements of the compute dtype.
+        row_scale: float32 [out], the largest magnitude of each row (bitsandbytes' SCB).
+    Args:
+        int8_threshold: values of a token as large as this are multiplied in the compute dtype; 0 is none.
+    """
+
+    statistics = ("row_scale",)
+
+    def __init__(self, shape: tuple[int, ...], *, int8_threshold: float, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self.compute_dtype = tuple(shape), compute_dtype
+        out_features, self.row_weights = shape
+        self.format = _Format(self.shape, int8_threshold)
+        row_bytes = -(-self.row_weights // compute_dtype.itemsize) * compute_dtype.itemsize
+        self.weight = self._storage(out_features, row_bytes)
+        self.row_scale = self._storage(out_features, 4)
+
+    def product(self, x: torch.Tensor, fmt: _Format, bias: torch.Tensor | None = None) -> torch.Tensor:
+        multiply, decode = functools.partial(_multiply, fmt), functools.partial(_decode, fmt)
+        return DecodedMatmul.apply(x, bias, multiply, decode, self.weight, self.row_scale)
+
+    def decode(self, fmt: _Format) -> torch.Tensor:
+        return _decode(fmt, self.compute_dtype, self.weight, self.row_scale)
+
+    def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
+        codes, row_scale, _ = bnb.int8_vectorwise_quant(weight.half())
+        return _values(codes, row_scale, self.compute_dtype)
+
+    @torch.no_grad()
+    def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
+        rows = values.view(-1, self.row_weights)
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        codes, row_scale = rows.new_empty(0, dtype=torch.int8), rows.new_empty(0, dtype=torch.float32)
+        if len(rows):  # there may be fewer than ranks
+            # bitsandbytes rounds to fp16 first, whatever the model's dtype.
+            codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
+            codes = torch.nn.functional.pad(codes, (0, row_bytes - self.row_weights))
+        write_bytes(self.weight, codes)
+        write_bytes(self.row_scale, row_scale)
+
+    def stored_parameters(self) -> dict[str, Stored]:
+        row_bytes = self.weight.shape[1] * self.weight.element_size()
+        return {
+            "": Stored("weight", torch.int8, (self.shape[0], row_bytes)),
+            ".row_scale": Stored("row_scale", torch.float32, (self.shape[0],)),
+        }
+
+    def code_settings(self) -> dict[str, Any]:
+        return {"bitsandbytes": bitsandbytes.__version__}  # the threshold is about activations
+
+    def describe_code(self) -> str:
+        return "int8"
+
+
+class Int8Linear(QuantizedLinear, Int8Weight):
+    """A linear layer in LLM.int8."""
+
+
+def _unpack(fmt: _Format, weight: torch.Tensor, row_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Storage tensors -> (int8 [out, in], float32 [out])."""
+    codes = weight.view(torch.int8)[:, : fmt.shape[1]].contiguous()
+    return codes, row_scale.view(torch.float32).view(-1)
+
+
+def _values(codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int8 [out, in] -> weights in `dtype`, as bitsandbytes decodes them for the gradient."""
+    return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))
+
+
+def _decode(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    return _values(*_unpack(fmt, *tensors), dtype)
+
+
+def _multiply(fmt: _Format, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor) -> torch.Tensor:
+    """x W^T + b with each token's values rounded to 8 bits; those above the threshold in full.
+
+    bitsandbytes computes a column in full for all tokens of the batch when one of them is above the threshold in it,
+    so a token's result depends on its neighbours. Here each token gets what bitsandbytes gives it alone.
+    """
+    codes, row_scale = _unpack(fmt, *tensors)
+    tokens = x.reshape(-1, x.shape[-1])
+    rounded = tokens.half()
+    outliers = None
+    if fmt.threshold:
+        outliers = rounded.abs() >= fmt.threshold
+        rounded = rounded.masked_fill(outliers, 0.0)
+    x_codes, x_scale, _ = bnb.int8_vectorwise_quant(rounded)
+    if outliers is None:
+        y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, x_scale, row_scale, bias=bias, dtype=x.dtype)
+    else:
+        y, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
+            tokens.masked_fill(~outliers, 0.0),
+            x_codes,
+            codes,
+            x_scale,
+            row_scale,
+            outliers.any(dim=0).nonzero().view(-1),
+            bias,
+        )
+    return y.view(*x.shape[:-1], -1)

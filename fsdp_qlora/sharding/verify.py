@@ -1,0 +1,179 @@
+"""Proof that the model is sharded: the byte account, and a layer compared bit for bit."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_qlora.adapters.first_values import adapted_weights, subtract
+from fsdp_qlora.adapters.lora import LoraLinear
+from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
+from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
+
+log = logging.getLogger("fsdp_qlora")
+
+GIB = 2**30
+_IMBALANCE = 0.05  # how far a rank's bytes may exceed total / ranks
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Bytes of one category. largest_shard: what the fullest rank (the first) keeps of it."""
+
+    total: int
+    largest_shard: int
+
+
+def _category(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+    if parameter.requires_grad:
+        return "trainable"
+    if isinstance(module, QuantizedWeight):
+        return "statistics" if name in module.statistics else "codes" if name == "weight" else "frozen"
+    return "frozen"
+
+
+def _each_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(category, parameter), tied ones once."""
+    seen: set[int] = set()
+    found = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.append((_category(module, name, parameter), parameter))
+    return found
+
+
+def count_bytes(model: nn.Module, num_shards: int) -> dict[str, Tensors]:
+    """Bytes by category of a model, sharded or on the meta device, over `num_shards` ranks.
+
+    Categories: codes (quantized weights), statistics, frozen (other frozen weights), trainable.
+    """
+    counts: dict[str, Tensors] = {}
+    for category, parameter in _each_parameter(model):
+        row_bytes = parameter.numel() // max(parameter.shape[0], 1) * parameter.element_size()
+        _, rows = shard_bounds(parameter.shape[0], rank=0, size=num_shards)
+        so_far = counts.get(category, Tensors(0, 0))
+        counts[category] = Tensors(
+            so_far.total + parameter.shape[0] * row_bytes, so_far.largest_shard + rows * row_bytes
+        )
+    return counts
+
+
+def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Add up every rank's bytes; stop unless together they are the model, once, in equal parts.
+
+    Raises:
+        RuntimeError: bytes are held twice or by none, or one rank holds more than its part.
+    """
+    parameters = [parameter for _, parameter in _each_parameter(model)]
+    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    local = sum(_local_bytes(parameter) for parameter in parameters)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    size = shard_size(mesh)
+    device = torch.device(mesh.device_type)
+    held = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
+    log.info(
+        "Shards: %s of weights in %d part%s; rank 0 holds %s (%.1f%%).",
+        format_bytes(total), size, "s" * (size > 1), format_bytes(held[0]), 100 * held[0] / total,
+    )  # fmt: skip
+    log.info(
+        "  together the ranks hold %s; %s of buffers are on every rank.",
+        format_bytes(sum(held)), format_bytes(buffers),
+    )  # fmt: skip
+    counts = count_bytes(model, size)
+    # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly; that alone is allowed for.
+    # Adapters have few rows and few bytes: theirs is allowed in full, that of the frozen weights up to 1 MiB.
+    uneven = {name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()}
+    trainable = uneven.pop("trainable", 0)
+    allowed = max(total / size * (1 + _IMBALANCE), total // size + min(sum(uneven.values()), 2**20)) + trainable
+    if sum(held) != total or max(held) > allowed:
+        raise RuntimeError(
+            f"The model is not sharded evenly: {total} bytes over {size} ranks, held per rank: {held} "
+            f"(allowed {int(allowed)}). No run continues on replicated weights; please report the model."
+        )
+
+
+def _local_bytes(parameter: nn.Parameter) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()
+
+
+@torch.no_grad()
+def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str, str], *, packed: bool = False) -> None:
+    """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
+
+    Args:
+        packed: the checkpoint's weights are 4-bit already: the comparison is with its bytes.
+    Raises:
+        RuntimeError: they differ.
+    """
+    block = find_blocks(model)[0]
+    assert isinstance(block, FSDPModule)
+    name, layer = _first_linear(model, sources)
+    block.unshard()
+    if packed and isinstance(layer, Bnb4bitLinear):
+        same, how = _has_stored_bytes(layer, f"{name}.weight", checkpoint, sources), "in the file"
+    else:
+        reduced = adapted_weights(model).get(f"{name}.weight")
+        same, how = _has_stored_values(layer, f"{name}.weight", checkpoint, sources, reduced)
+    block.reshard()
+    if not same:
+        raise RuntimeError(
+            f"Self-test failed: {name}, gathered from its shards, differs from the same weight {how}. No run "
+            "continues on wrong weights; please report the model and this machine."
+        )
+    log.info("Self-test: %s, gathered from its shards, is bit-identical to the same weight %s.", name, how)
+
+
+def _has_stored_values(
+    layer: QuantizedWeight | nn.Linear,
+    weight: str,
+    checkpoint: Checkpoint,
+    sources: dict[str, str],
+    adapted: LoraLinear | None,
+) -> tuple[bool, str]:
+    """Whether a gathered layer is the checkpoint's weight, quantized as the layer is; and how that was compared."""
+    source = sources[weight]
+    whole = checkpoint.read_rows(source, 0, checkpoint.shape(source)[0])
+    if adapted is not None and adapted.subtracted is not None:
+        whole = subtract(adapted, whole.flatten(), 0).view(whole.shape)
+    if isinstance(layer, QuantizedWeight):
+        decoded = layer.dequantize()
+        return torch.equal(decoded, layer.quantize_whole(whole.to(decoded.device))), "quantized whole"
+    return torch.equal(layer.weight, whole.to(layer.weight)), "read whole"
+
+
+def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, checkpoint: Checkpoint, sources: dict[str, str]) -> bool:
+    """Whether a gathered layer consists of the bytes in the checkpoint."""
+    for suffix, stored in layer.stored_parameters().items():
+        expected = checkpoint.read_flat(sources[weight + suffix], 0, stored.num_bytes)
+        if not torch.equal(layer.stored_bytes(stored)[: stored.num_bytes].cpu(), expected):
+            return False
+    return True
+
+
+def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
+    """The first linear layer of a block that the checkpoint has, under its name there."""
+    first = {id(module) for module in find_blocks(model)[0].modules()}
+    for path, module in model.named_modules():
+        name = canonical_name(path)
+        if id(module) in first and isinstance(module, QuantizedWeight | nn.Linear) and f"{name}.weight" in sources:
+            return name, module
+    raise AssertionError("no linear layer in the blocks")
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError

@@ -1,0 +1,141 @@
+"""Safetensors files whose tensors are known in advance and whose bytes come in parts, from several processes."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fsdp_qlora.loading.weight_files import DTYPE_NAMES
+from fsdp_qlora.quantizers.base import QuantizedWeight
+
+INDEX = "model.safetensors.index.json"
+_FILE_BYTES = 4 * 2**30  # what hubs and network disks like
+
+
+class Form(NamedTuple):
+    """Of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Place(NamedTuple):
+    """Where a tensor's bytes start."""
+
+    path: Path
+    offset: int
+
+
+def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, Form]:
+    """The tensors that make up a quantized weight in a file."""
+    forms = {weight + suffix: Form(stored.dtype, stored.shape) for suffix, stored in layer.stored_parameters().items()}
+    whole = layer.stored_whole()
+    return forms | {weight + suffix: Form(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}
+
+
+class PackedFiles:
+    """A set of safetensors files with room for the given tensors.
+
+    One process calls `create`; then any process may `write` parts, and `sync` when it has written its last.
+    """
+
+    def __init__(self, folder: Path, forms: Mapping[str, Form]) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._headers: dict[Path, bytes] = {}
+        self._sizes: dict[Path, int] = {}
+        self._places: dict[str, _Place] = {}
+        self.folder, self.forms = folder, forms
+        groups = list(_by_file(forms))
+        for number, names in enumerate(groups, 1):
+            name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
+            self._lay_out(folder / name, names)
+
+    def _lay_out(self, path: Path, names: list[str]) -> None:
+        # Wide types first: every tensor is then aligned, as safetensors itself does it.
+        names = sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in names:
+            form = self.forms[name]
+            end = offset + form.num_bytes
+            header[name] = {"dtype": DTYPE_NAMES[form.dtype], "shape": form.shape, "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(header).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        self._headers[path] = len(text).to_bytes(8, "little") + text
+        self._sizes[path] = 8 + len(text) + offset
+        for name in names:
+            start = header[name]["data_offsets"][0]  # type: ignore[index]
+            self._places[name] = _Place(path, 8 + len(text) + start)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files together."""
+        return sum(self._sizes.values())
+
+    @property
+    def headers(self) -> dict[str, bytes]:
+        """File name -> what it begins with."""
+        return {path.name: header for path, header in self._headers.items()}
+
+    def create(self) -> None:
+        """Make the files in their full size, with headers and, where there are several, their index."""
+        for path, header in self._headers.items():
+            with path.open("wb") as file:
+                file.write(header)
+                file.truncate(self._sizes[path])
+        if len(self._headers) > 1:
+            weight_map = {name: place.path.name for name, place in sorted(self._places.items())}
+            total = sum(form.num_bytes for form in self.forms.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, name: str, start: int, values: torch.Tensor) -> None:
+        """Put the bytes of `values`, on the CPU, `start` bytes into the tensor `name`."""
+        buffer = memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        path, position = self._places[name]
+        position += start
+        assert start + len(buffer) <= self.forms[name].num_bytes, name
+        while buffer:
+            count = os.pwrite(self._descriptor(path), buffer, position)
+            buffer, position = buffer[count:], position + count
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a tensor as they are in the file now."""
+        path, position = self._places[name]
+        return os.pread(self._descriptor(path), stop - start, position + start)
+
+    def sync(self) -> None:
+        """Wait until what this process wrote is on the disk."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._descriptors:
+            self._descriptors[path] = os.open(path, os.O_RDWR)
+        return self._descriptors[path]
+
+
+def _by_file(forms: Mapping[str, Form]) -> Iterator[list[str]]:
+    """The tensors in their order, in groups of at most _FILE_BYTES."""
+    names: list[str] = []
+    size = 0
+    for name, form in forms.items():
+        if names and size + form.num_bytes > _FILE_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += form.num_bytes
+    yield names
