@@ -20,15 +20,17 @@ from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import initialize_adapters
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks, derive_seed
 from fsdp_qlora.loading import load_weights
 from fsdp_qlora.loading.weight_files import Checkpoint, _Entry
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.planning.describe import count_parameters
 from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding import parallelize, verify
+from fsdp_qlora.sharding import byte_account, parallelize, verify
+from fsdp_qlora.sharding.build_model import build_model
 from fsdp_qlora.train_types import TRAIN_TYPES
-from fsdp_qlora.training.trainer import Schedule, Trainer
+from fsdp_qlora.training.trainer import Trainer
 
 _CHUNK = 2**24  # random weights made at a time
 
@@ -79,7 +81,7 @@ class Run:
 
     trainer: Trainer
     counts: dict[str, int]
-    account: dict[str, verify.Tensors]
+    account: dict[str, byte_account.Tensors]
     attention: str
 
 
@@ -104,7 +106,7 @@ def build_run(
         on_phase: called with a name after each phase.
     """
     chosen, train_type = PRECISIONS[precision], TRAIN_TYPES["qlora"]
-    meta = parallelize.build_model(
+    meta = build_model(
         config,
         train_type,
         chosen,
@@ -146,7 +148,7 @@ def build_run(
         sync_every_micro_batch=False,
         pad_token_id=0,
     )
-    account = verify.count_bytes(model, distributed.shard_size(mesh))
+    account = byte_account.count_bytes(model, distributed.shard_size(mesh))
     return Run(trainer, count_parameters(meta), account, model.config._attn_implementation)
 
 

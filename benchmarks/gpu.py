@@ -42,7 +42,7 @@ from fsdp_qlora import distributed
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.precision import PRECISIONS, choose_precision
-from fsdp_qlora.sharding.verify import Tensors
+from fsdp_qlora.sharding.byte_account import Tensors
 
 GIB = 2**30
 

@@ -88,11 +88,12 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     from fsdp_qlora.loading.weight_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.quant_cache import cache as cache_module
-    from fsdp_qlora.sharding import parallelize, verify
+    from fsdp_qlora.sharding import byte_account, parallelize
+    from fsdp_qlora.sharding.build_model import build_model
     from fsdp_qlora.train_types import TRAIN_TYPES
 
     ranks, precision = distributed.read_ranks(), PRECISIONS["bf16"]
-    meta = parallelize.build_model(
+    meta = build_model(
         AutoConfig.from_pretrained(folder),
         TRAIN_TYPES["qlora"],
         precision,
@@ -120,7 +121,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
         dist.barrier()
 
     result = measured(start)
-    counts = verify.count_bytes(meta.model, ranks.world_size)
+    counts = byte_account.count_bytes(meta.model, ranks.world_size)
     shard = counts["codes"].largest_shard + counts["statistics"].largest_shard
     read = checkpoint.bytes_read / sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     everyone = distributed.gather_numbers([result["seconds"], result["mib"], read], ranks.device)

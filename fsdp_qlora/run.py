@@ -16,7 +16,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora import distributed, export
-from fsdp_qlora.adapters.first_values import decompose_weights, initialize_adapters, reduces_base
+from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base
 from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.checkpointing import resume, run_folder
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
@@ -34,6 +34,7 @@ from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import decoded, hub
+from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.load_weights import load_weights, match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.metrics.metric_log import copy_metrics, cut_metrics, open_metric_log

@@ -48,12 +48,13 @@ def _load(folder: Path, result: Path) -> int:
     from fsdp_qlora.loading import load_weights
     from fsdp_qlora.loading.weight_files import Checkpoint
     from fsdp_qlora.precision import PRECISIONS
-    from fsdp_qlora.sharding import parallelize, verify
+    from fsdp_qlora.sharding import byte_account, parallelize
+    from fsdp_qlora.sharding.build_model import build_model
     from fsdp_qlora.train_types import TRAIN_TYPES
 
     ranks = distributed.read_ranks()
     precision = PRECISIONS["bf16"]
-    meta = parallelize.build_model(
+    meta = build_model(
         models.load_config(folder, "big"),
         TRAIN_TYPES["qlora"],
         precision,
@@ -68,7 +69,7 @@ def _load(folder: Path, result: Path) -> int:
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     model = meta.model
     parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
-    shard = sum(part.largest_shard for part in verify.count_bytes(model, ranks.world_size).values())
+    shard = sum(part.largest_shard for part in byte_account.count_bytes(model, ranks.world_size).values())
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_kib()
     parallelize.materialize(model, ranks.device, cpu_offload=False)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.planning import memory
 from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding.parallelize import build_model
+from fsdp_qlora.sharding.build_model import build_model
 from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 

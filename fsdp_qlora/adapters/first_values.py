@@ -1,25 +1,20 @@
 """The first values of adapters, in the shards where they stay, and what they take away from the base."""
 
 import logging
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.adapters import decompositions
 from fsdp_qlora.adapters.dora import DoraLinear
 from fsdp_qlora.adapters.insert import adapter_parameters, first_adapter_value, full_parameters
-from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
-from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
+from fsdp_qlora.adapters.lora import LoraLinear
+from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.models import canonical_name, find_blocks
-from fsdp_qlora.quantizers.base import QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -72,68 +67,6 @@ def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> Non
             first, last = own_rows(parameter, mesh)
             store_rows(parameter, whole[first:last])
     set_magnitudes(model, mesh)
-
-
-@torch.no_grad()
-def decompose_weights(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    sources: Mapping[str, str],
-    mesh: DeviceMesh,
-    device: torch.device,
-    *,
-    init: str,
-    seed: int,
-) -> None:
-    """First values that are read off the weights, before these are loaded. Every rank calls it.
-
-    The ranks share the layers: each reads one whole weight at a time, to its device, and sends A and B to all.
-    Where the base loses them, they are rounded to bf16: what a bf16 run gathers is then just what the base lost, and
-    their product has so few digits that it is the same however it is split.
-
-    Args:
-        sources: what `weights.match_tensors` gives.
-        init: pissa, pissa_niter_N, olora or loftq.
-    """
-    started = time.perf_counter()
-    layers = list(adapted_weights(model).items())
-    size, rank = dist.get_world_size(), dist.get_rank()
-    for start in range(0, len(layers), size):
-        turn = layers[start : start + size]
-        mine: tuple[torch.Tensor, ...] = ()
-        if rank < len(turn):
-            name, layer = turn[rank]
-            weight = checkpoint.read_rows(sources[name], 0, checkpoint.shape(sources[name])[0]).to(device)
-            mine = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
-            del weight
-        for owner, (_, layer) in enumerate(turn):
-            for index, parameter in enumerate((layer.lora.lora_A.weight, layer.lora.lora_B.weight)):
-                whole = mine[index] if owner == rank else torch.empty(parameter.shape, device=device)
-                dist.broadcast(whole, src=owner)
-                first, last = own_rows(parameter, mesh)
-                store_rows(parameter, whole[first:last])
-            layer.is_decomposed = True
-            if reduces_base(init):
-                layer.subtracted = KeptShard(layer.lora.lora_A.weight), KeptShard(layer.lora.lora_B.weight)
-    seconds = time.perf_counter() - started
-    log.info("Adapters start from their weights: %s of %d, computed in %.1f s.", init, len(layers), seconds)
-
-
-def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> decompositions.Factors:
-    rank, scaling = layer.lora.lora_A.out_features, layer.scaling
-    if init == "loftq":
-        assert isinstance(layer.base_layer, QuantizedWeight)
-        lora_A, lora_B = decompositions.loftq(weight, rank, scaling, quantize=layer.base_layer.quantize_whole)
-    elif init == "olora":
-        lora_A, lora_B = decompositions.olora(weight.float(), rank)
-    elif init == "pissa":
-        lora_A, lora_B = decompositions.pissa(weight.float(), rank, scaling)
-    else:
-        iterations = int(init.removeprefix("pissa_niter_"))
-        lora_A, lora_B = decompositions.pissa_niter(weight.float(), rank, scaling, iterations=iterations, seed=seed)
-    if reduces_base(init):
-        lora_A, lora_B = lora_A.bfloat16().float(), lora_B.bfloat16().float()
-    return lora_A.contiguous(), lora_B.contiguous()
 
 
 @torch.no_grad()

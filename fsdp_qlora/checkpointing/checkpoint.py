@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.loading.weight_files import DTYPE_NAMES
 from fsdp_qlora.storage.files import flush
+from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES
 
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -26,9 +26,9 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import FileRecord, TensorForm, TensorReader
 from fsdp_qlora.distributed import Ranks, gather_numbers, gather_texts, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.loading.weight_files import DTYPE_NAMES
 from fsdp_qlora.models import canonical_name
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
+from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES
 
 # Parameter name -> state key -> what is stored of it.
 _Layout = dict[str, dict[str, dict[str, Any]]]

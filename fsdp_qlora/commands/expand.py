@@ -25,9 +25,9 @@ from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import Checkpoint, Part, read_ahead
 from fsdp_qlora.quantizers.bnb_4bit_format import take_settings
 from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
-from fsdp_qlora.sharding.verify import format_bytes
 from fsdp_qlora.storage.files import new_folder
 from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
+from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 

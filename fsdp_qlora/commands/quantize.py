@@ -23,13 +23,14 @@ from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import Checkpoint, Part, read_ahead
 from fsdp_qlora.quant_cache.entries import cache_root, last_used, read_about
 from fsdp_qlora.quant_cache.writer import hold
+from fsdp_qlora.quantizers.base import packed_forms
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitWeight, quantize_blocks
 from fsdp_qlora.quantizers.bnb_4bit_format import EXPERTS_KEY, take_settings
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
-from fsdp_qlora.sharding.verify import format_bytes
 from fsdp_qlora.storage.files import new_folder
-from fsdp_qlora.storage.safetensors_files import Form, PackedFiles, packed_forms
+from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
+from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +14,55 @@ if TYPE_CHECKING:
     from fsdp_qlora.data.tokenization import TokenizedRows
 
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How rows become optimizer steps.
+
+    batch_size: rows per rank and micro-batch. total_steps: optimizer steps of the whole run. rows_per_step: where a run
+    goes on that was started with another product of the three factors.
+    """
+
+    num_rows: int
+    batch_size: int
+    gradient_accumulation_steps: int
+    world_size: int
+    num_epochs: int
+    max_steps: int
+    seed: int
+    rows_per_step: int | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.rows_per_step or self.batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.num_rows, global_batch_size=self.global_batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        steps = self.steps_per_epoch * self.num_epochs
+        return steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+    def describe(self, warmup_steps: int) -> str:
+        """One line: rows, batch and steps."""
+        micro_batches = -(-self.global_batch_size // (self.world_size * self.batch_size))
+        return (
+            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.world_size} rank"
+            f"{'s' * (self.world_size > 1)} x {self.batch_size} rows x {micro_batches} "
+            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch of "
+            f"{self.num_rows} rows, {warmup_steps} of warm-up"
+        )
+
+    def rows_of_steps(self, train_rows: np.ndarray, *, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """(step, its rows) for every step from `first` on: a pure function of (seed, epoch)."""
+        for step in range(first, self.total_steps):
+            epoch, index = divmod(step, self.steps_per_epoch)
+            if index == 0 or step == first:
+                order = epoch_order(train_rows, seed=self.seed, epoch=epoch)
+            yield step, order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
 
 def epoch_order(rows: int | np.ndarray, *, seed: int, epoch: int) -> np.ndarray:

@@ -22,9 +22,10 @@ from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.merged import MergedTensor
-from fsdp_qlora.loading.weight_files import PACKED_STATE, Checkpoint, Part, read_ahead
+from fsdp_qlora.loading.weight_files import Checkpoint, Part, read_ahead
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.base import QuantizedWeight, Stored, write_bytes
+from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE
 
 log = logging.getLogger("fsdp_qlora")
 

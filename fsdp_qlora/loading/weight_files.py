@@ -20,18 +20,10 @@ from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import conversion_advice
+from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE, PACKED_SUFFIXES
+from fsdp_qlora.storage.safetensors_files import DTYPES
 
-# The format's dtype names: github.com/huggingface/safetensors, README, "Format".
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
-# What bitsandbytes appends to the name of a 4-bit weight: its parts, and the description that marks it as one.
-PACKED_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
-PACKED_STATE = ".quant_state.bitsandbytes__"
 _SMALL_BYTES = 2**16  # below, malloc is better than pages of its own
 _READERS = 4  # threads; one cannot keep a network disk busy
 
@@ -272,10 +264,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
     header.pop("__metadata__", None)
-    if strange := {about["dtype"] for about in header.values()} - _DTYPES.keys():
+    if strange := {about["dtype"] for about in header.values()} - DTYPES.keys():
         raise UserError(f"{path} has tensors of type {', '.join(strange)}, which cannot be read here.")
     return {
-        name: _Entry(path, _DTYPES[about["dtype"]], torch.Size(about["shape"]), 8 + size + about["data_offsets"][0])
+        name: _Entry(path, DTYPES[about["dtype"]], torch.Size(about["shape"]), 8 + size + about["data_offsets"][0])
         for name, about in header.items()
     }
 

@@ -11,8 +11,9 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.parallelize import MetaModel
-from fsdp_qlora.sharding.verify import count_bytes, format_bytes
+from fsdp_qlora.sharding.build_model import MetaModel
+from fsdp_qlora.sharding.byte_account import count_bytes
+from fsdp_qlora.units import format_bytes
 
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases
 

@@ -14,8 +14,9 @@ from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.verify import GIB, Tensors, count_bytes
+from fsdp_qlora.sharding.byte_account import Tensors, count_bytes
 from fsdp_qlora.storage.files import free_disk
+from fsdp_qlora.units import GIB
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.options import TrainConfig, needless_lines, pairs
 from fsdp_qlora.data.prepare import RunData, prepare_data
+from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
@@ -23,9 +24,8 @@ from fsdp_qlora.optimizers.sharded import check_optimizer
 from fsdp_qlora.planning import describe, memory
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.quantizers import bnb_4bit_format
-from fsdp_qlora.sharding import parallelize
+from fsdp_qlora.sharding.build_model import MetaModel, build_model
 from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
-from fsdp_qlora.training.trainer import Schedule
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -43,7 +43,7 @@ class Plan:
     model_folder: Path
     model_config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    meta: parallelize.MetaModel
+    meta: MetaModel
     is_packed: bool
     stored: decoded.StoredFormat | None
     data: RunData
@@ -79,7 +79,7 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         train_type.check_takes_4bit(config.train_type, config.model)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
-    meta = parallelize.build_model(
+    meta = build_model(
         model_config,
         train_type,
         precision,

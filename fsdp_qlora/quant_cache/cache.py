@@ -31,9 +31,8 @@ from fsdp_qlora.quant_cache.entries import (
     device_kernels,
 )
 from fsdp_qlora.quant_cache.writer import EntryWriter, Unavailable, from_every_rank
-from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.verify import format_bytes
-from fsdp_qlora.storage.safetensors_files import packed_forms
+from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
+from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 

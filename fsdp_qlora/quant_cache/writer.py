@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import gather_texts, shard_rank, shard_size
 from fsdp_qlora.quant_cache.entries import CHECKSUMS, chunk_bytes, damaged, own_hash
-from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.verify import format_bytes
+from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.storage.files import flush
-from fsdp_qlora.storage.safetensors_files import PackedFiles, packed_forms
+from fsdp_qlora.storage.safetensors_files import PackedFiles
+from fsdp_qlora.units import format_bytes
 
 
 class Unavailable(Exception):

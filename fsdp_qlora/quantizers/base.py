@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
 from fsdp_qlora.quantizers.experts import ExpertMatrix
+from fsdp_qlora.storage.safetensors_files import Form
 
 
 class Stored(NamedTuple):
@@ -214,3 +215,10 @@ def write_rows(parameter: nn.Parameter, whole: torch.Tensor, rank: int, size: in
     row_bytes = parameter.shape[1] * parameter.element_size()
     first, last = shard_bounds(parameter.shape[0], rank=rank, size=size)
     write_bytes(parameter, whole.reshape(-1).view(torch.uint8)[first * row_bytes : last * row_bytes])
+
+
+def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, Form]:
+    """The tensors that make up a quantized weight in a file."""
+    forms = {weight + suffix: Form(stored.dtype, stored.shape) for suffix, stored in layer.stored_parameters().items()}
+    whole = layer.stored_whole()
+    return forms | {weight + suffix: Form(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}

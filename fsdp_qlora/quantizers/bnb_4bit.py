@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
-from fsdp_qlora.loading.weight_files import PACKED_STATE
 from fsdp_qlora.quantizers.base import (
     QuantizedExperts,
     QuantizedLinear,
@@ -24,7 +23,14 @@ from fsdp_qlora.quantizers.base import (
     write_bytes,
     write_rows,
 )
-from fsdp_qlora.quantizers.bnb_4bit_format import NESTED_BLOCKSIZE, check_table, read_state, value_tables, write_state
+from fsdp_qlora.quantizers.bnb_4bit_format import (
+    NESTED_BLOCKSIZE,
+    PACKED_STATE,
+    check_table,
+    read_state,
+    value_tables,
+    write_state,
+)
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes

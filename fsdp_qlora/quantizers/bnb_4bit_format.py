@@ -24,6 +24,9 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from fsdp_qlora.errors import UserError
 
+# What bitsandbytes appends to the name of a 4-bit weight: its parts, and the description that marks it as one.
+PACKED_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+PACKED_STATE = ".quant_state.bitsandbytes__"
 EXPERTS_KEY = "fsdp_qlora_experts"
 _STATE_BYTES = 256  # room for the JSON of any shape, so that a file can be laid out before the mean is known
 NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)

@@ -1,7 +1,6 @@
 """Proof that the model is sharded: the byte account, and a layer compared bit for bit."""
 
 import logging
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,60 +10,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.lora import LoraLinear
-from fsdp_qlora.distributed import gather_numbers, shard_bounds, shard_size
+from fsdp_qlora.distributed import gather_numbers, shard_size
 from fsdp_qlora.loading.weight_files import Checkpoint
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.sharding.byte_account import count_bytes, each_parameter
+from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
-GIB = 2**30
 _IMBALANCE = 0.05  # how far a rank's bytes may exceed total / ranks
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Bytes of one category. largest_shard: what the fullest rank (the first) keeps of it."""
-
-    total: int
-    largest_shard: int
-
-
-def _category(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
-    if parameter.requires_grad:
-        return "trainable"
-    if isinstance(module, QuantizedWeight):
-        return "statistics" if name in module.statistics else "codes" if name == "weight" else "frozen"
-    return "frozen"
-
-
-def _each_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(category, parameter), tied ones once."""
-    seen: set[int] = set()
-    found = []
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append((_category(module, name, parameter), parameter))
-    return found
-
-
-def count_bytes(model: nn.Module, num_shards: int) -> dict[str, Tensors]:
-    """Bytes by category of a model, sharded or on the meta device, over `num_shards` ranks.
-
-    Categories: codes (quantized weights), statistics, frozen (other frozen weights), trainable.
-    """
-    counts: dict[str, Tensors] = {}
-    for category, parameter in _each_parameter(model):
-        row_bytes = parameter.numel() // max(parameter.shape[0], 1) * parameter.element_size()
-        _, rows = shard_bounds(parameter.shape[0], rank=0, size=num_shards)
-        so_far = counts.get(category, Tensors(0, 0))
-        counts[category] = Tensors(
-            so_far.total + parameter.shape[0] * row_bytes, so_far.largest_shard + rows * row_bytes
-        )
-    return counts
 
 
 def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -73,7 +29,7 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         RuntimeError: bytes are held twice or by none, or one rank holds more than its part.
     """
-    parameters = [parameter for _, parameter in _each_parameter(model)]
+    parameters = [parameter for _, parameter in each_parameter(model)]
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     local = sum(_local_bytes(parameter) for parameter in parameters)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
@@ -168,12 +124,3 @@ def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, Quant
         if id(module) in first and isinstance(module, QuantizedWeight | nn.Linear) and f"{name}.weight" in sources:
             return name, module
     raise AssertionError("no linear layer in the blocks")
-
-
-def format_bytes(count: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    raise AssertionError

@@ -9,9 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_qlora.loading.weight_files import DTYPE_NAMES
-from fsdp_qlora.quantizers.base import QuantizedWeight
-
+# The format's dtype names: github.com/huggingface/safetensors, README, "Format".
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 4 * 2**30  # what hubs and network disks like
 
@@ -32,13 +36,6 @@ class _Place(NamedTuple):
 
     path: Path
     offset: int
-
-
-def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, Form]:
-    """The tensors that make up a quantized weight in a file."""
-    forms = {weight + suffix: Form(stored.dtype, stored.shape) for suffix, stored in layer.stored_parameters().items()}
-    whole = layer.stored_whole()
-    return forms | {weight + suffix: Form(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}
 
 
 class PackedFiles:
