@@ -23,7 +23,7 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks, derive_seed
 from fsdp_qlora.loading import load_weights
-from fsdp_qlora.loading.weight_files import Checkpoint, _Entry
+from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.planning.describe import count_parameters
 from fsdp_qlora.precision import PRECISIONS
@@ -35,7 +35,7 @@ from fsdp_qlora.training.trainer import Trainer
 _CHUNK = 2**24  # random weights made at a time
 
 
-class RandomWeights(Checkpoint):
+class RandomWeights(WeightFiles):
     """Stands in for a model's files: normal weights made on the device, a pure function of name and seed.
 
     Like a file it gives any part of any tensor, so the package's loader runs on it unchanged and the whole
@@ -87,7 +87,7 @@ class Run:
 
 def build_run(
     config: PretrainedConfig,
-    checkpoint: Checkpoint,
+    weight_files: WeightFiles,
     data: TokenizedRows,
     ranks: Ranks,
     *,
@@ -116,17 +116,17 @@ def build_run(
         lora=LoraOptions(rank=lora_rank, alpha=2 * lora_rank),
     )
     model = meta.model
-    sources = load_weights.match_tensors(model, checkpoint)
+    sources = load_weights.match_tensors(model, weight_files)
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     parallelize.checkpoint_activations(model, offload=False)
     parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=chosen, cpu_offload=cpu_offload)
     parallelize.materialize(model, ranks.device, cpu_offload=cpu_offload)
     on_phase("sharded")
-    load_weights.load_weights(model, checkpoint, sources, mesh, ranks.device, show_progress=False)
+    load_weights.load_weights(model, weight_files, sources, mesh, ranks.device, show_progress=False)
     initialize_adapters(model, mesh, seed=seed)
     on_phase("loaded")
     verify.check_byte_account(model, mesh)
-    verify.check_one_layer(model, checkpoint, sources)
+    verify.check_one_layer(model, weight_files, sources)
     on_phase("verified")
     trainer = Trainer(
         model,

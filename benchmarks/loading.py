@@ -85,7 +85,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     from fsdp_qlora import distributed
     from fsdp_qlora.adapters.insert import LoraOptions
     from fsdp_qlora.loading import load_weights
-    from fsdp_qlora.loading.weight_files import Checkpoint
+    from fsdp_qlora.loading.weight_files import WeightFiles
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.quant_cache import cache as cache_module
     from fsdp_qlora.sharding import byte_account, parallelize
@@ -102,8 +102,8 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
         quantizer_options={"quant_type": "nf4", "double_quant": True},
         lora=LoraOptions(rank=16, alpha=32),
     )
-    checkpoint = Checkpoint(folder)
-    sources = load_weights.match_tensors(meta.model, checkpoint)
+    weight_files = WeightFiles(folder)
+    sources = load_weights.match_tensors(meta.model, weight_files)
     distributed.start_process_group(ranks)
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     parallelize.shard_model(meta.model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
@@ -113,17 +113,17 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
 
     def start() -> None:
         layers = load_weights.quantized_layers(meta.model)
-        cache = cache_module.open_cache(quant_cache, layers, checkpoint, sources, ranks, mesh)
+        cache = cache_module.open_cache(quant_cache, layers, weight_files, sources, ranks, mesh)
         if cache:
             cache.load(load)
         else:
-            load(checkpoint=checkpoint, sources=sources)
+            load(weight_files=weight_files, sources=sources)
         dist.barrier()
 
     result = measured(start)
     counts = byte_account.count_bytes(meta.model, ranks.world_size)
     shard = counts["codes"].largest_shard + counts["statistics"].largest_shard
-    read = checkpoint.bytes_read / sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    read = weight_files.bytes_read / sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     everyone = distributed.gather_numbers([result["seconds"], result["mib"], read], ranks.device)
     if ranks.is_rank_0:
         seconds, mib, read = everyone.max(dim=0).values.tolist()

@@ -38,7 +38,7 @@ from fsdp_qlora import distributed
 from fsdp_qlora.adapters.insert import first_adapter_value
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 
 MAX_RATIO = 1.05
 # Adam amplifies the order of fp32 sums over the steps; tests/test_training.py allows the same.
@@ -85,7 +85,7 @@ def make_checkpoint(folder: Path, args: argparse.Namespace) -> LlamaConfig:
 def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argparse.Namespace) -> Step:
     run = build_run(
         config,
-        Checkpoint(folder),
+        WeightFiles(folder),
         data,
         RANKS,
         precision="fp32",

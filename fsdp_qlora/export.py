@@ -22,7 +22,7 @@ from fsdp_qlora.adapters.first_values import saved_parameters
 from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, LOCK, RUN, STATUS, write_atomically
 from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
@@ -267,7 +267,7 @@ def save_new_blocks(
     tokenizer: PreTrainedTokenizerBase,
     output_dir: Path,
     *,
-    base: Checkpoint,
+    base: WeightFiles,
     dtype: torch.dtype,
     is_rank_0: bool,
 ) -> None:
@@ -304,7 +304,7 @@ def save_new_blocks(
 
 
 def _names_in_checkpoints(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> list[str]:
-    """What a parameter is called in a checkpoint; several names where experts are apart there."""
+    """What a parameter is called in weight files; several names where experts are apart there."""
     return list(_as_in_checkpoints(model, {name: torch.empty(parameter.shape, device="meta")}))
 
 
@@ -325,7 +325,7 @@ def _split_into_files(model: nn.Module, dtype: torch.dtype, max_bytes: int) -> l
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in a checkpoint, parameter or persistent buffer), tied ones once."""
+    """(name in the weight files, parameter or persistent buffer), tied ones once."""
     for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
         yield canonical_name(name), tensor
 

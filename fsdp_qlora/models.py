@@ -30,12 +30,12 @@ from fsdp_qlora.errors import UserError
 log = logging.getLogger("fsdp_qlora")
 
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that block_expansion.py added
-# Module names that a wrapper puts into a parameter's path and that no checkpoint knows.
+# Module names that a wrapper puts into a parameter's path and that no weight file knows.
 _WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's or module's path as the checkpoint has it, without the wrappers around it."""
+    """A parameter's or module's path as the weight files have it, without the wrappers around it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -182,7 +182,7 @@ def build_meta_model(
         options["experts_implementation"] = experts_implementation
     for candidate in candidates:
         try:
-            # Buffers stay real: rotary tables are computed at construction and are in no checkpoint.
+            # Buffers stay real: rotary tables are computed at construction and are in no weight file.
             with _one_process_at_a_time(enabled=trust_remote_code), init_empty_weights(include_buffers=False):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
         except (ValueError, ImportError) as error:

@@ -36,7 +36,7 @@ from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.load_weights import load_weights, match_tensors, quantized_layers
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.metrics.metric_log import copy_metrics, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, open_profiler
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
@@ -90,8 +90,8 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     started = time.monotonic()
     plan = make_plan(config, ranks)
     export.check_keeps_model(output_dir, plan.model_folder)
-    checkpoint = decoded.open_checkpoint(plan.model_folder, plan.stored)
-    sources = match_tensors(plan.meta.model, checkpoint, packed=plan.is_packed)
+    weight_files = decoded.open_weight_files(plan.model_folder, plan.stored)
+    sources = match_tensors(plan.meta.model, weight_files, packed=plan.is_packed)
     check_resources(config, ranks, plan)
 
     store = distributed.start_process_group(ranks, timeout_minutes=max(30, 2 * config.hang_minutes))
@@ -103,7 +103,7 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
         },
         ranks.device,
     )
-    about = describe_run(config, ranks, plan, checkpoint)
+    about = describe_run(config, ranks, plan, weight_files)
     start = resume.choose_start(
         output_dir,
         about,
@@ -125,10 +125,10 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
     memory = MemoryLog(ranks.device, enabled=config.profile_memory)
     with exits.naming_lost_ranks("while the model was loaded"):
-        shard_and_load(config, ranks, plan, mesh, checkpoint, sources)
+        shard_and_load(config, ranks, plan, mesh, weight_files, sources)
         memory.record("after loading")
         verify.check_byte_account(plan.meta.model, mesh)
-        verify.check_one_layer(plan.meta.model, checkpoint, sources, packed=plan.is_packed)
+        verify.check_one_layer(plan.meta.model, weight_files, sources, packed=plan.is_packed)
     if ranks.is_rank_0:
         files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
         stored = {**about, "started_from": config.resume}
@@ -185,13 +185,13 @@ def check_output_dir(config: TrainConfig, output_dir: Path, ranks: Ranks) -> Non
     )
 
 
-def describe_run(config: TrainConfig, ranks: Ranks, plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+def describe_run(config: TrainConfig, ranks: Ranks, plan: Plan, weight_files: WeightFiles) -> dict[str, Any]:
     """What makes this run this run: for its folder, its checkpoints, and to tell it from others."""
     model_config = {**plan.model_config.to_dict(), "_name_or_path": None}
     return {
         "options": resolved_options(config),
         "facts": {
-            "base": fingerprint_files(checkpoint.files.values()) if ranks.is_rank_0 else None,
+            "base": fingerprint_files(weight_files.files.values()) if ranks.is_rank_0 else None,
             "model": f"{distributed.derive_seed(model_config):x}",
             "rows": rows_digest(plan.data),
             "precision": plan.precision_name,
@@ -223,10 +223,10 @@ def shard_and_load(
     ranks: Ranks,
     plan: Plan,
     mesh: DeviceMesh,
-    checkpoint: Checkpoint,
+    weight_files: WeightFiles,
     sources: dict[str, str],
 ) -> None:
-    """Turn the plan's model into this rank's shards, filled from the checkpoint or the quantized cache."""
+    """Turn the plan's model into this rank's shards, filled from the weight files or the quantized cache."""
     model = plan.meta.model
     if config.use_gradient_checkpointing:
         parallelize.checkpoint_activations(model, offload=config.use_activation_cpu_offload)
@@ -241,7 +241,7 @@ def shard_and_load(
     parallelize.materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
     init, cache_folder = config.init_lora_weights, config.quant_cache
     if init != "true":
-        decompose_weights(model, checkpoint, sources, mesh, ranks.device, init=init, seed=config.seed)
+        decompose_weights(model, weight_files, sources, mesh, ranks.device, init=init, seed=config.seed)
     if reduces_base(init) and plan.train_type.quantizer:
         cache_folder = "off"
         log.info("The quantized weights are not kept for the next start: with %s they belong to this adapter.", init)
@@ -254,11 +254,11 @@ def shard_and_load(
         show_progress=ranks.is_rank_0,
     )
     layers = {} if plan.is_packed else quantized_layers(model)
-    cache = open_cache(cache_folder, layers, checkpoint, sources, ranks, mesh)
+    cache = open_cache(cache_folder, layers, weight_files, sources, ranks, mesh)
     if cache:
         cache.load(load)
     else:
-        load(checkpoint=checkpoint, sources=sources, packed=plan.is_packed)
+        load(weight_files=weight_files, sources=sources, packed=plan.is_packed)
     initialize_adapters(model, mesh, seed=config.seed)
 
 
@@ -419,7 +419,7 @@ def write_result(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
             model,
             plan.tokenizer,
             output_dir,
-            base=Checkpoint(plan.model_folder),
+            base=WeightFiles(plan.model_folder),
             dtype=plan.precision.compute_dtype,
             is_rank_0=ranks.is_rank_0,
         )

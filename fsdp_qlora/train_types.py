@@ -25,7 +25,7 @@ class TrainType(NamedTuple):
         if self.quantizer != "bnb_4bit" or self.trains_new_blocks:
             raise UserError(
                 f"model_name {model_name} is quantized to 4 bits, which train_type {name} cannot train. "
-                "Use --train_type qlora, or give the checkpoint with 16- or 32-bit weights."
+                "Use --train_type qlora, or give the model with 16- or 32-bit weights."
             )
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp_qlora import export
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.storage.safetensors_files import PackedFiles
 from tests.test_checkpoint import make
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
@@ -65,9 +65,9 @@ def test_two_files_with_the_same_tensor_are_refused(models: Models, tmp_path: Pa
     for name in ("a.safetensors", "b.safetensors"):
         save_file(state, tmp_path / name)
     with pytest.raises(UserError, match=r"both have tensor"):
-        Checkpoint(tmp_path)
+        WeightFiles(tmp_path)
     shutil.copyfile(tmp_path / "a.safetensors", tmp_path / "model.safetensors")
-    assert {path.name for path in Checkpoint(tmp_path).files.values()} == {"model.safetensors"}
+    assert {path.name for path in WeightFiles(tmp_path).files.values()} == {"model.safetensors"}
 
 
 def _train_differently(argvs: list[list[str]]) -> int:
@@ -118,7 +118,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_ref
         common = {"dtype": torch.float32, "is_rank_0": True}
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if new_blocks:
-            export.save_new_blocks(model, tokenizer, output, base=Checkpoint(folder), **common)
+            export.save_new_blocks(model, tokenizer, output, base=WeightFiles(folder), **common)
         else:
             export.save_model(
                 model, model.config, tokenizer, output, base_folder=folder, max_file_bytes=100_000, **common

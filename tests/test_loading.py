@@ -46,7 +46,7 @@ def _load(folder: Path, result: Path) -> int:
     from fsdp_qlora import distributed, models
     from fsdp_qlora.adapters.insert import LoraOptions
     from fsdp_qlora.loading import load_weights
-    from fsdp_qlora.loading.weight_files import Checkpoint
+    from fsdp_qlora.loading.weight_files import WeightFiles
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.sharding import byte_account, parallelize
     from fsdp_qlora.sharding.build_model import build_model
@@ -63,8 +63,8 @@ def _load(folder: Path, result: Path) -> int:
         quantizer_options={"quant_type": "nf4", "double_quant": True},
         lora=LoraOptions(rank=4, alpha=4),
     )
-    checkpoint = Checkpoint(folder)
-    sources = load_weights.match_tensors(meta.model, checkpoint)
+    weight_files = WeightFiles(folder)
+    sources = load_weights.match_tensors(meta.model, weight_files)
     distributed.start_process_group(ranks)
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     model = meta.model
@@ -74,10 +74,10 @@ def _load(folder: Path, result: Path) -> int:
     before = _peak_kib()
     parallelize.materialize(model, ranks.device, cpu_offload=False)
     load_weights.load_weights(
-        model, checkpoint, sources, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False
+        model, weight_files, sources, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False
     )
     measured = {
-        "bytes_read": checkpoint.bytes_read,
+        "bytes_read": weight_files.bytes_read,
         "shard_bytes": shard,
         "growth_bytes": (_peak_kib() - before) * 1024,
     }

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.decoded import StoredFormat, open_checkpoint
+from fsdp_qlora.loading.decoded import StoredFormat, open_weight_files
 from fsdp_qlora.loading.load_weights import match_tensors
 from tests.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
@@ -109,7 +109,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_quantized_formats_are_refused_by_name(name: str, models: Models, tmp_path: Path) -> None:
     message = refusal(copy_with_config(models(), tmp_path / "model", REFUSED[name]), tmp_path)
-    assert f"is quantized as {name}, which is not read here. Give its checkpoint with 16- or 32-bit weights" in message
+    assert f"is quantized as {name}, which is not read here. Give the model with 16- or 32-bit weights" in message
 
 
 FP8_FORMS = {"blocks": (32, 32), "uneven blocks": (48, 40), "rows": None, "whole": None}
@@ -178,20 +178,22 @@ def test_fp8_and_mxfp4_are_decoded_as_they_are_read_and_train_as_the_decoded_wei
             name: value for name, value in model.state_dict().items() if name.endswith(("_proj", "_proj.weight"))
         }
     stored = StoredFormat("MXFP4", None) if form == "mxfp4" else StoredFormat("FP8", FP8_FORMS[form])
-    checkpoint = open_checkpoint(folder, stored)
+    weight_files = open_weight_files(folder, stored)
     with torch.device("meta"):
         bare = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    sources = match_tensors(bare, checkpoint)
+    sources = match_tensors(bare, weight_files)
     if form not in ("blocks", "mxfp4"):
         expected = {name: value for name, value in meant.items() if "_proj" in name}
     assert len(expected) > 3
     for name, value in expected.items():
         count = value.numel()
         for start, stop in ((0, count), (count // 3, count // 2 + 5), (count - 1, count)):
-            found = checkpoint.read_flat(sources[name], start, stop)
+            found = weight_files.read_flat(sources[name], start, stop)
             assert torch.equal(found, value.flatten()[start:stop]), (name, start)
     if form == "mxfp4":
-        meant = {name: checkpoint.read_rows(sources[name], 0, checkpoint.shape(sources[name])[0]) for name in sources}
+        meant = {
+            name: weight_files.read_rows(sources[name], 0, weight_files.shape(sources[name])[0]) for name in sources
+        }
     save_file(meant, decoded / "model.safetensors", metadata={"format": "pt"})
     common = {**RUN, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4))}
     for train_type in ("qlora", "lora") if form == "blocks" else ("qlora",):
@@ -210,10 +212,10 @@ def test_fp8_and_mxfp4_are_decoded_as_they_are_read_and_train_as_the_decoded_wei
 
 def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) -> None:
     save_fp8(models("llama"), tmp_path / "model", "blocks")
-    checkpoint = open_checkpoint(tmp_path / "model", StoredFormat("FP8", (32, 32)))
+    weight_files = open_weight_files(tmp_path / "model", StoredFormat("FP8", (32, 32)))
     name = "model.layers.0.mlp.down_proj.weight"  # [64, 128]
-    checkpoint.read_flat(name, 0, 32 * 128)
-    assert checkpoint.bytes_read == 32 * 128 + 4 * 4
+    weight_files.read_flat(name, 0, 32 * 128)
+    assert weight_files.bytes_read == 32 * 128 + 4 * 4
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_fp8_scales_that_are_wrong_are_named(change: dict, words: str, models: M
         tensors |= {} if value is None else {name + suffix: value}
     save_file(tensors, file)
     with pytest.raises(UserError, match=re.escape(words)) as error:
-        open_checkpoint(tmp_path / "model", StoredFormat("FP8", (32, 32)))
+        open_weight_files(tmp_path / "model", StoredFormat("FP8", (32, 32)))
     assert name in str(error.value)
 
 

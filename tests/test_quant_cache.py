@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quant_cache import cache as quant_cache
 from fsdp_qlora.quant_cache.entries import _file_identity
 from tests.test_experts import FAMILIES
@@ -106,12 +106,12 @@ def test_experts_come_from_the_cache_too(
 
 def test_every_file_that_experts_are_read_from_is_part_of_an_entry_s_name(models: Models, tmp_path: Path) -> None:
     folder = models("mixtral", **FAMILIES["mixtral"])
-    checkpoint = Checkpoint(folder)
+    weight_files = WeightFiles(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     experts = "model.layers.0.mlp.experts.gate_up_proj"
-    origins = checkpoint.origins(match_tensors(model, checkpoint)[experts])
-    assert len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"] and set(origins) <= checkpoint.files.keys()
+    origins = weight_files.origins(match_tensors(model, weight_files)[experts])
+    assert len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"] and set(origins) <= weight_files.files.keys()
 
 
 @pytest.mark.parametrize(

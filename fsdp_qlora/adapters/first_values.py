@@ -37,7 +37,7 @@ def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
     if prequantized:
         raise UserError(
             f"init_lora_weights {init} is computed from the weights before they are quantized, and this model is "
-            "quantized already. Give the checkpoint with 16- or 32-bit weights, or leave it at true."
+            "quantized already. Give the model with 16- or 32-bit weights, or leave it at true."
         )
     for name, layer in adapted_weights(model).items():
         rank, most = layer.lora.lora_A.out_features, min(layer.lora.lora_A.in_features, layer.lora.lora_B.out_features)
@@ -49,7 +49,7 @@ def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
 
 
 def adapted_weights(model: nn.Module) -> dict[str, LoraLinear]:
-    """Name of a weight in the checkpoint -> the layer that adapts it, in the order of the model."""
+    """Name of a weight in the files -> the layer that adapts it, in the order of the model."""
     layers = ((path, module) for path, module in model.named_modules() if isinstance(module, LoraLinear))
     return {f"{canonical_name(path)}.weight": layer for path, layer in layers}
 

@@ -22,7 +22,7 @@ from fsdp_qlora import models
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import Checkpoint, Part, read_ahead
+from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
 from fsdp_qlora.quantizers.bnb_4bit_format import take_settings
 from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
 from fsdp_qlora.storage.files import new_folder
@@ -35,7 +35,7 @@ _COPY_BYTES = 64 * 2**20  # of a tensor, at a time
 
 
 class _Copy(NamedTuple):
-    """A tensor of the expanded checkpoint. zero: it is not copied but left at 0."""
+    """A tensor of the expanded model. zero: it is not copied but left at 0."""
 
     source: str
     zero: bool
@@ -54,18 +54,18 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     folder = hub.find_model_folder(model_name, with_weights=True)
     config = models.load_config(folder, model_name)
     if take_settings(config, model_name):
-        raise UserError(f"model_name {model_name} is quantized. Give its checkpoint with 16- or 32-bit weights.")
+        raise UserError(f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights.")
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)
     model, expanded = _meta_model(config), _meta_model(expanded_config)
     added = getattr(expanded_config, models.NEW_BLOCKS)
     zeros = {index: _output_weights(models.find_blocks(expanded)[index], config) for index in added}
-    checkpoint = Checkpoint(folder)
-    copies = _plan_copies(model, expanded, checkpoint, origins, zeros)
+    weight_files = WeightFiles(folder)
+    copies = _plan_copies(model, expanded, weight_files, origins, zeros)
     for index in {tuple(names): index for index, names in zeros.items()}.values():
         _check_identity(_meta_model(expanded_config), index, zeros[index])
     with new_folder(out, "--output_dir") as partial:
-        _write(partial, checkpoint, copies)
+        _write(partial, weight_files, copies)
         for path in {path for pattern in hub.SMALL_FILES for path in folder.glob(pattern)}:
             if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, partial / path.name)
@@ -154,14 +154,14 @@ def _is_linear(module: nn.Module, width: int) -> bool:
 def _plan_copies(
     model: PreTrainedModel,
     expanded: PreTrainedModel,
-    checkpoint: Checkpoint,
+    weight_files: WeightFiles,
     origins: Sequence[int],
     zeros: dict[int, list[str]],
 ) -> dict[str, _Copy]:
-    """Name in the expanded checkpoint -> what it is made of."""
+    """Name in the expanded model's files -> what it is made of."""
     blocks = models.find_blocks(model)
     path = next(path for path, module in model.named_modules() if module is blocks)
-    sources = match_tensors(model, checkpoint)
+    sources = match_tensors(model, weight_files)
     copies: dict[str, _Copy] = {}
     shapes = {name: tensor.shape for name, tensor in expanded.state_dict().items()}
     old_shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -178,7 +178,7 @@ def _plan_copies(
                     "one. Give an --expansion_rate that keeps blocks where they are, or another model."
                 )
             zero = block is not None and index is not None and block[2] in zeros.get(index, ())
-            parts = list(checkpoint.origins(source))
+            parts = list(weight_files.origins(source))
             for part in parts:
                 # Experts lie one by one in the files, under names of their own.
                 renamed = name if len(parts) == 1 and part == source else part
@@ -189,18 +189,21 @@ def _plan_copies(
     return copies
 
 
-def _write(folder: Path, checkpoint: Checkpoint, copies: dict[str, _Copy]) -> None:
+def _write(folder: Path, weight_files: WeightFiles, copies: dict[str, _Copy]) -> None:
     forms = {
-        name: Form(checkpoint.dtype(copy.source), tuple(checkpoint.shape(copy.source))) for name, copy in copies.items()
+        name: Form(weight_files.dtype(copy.source), tuple(weight_files.shape(copy.source)))
+        for name, copy in copies.items()
     }
     files = PackedFiles(folder, forms)
     free = shutil.disk_usage(folder).free
     if free < files.num_bytes:
         raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
     files.create()  # all zeros
-    jobs = [(name, part) for name, copy in copies.items() if not copy.zero for part in _parts(checkpoint, copy.source)]
+    jobs = [
+        (name, part) for name, copy in copies.items() if not copy.zero for part in _parts(weight_files, copy.source)
+    ]
     with tqdm(total=files.num_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        contents = read_ahead(checkpoint, [part for _, part in jobs], max_bytes=2 * _COPY_BYTES)
+        contents = read_ahead(weight_files, [part for _, part in jobs], max_bytes=2 * _COPY_BYTES)
         for (name, part), content in zip(jobs, contents, strict=True):
             files.write(name, part.start * content.element_size(), content)
             bar.update(content.nbytes)
@@ -208,8 +211,8 @@ def _write(folder: Path, checkpoint: Checkpoint, copies: dict[str, _Copy]) -> No
     files.close()
 
 
-def _parts(checkpoint: Checkpoint, source: str) -> Iterator[Part]:
-    count, size = checkpoint.shape(source).numel(), _COPY_BYTES // checkpoint.dtype(source).itemsize
+def _parts(weight_files: WeightFiles, source: str) -> Iterator[Part]:
+    count, size = weight_files.shape(source).numel(), _COPY_BYTES // weight_files.dtype(source).itemsize
     for start in range(0, count, size):
         yield Part(source, start, min(start + size, count))
 

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 and MXFP4: their tensors decoded to bf16 on the CPU as they are read, a part at a time.
+"""Weight files in FP8 and MXFP4: their tensors decoded to bf16 on the CPU as they are read, a part at a time.
 
 FP8: X.weight [out, in] in float8 and its scales, by which it is multiplied: X.weight_scale_inv [out / 128, in / 128]
 (DeepSeek-V3, Qwen3-FP8; the block is in config.json), or X.weight_scale (or _inv) for the whole weight or for each row.
@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.weight_files import Checkpoint, DecodedTensor
+from fsdp_qlora.loading.weight_files import DecodedTensor, WeightFiles
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -29,7 +29,7 @@ _MXFP4_VALUES = 32  # that share a scale
 
 
 class StoredFormat(NamedTuple):
-    """How a checkpoint is stored that is decoded while it is read. block: of FP8 scales, (rows, columns)."""
+    """How a model's weights are stored that are decoded while they are read. block: of FP8 scales, (rows, columns)."""
 
     name: str
     block: tuple[int, int] | None
@@ -58,45 +58,45 @@ def take_format(config: PretrainedConfig) -> StoredFormat | None:
     return stored
 
 
-def open_checkpoint(folder: Path, stored: StoredFormat | None) -> Checkpoint:
+def open_weight_files(folder: Path, stored: StoredFormat | None) -> WeightFiles:
     """The files of a model folder, with the tensors of `stored` under the names and shapes that the model has.
 
     Raises:
         UserError: the files cannot be used, or their tensors are not those of the format.
     """
-    checkpoint = Checkpoint(folder)
+    weight_files = WeightFiles(folder)
     if stored is not None:
-        for name in list(checkpoint.files):
+        for name in list(weight_files.files):
             if stored.name == "FP8":
-                _add_fp8(checkpoint, name, stored.block)
+                _add_fp8(weight_files, name, stored.block)
             elif name.endswith("_blocks"):
-                _add_mxfp4(checkpoint, name)
-    return checkpoint
+                _add_mxfp4(weight_files, name)
+    return weight_files
 
 
-def _add_fp8(checkpoint: Checkpoint, weight: str, block: tuple[int, int] | None) -> None:
+def _add_fp8(weight_files: WeightFiles, weight: str, block: tuple[int, int] | None) -> None:
     if weight.endswith(_UNUSED):
-        checkpoint.leave_out(weight)
+        weight_files.leave_out(weight)
         return
-    if checkpoint.dtype(weight) not in _FP8:
+    if weight_files.dtype(weight) not in _FP8:
         return
-    scale = next((weight + suffix for suffix in _SCALES if weight + suffix in checkpoint.files), None)
-    shape = checkpoint.shape(weight)
+    scale = next((weight + suffix for suffix in _SCALES if weight + suffix in weight_files.files), None)
+    shape = weight_files.shape(weight)
     wrong = None
     if scale is None:
         wrong = "has no scale"
-    elif not checkpoint.dtype(scale).is_floating_point:
-        wrong = f"its scale is of type {checkpoint.dtype(scale)}"
+    elif not weight_files.dtype(scale).is_floating_point:
+        wrong = f"its scale is of type {weight_files.dtype(scale)}"
     elif len(shape) != 2:
         wrong = f"has shape {list(shape)}, which is not a linear layer's"
     if scale is None or wrong:
-        raise UserError(f"{checkpoint.folder}: {weight} is in FP8 and {wrong}. {_ADVICE}")
-    rows, columns = _scale_block(shape, checkpoint.shape(scale), block, weight)
-    checkpoint.decode(weight, _Fp8Weight(weight, scale, shape, rows, columns))
-    checkpoint.leave_out(scale)
+        raise UserError(f"{weight_files.folder}: {weight} is in FP8 and {wrong}. {_ADVICE}")
+    rows, columns = _scale_block(shape, weight_files.shape(scale), block, weight)
+    weight_files.decode(weight, _Fp8Weight(weight, scale, shape, rows, columns))
+    weight_files.leave_out(scale)
 
 
-_ADVICE = "Give the checkpoint with 16- or 32-bit weights."
+_ADVICE = "Give the model with 16- or 32-bit weights."
 
 
 def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None, name: str) -> tuple[int, int]:
@@ -117,63 +117,63 @@ class _Fp8Weight(DecodedTensor):
         super().__init__([weight, scale], shape, torch.bfloat16)
         self.block_rows, self.block_columns = block_rows, block_columns
 
-    def read_flat(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
+    def read_flat(self, weight_files: WeightFiles, start: int, stop: int) -> torch.Tensor:
         columns = self.shape[1]
         first, last = start // columns, -(-stop // columns)
         decoded = torch.empty((last - first, columns), dtype=self.dtype)
         step = max(1, _PIECE // columns)
         for row in range(first, last, step):
             end = min(row + step, last)
-            decoded[row - first : end - first] = self._rows(checkpoint, row, end)
+            decoded[row - first : end - first] = self._rows(weight_files, row, end)
         return decoded.view(-1)[start - first * columns : stop - first * columns]
 
-    def _rows(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
+    def _rows(self, weight_files: WeightFiles, first: int, last: int) -> torch.Tensor:
         """Rows [first, last), decoded, float32."""
         weight, scale = self.parts
         columns = self.shape[1]
-        values = checkpoint.read_stored(weight, first * columns, last * columns).view(last - first, columns)
+        values = weight_files.read_stored(weight, first * columns, last * columns).view(last - first, columns)
         width = -(-columns // self.block_columns)
         above, below = first // self.block_rows, (last - 1) // self.block_rows + 1
-        scales = checkpoint.read_stored(scale, above * width, below * width).view(-1, width).float()
+        scales = weight_files.read_stored(scale, above * width, below * width).view(-1, width).float()
         of_row = torch.arange(first, last) // self.block_rows - above
         of_column = torch.arange(columns) // self.block_columns
         return values.float().mul_(scales[of_row][:, of_column])
 
 
-def _add_mxfp4(checkpoint: Checkpoint, blocks: str) -> None:
+def _add_mxfp4(weight_files: WeightFiles, blocks: str) -> None:
     name = blocks.removesuffix("_blocks")
     scales = f"{name}_scales"
-    shape = checkpoint.shape(blocks)
-    fits = len(shape) == 4 and shape[3] * 2 == _MXFP4_VALUES and scales in checkpoint.files
-    if not fits or checkpoint.shape(scales) != shape[:3]:
-        raise UserError(f"{checkpoint.folder}: {blocks} {list(shape)} is not experts in MXFP4. {_ADVICE}")
+    shape = weight_files.shape(blocks)
+    fits = len(shape) == 4 and shape[3] * 2 == _MXFP4_VALUES and scales in weight_files.files
+    if not fits or weight_files.shape(scales) != shape[:3]:
+        raise UserError(f"{weight_files.folder}: {blocks} {list(shape)} is not experts in MXFP4. {_ADVICE}")
     experts, rows, groups, _ = shape
-    checkpoint.decode(name, _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * 32, rows]), torch.bfloat16))
-    checkpoint.leave_out(blocks)
-    checkpoint.leave_out(scales)
+    weight_files.decode(name, _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * 32, rows]), torch.bfloat16))
+    weight_files.leave_out(blocks)
+    weight_files.leave_out(scales)
 
 
 class _Mxfp4Experts(DecodedTensor):
     """An expert is decoded whole, since it is stored [out, in] and used [in, out]."""
 
-    def read_flat(self, checkpoint: Checkpoint, start: int, stop: int) -> torch.Tensor:
+    def read_flat(self, weight_files: WeightFiles, start: int, stop: int) -> torch.Tensor:
         size = math.prod(self.shape[1:])
         first, last = start // size, -(-stop // size)
         decoded = torch.empty(stop - start, dtype=self.dtype)
         for expert in range(first, last):
             begin, end = max(start, expert * size), min(stop, (expert + 1) * size)
-            values = self._expert(checkpoint, expert).view(-1)
+            values = self._expert(weight_files, expert).view(-1)
             decoded[begin - start : end - start] = values[begin - expert * size : end - expert * size]
         return decoded
 
-    def _expert(self, checkpoint: Checkpoint, expert: int) -> torch.Tensor:
+    def _expert(self, weight_files: WeightFiles, expert: int) -> torch.Tensor:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         blocks, scales = self.parts
         groups, rows = self.shape[1] // _MXFP4_VALUES, self.shape[2]
         count = rows * groups
-        codes = checkpoint.read_stored(blocks, expert * count * 16, (expert + 1) * count * 16)
-        exponents = checkpoint.read_stored(scales, expert * count, (expert + 1) * count)
+        codes = weight_files.read_stored(blocks, expert * count * 16, (expert + 1) * count * 16)
+        exponents = weight_files.read_stored(scales, expert * count, (expert + 1) * count)
         return convert_moe_packed_tensors(
             codes.view(1, rows, groups, 16),
             exponents.view(1, rows, groups),

@@ -13,7 +13,7 @@ from fsdp_qlora.adapters import decompositions
 from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
 from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
 from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quantizers.base import QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
@@ -22,7 +22,7 @@ log = logging.getLogger("fsdp_qlora")
 @torch.no_grad()
 def decompose_weights(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    weight_files: WeightFiles,
     sources: Mapping[str, str],
     mesh: DeviceMesh,
     device: torch.device,
@@ -48,7 +48,7 @@ def decompose_weights(
         mine: tuple[torch.Tensor, ...] = ()
         if rank < len(turn):
             name, layer = turn[rank]
-            weight = checkpoint.read_rows(sources[name], 0, checkpoint.shape(sources[name])[0]).to(device)
+            weight = weight_files.read_rows(sources[name], 0, weight_files.shape(sources[name])[0]).to(device)
             mine = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
             del weight
         for owner, (_, layer) in enumerate(turn):

@@ -1,4 +1,4 @@
-"""Fill a sharded model from a checkpoint: each rank reads the parts that it will own."""
+"""Fill a sharded model from weight files: each rank reads the parts that it will own."""
 
 import functools
 import logging
@@ -22,7 +22,7 @@ from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.merged import MergedTensor
-from fsdp_qlora.loading.weight_files import Checkpoint, Part, read_ahead
+from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.base import QuantizedWeight, Stored, write_bytes
 from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE
@@ -32,7 +32,7 @@ log = logging.getLogger("fsdp_qlora")
 
 def load_weights(
     model: PreTrainedModel,
-    checkpoint: Checkpoint,
+    weight_files: WeightFiles,
     sources: Mapping[str, str],
     mesh: DeviceMesh,
     device: torch.device,
@@ -42,7 +42,7 @@ def load_weights(
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
 ) -> None:
-    """Fill every parameter of the sharded model from the checkpoint, but for adapters (`initialize_adapters`).
+    """Fill every parameter of the sharded model from the weight files, but for adapters (`initialize_adapters`).
 
     Each rank reads only the part of each tensor that it keeps; a rank holds its shards and the parts in flight,
     nothing more. Threads read ahead while earlier parts are copied to the device and quantized; these two follow
@@ -50,7 +50,7 @@ def load_weights(
 
     Args:
         sources: what `match_tensors` gives.
-        packed: the checkpoint's weights are quantized already, and stored as the layers say.
+        packed: the weights in the files are quantized already, and stored as the layers say.
             Nothing is then exchanged between ranks, so one may fail alone.
         keep: called with the name of each weight that has been stored.
         max_bytes_in_flight: host memory for parts that are read but not yet stored.
@@ -61,13 +61,13 @@ def load_weights(
     for name, layer in adapted_weights(model).items():
         if layer.subtracted is not None:
             targets[name] = _reduced(targets[name], layer)
-    names = sorted(targets, key=lambda name: str(checkpoint.files[sources[name]]))
-    parts = [_part(checkpoint, sources[name], targets[name], mesh) for name in names]
-    sizes = [(part.stop - part.start) * checkpoint.dtype(part.name).itemsize for part in parts]
+    names = sorted(targets, key=lambda name: str(weight_files.files[sources[name]]))
+    parts = [_part(weight_files, sources[name], targets[name], mesh) for name in names]
+    sizes = [(part.stop - part.start) * weight_files.dtype(part.name).itemsize for part in parts]
     started = time.perf_counter()
     hidden = not show_progress or not sys.stderr.isatty()
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden) as bar:
-        values = read_ahead(checkpoint, parts, max_bytes=max_bytes_in_flight)
+        values = read_ahead(weight_files, parts, max_bytes=max_bytes_in_flight)
         for name, size, value in zip(names, sizes, values, strict=True):
             _store(targets[name], value, mesh, device, name)
             if keep:
@@ -76,14 +76,14 @@ def load_weights(
     seconds = time.perf_counter() - started
     log.info(
         "Loaded %s: rank 0 read its %.2f GB in %.1f s (%.2f GB/s).",
-        checkpoint.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
+        weight_files.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
     )  # fmt: skip
 
 
 class _Target(NamedTuple):
-    """Something that a checkpoint fills.
+    """Something that is filled from the weight files.
 
-    shape: of the tensor in the checkpoint; None is any. wanted: which flat elements of it this rank reads; None is
+    shape: of the tensor in the files; None is any. wanted: which flat elements of it this rank reads; None is
     all. store: keeps them. on_device: they are moved to the device before.
     """
 
@@ -103,8 +103,8 @@ def _reduced(target: _Target, layer: LoraLinear) -> _Target:
     return target._replace(store=store)
 
 
-def _part(checkpoint: Checkpoint, source: str, target: _Target, mesh: DeviceMesh) -> Part:
-    start, stop = target.wanted(mesh) if target.wanted else (0, checkpoint.shape(source).numel())
+def _part(weight_files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> Part:
+    start, stop = target.wanted(mesh) if target.wanted else (0, weight_files.shape(source).numel())
     return Part(source, start, stop)
 
 
@@ -123,7 +123,7 @@ def _check_finite(values: torch.Tensor, name: str) -> None:
 
 
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
-    """Name in the checkpoint -> what it fills, for everything that a checkpoint holds."""
+    """Name in the weight files -> what it fills, for everything that they hold."""
     targets: dict[str, _Target] = {}
     own = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for path, module in model.named_modules():
@@ -147,7 +147,7 @@ def _quantized(module: QuantizedWeight) -> _Target:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Name of a weight in the checkpoint -> the layer that keeps it quantized, in the order of the model."""
+    """Name of a weight in the files -> the layer that keeps it quantized, in the order of the model."""
     return {
         canonical_name(f"{path}.{module.weight_name}".rstrip(".")): module
         for path, module in model.named_modules()
@@ -199,11 +199,11 @@ def _replicated(buffer: torch.Tensor) -> _Target:
     return _Target(buffer.shape, lambda mesh: (0, buffer.numel()), store)
 
 
-def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, *, packed: bool = False) -> dict[str, str]:
-    """The checkpoint's name of every tensor that the model needs.
+def match_tensors(model: PreTrainedModel, weight_files: WeightFiles, *, packed: bool = False) -> dict[str, str]:
+    """The name in the weight files of every tensor that the model needs.
 
     Args:
-        packed: the checkpoint's weights are quantized already, and stored as the layers say.
+        packed: the weights in the files are quantized already, and stored as the layers say.
     Raises:
         UserError: tensors are missing, left over or wrongly shaped; each is named with its file.
     """
@@ -215,7 +215,7 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, *, packed: boo
     sources: dict[str, str] = {}
     merged: dict[str, MergedTensor] = {}
     extra: list[str] = []
-    for source in checkpoint.files:
+    for source in weight_files.files:
         name, pattern = source, None
         if name not in expected:
             name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)  # type: ignore[arg-type]
@@ -227,28 +227,28 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint, *, packed: boo
             extra.append(source)
     if outside := [source for source in extra if PACKED_STATE in source]:
         raise UserError(
-            f"{checkpoint.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside of the decoder "
-            "blocks' linear layers, which is not supported. Give the checkpoint with 16- or 32-bit weights."
+            f"{weight_files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside of the decoder "
+            "blocks' linear layers, which is not supported. Give the model with 16- or 32-bit weights."
         )
     problems = []
     for name, tensor in merged.items():
         missing = tensor.missing()
         problems += [f"missing: {part} (a part of {name})" for part in missing]
         if not missing:
-            checkpoint.join(name, *tensor.whole(checkpoint))
+            weight_files.join(name, *tensor.whole(weight_files))
         sources[name] = name
     problems += [f"missing: {name} {list(expected[name] or ())}" for name in expected if name not in sources]
-    problems += [f"not in this architecture: {name} (in {checkpoint.files[name].name})" for name in extra]
+    problems += [f"not in this architecture: {name} (in {weight_files.files[name].name})" for name in extra]
     problems += [
-        f"wrong shape: {source} in {checkpoint.files[source].name} is {list(checkpoint.shape(source))}, "
+        f"wrong shape: {source} in {weight_files.files[source].name} is {list(weight_files.shape(source))}, "
         f"the model's is {list(expected[name] or ())}"
         for name, source in sources.items()
-        if source in checkpoint.files and expected[name] is not None and checkpoint.shape(source) != expected[name]
+        if source in weight_files.files and expected[name] is not None and weight_files.shape(source) != expected[name]
     ]
     if problems:
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
-            f"The weights in {checkpoint.folder} are not those of the {type(model).__name__} that its config.json "
+            f"The weights in {weight_files.folder} are not those of the {type(model).__name__} that its config.json "
             f"describes:\n  {shown}\nDownload the model again, or give another folder."
         )
     return sources

@@ -1,4 +1,4 @@
-"""Parameters that transformers puts together from several tensors of a checkpoint, such as one per expert.
+"""Parameters that transformers puts together from several tensors of the files, such as one per expert.
 
 Which tensors, in what order, is asked of transformers' own conversion and not known here.
 """
@@ -11,11 +11,11 @@ import torch
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 
 
 class MergedTensor:
-    """A parameter and the tensors of the checkpoint that it is made of.
+    """A parameter and the tensors in the files that it is made of.
 
     Args:
         name, shape: of the parameter.
@@ -36,7 +36,7 @@ class MergedTensor:
         return next(converter for converter in self._converters if pattern in converter.source_patterns)
 
     def missing(self) -> list[str]:
-        """Names of the parts that the checkpoint should have and has not."""
+        """Names of the parts that the files should have and do not."""
         absent = [pattern for pattern in self._converter.source_patterns if pattern not in self._sources]
         for pattern, sources in self._sources.items():
             numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
@@ -47,7 +47,7 @@ class MergedTensor:
                 absent += [f"{before}{i}{after}" for i in range(self.shape[0]) if i not in indices]
         return absent
 
-    def whole(self, checkpoint: Checkpoint) -> tuple[list[str], torch.Size]:
+    def whole(self, weight_files: WeightFiles) -> tuple[list[str], torch.Size]:
         """The parts in the order in which their elements, one part after another, are the parameter's; its shape.
 
         Raises:
@@ -58,18 +58,18 @@ class MergedTensor:
         side = 2
         marks = {}
         for number, source in enumerate(sources):
-            dims = [side] * len(checkpoint.shape(source))
+            dims = [side] * len(weight_files.shape(source))
             marks[source] = (torch.arange(side ** len(dims)) + number * side ** len(dims)).view(dims)
         order = self._convert(marks).flatten()
         runs = order.view(len(sources), -1)
         numbers = runs[:, 0] // runs.shape[1]
         if not torch.equal(runs, torch.arange(runs.shape[1]) + numbers[:, None] * runs.shape[1]):
             raise UserError(
-                f"{checkpoint.folder} stores {self.name} in pieces that are not whole rows of it, such as "
+                f"{weight_files.folder} stores {self.name} in pieces that are not whole rows of it, such as "
                 f"{sources[0]}. Convert it: load it with transformers, then save_pretrained."
             )
         shape = self._convert(
-            {source: torch.empty(checkpoint.shape(source), device="meta") for source in sources}
+            {source: torch.empty(weight_files.shape(source), device="meta") for source in sources}
         ).shape
         return [sources[number] for number in numbers.tolist()], shape
 
@@ -82,7 +82,7 @@ class MergedTensor:
         try:
             (result,) = converter.convert(self.name).values()
         except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
-            raise UserError(f"The parts of {self.name} in the checkpoint do not fit together: {error}") from error
+            raise UserError(f"The parts of {self.name} in the weight files do not fit together: {error}") from error
         whole = result[0] if isinstance(result, list) else result
         assert isinstance(whole, torch.Tensor)
         return whole

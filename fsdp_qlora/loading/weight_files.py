@@ -59,12 +59,12 @@ class DecodedTensor:
     def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype) -> None:
         self.parts, self.shape, self.dtype = parts, shape, dtype
 
-    def read_flat(self, checkpoint: "Checkpoint", start: int, stop: int) -> torch.Tensor:
+    def read_flat(self, weight_files: "WeightFiles", start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the row-major flattened tensor."""
         raise NotImplementedError
 
 
-class Checkpoint:
+class WeightFiles:
     """The safetensors files of a model folder, single or indexed.
 
     Args:
@@ -288,7 +288,7 @@ def _as_bytes(entries: dict[str, _Entry], chosen: Collection[str]) -> dict[str, 
     }
 
 
-def read_ahead(checkpoint: Checkpoint, parts: Iterable[Part], *, max_bytes: int) -> Iterator[torch.Tensor]:
+def read_ahead(weight_files: WeightFiles, parts: Iterable[Part], *, max_bytes: int) -> Iterator[torch.Tensor]:
     """The parts in their order, read by threads while the caller works on earlier ones.
 
     Args:
@@ -296,14 +296,14 @@ def read_ahead(checkpoint: Checkpoint, parts: Iterable[Part], *, max_bytes: int)
     """
     waiting: list[tuple[int, Future[torch.Tensor]]] = []
     in_flight = 0
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint") as pool:
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="weight_files") as pool:
         for part in parts:
-            count = (part.stop - part.start) * checkpoint.dtype(part.name).itemsize
+            count = (part.stop - part.start) * weight_files.dtype(part.name).itemsize
             while waiting and in_flight + count > max_bytes:
                 done, future = waiting.pop(0)
                 yield future.result()
                 in_flight -= done
-            waiting.append((count, pool.submit(checkpoint.read_flat, *part)))
+            waiting.append((count, pool.submit(weight_files.read_flat, *part)))
             in_flight += count
         while waiting:
             yield waiting.pop(0)[1].result()

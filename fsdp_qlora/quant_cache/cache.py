@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import Ranks, gather_texts, shard_size
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quant_cache.entries import (
     CHECKSUMS,
     FORMAT_VERSION,
@@ -44,29 +44,29 @@ class QuantCache:
         self,
         root: Path,
         layers: Mapping[str, QuantizedWeight],
-        checkpoint: Checkpoint,
+        weight_files: WeightFiles,
         sources: Mapping[str, str],
         ranks: Ranks,
         mesh: DeviceMesh,
     ) -> None:
-        self.checkpoint, self.sources, self.layers = checkpoint, sources, layers
+        self.weight_files, self.sources, self.layers = weight_files, sources, layers
         self.ranks, self.mesh = ranks, mesh
         kernels = gather_texts(device_kernels(ranks.device), ranks.device)
-        self.key = cache_key(layers, checkpoint, sources, kernels)
+        self.key = cache_key(layers, weight_files, sources, kernels)
         self.folder = root / self.key
 
     def load(self, load_weights: Callable[..., None]) -> None:
         """Fill the model from the cache, else from its own files while the cache is written.
 
         Args:
-            load_weights: `weights.load_weights` with everything given but checkpoint, sources, packed and keep.
+            load_weights: `weights.load_weights` with everything given but weight_files, sources, packed and keep.
         """
         if self._is_everywhere() and self._load_entry(load_weights):
             return
         writer = self._open_writer()
         try:
             keep = functools.partial(self._keep, writer) if writer else None
-            load_weights(checkpoint=self.checkpoint, sources=self.sources, packed=False, keep=keep)
+            load_weights(weight_files=self.weight_files, sources=self.sources, packed=False, keep=keep)
             if writer:
                 self._finish(writer)
         finally:
@@ -81,11 +81,11 @@ class QuantCache:
         """Read the entry. False when a rank finds it damaged: it is then set aside."""
         failure = None
         try:
-            cached = CachedWeights(self.folder, self.checkpoint)
+            cached = CachedWeights(self.folder, self.weight_files)
             own = {name: name for weight, layer in self.layers.items() for name in packed_forms(weight, layer)}
             if absent := sorted(own.keys() - cached.files.keys()):
                 raise DamagedEntry(f"{absent[0]} is not in it")
-            load_weights(checkpoint=cached, sources={**self.sources, **own}, packed=True, keep=None)
+            load_weights(weight_files=cached, sources={**self.sources, **own}, packed=True, keep=None)
         except DamagedEntry as error:
             failure = str(error)
         failures = from_every_rank(failure, self.ranks.device)
@@ -121,12 +121,12 @@ class QuantCache:
 
     def _keep(self, writer: EntryWriter, weight: str) -> None:
         if weight in self.layers:
-            writer.keep(weight, self.checkpoint.dtype(self.sources[weight]))
+            writer.keep(weight, self.weight_files.dtype(self.sources[weight]))
 
     def _finish(self, writer: EntryWriter) -> None:
         about = {
             "format": FORMAT_VERSION,
-            "model": str(self.checkpoint.folder),
+            "model": str(self.weight_files.folder),
             "quantizer": next(iter(self.layers.values())).describe_code(),
             "created": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
@@ -143,7 +143,7 @@ class QuantCache:
 def open_cache(
     option: str,
     layers: Mapping[str, QuantizedWeight],
-    checkpoint: Checkpoint,
+    weight_files: WeightFiles,
     sources: Mapping[str, str],
     ranks: Ranks,
     mesh: DeviceMesh,
@@ -152,4 +152,4 @@ def open_cache(
     root = cache_root(option)
     if root is None or not layers:
         return None
-    return QuantCache(root, layers, checkpoint, sources, ranks, mesh)
+    return QuantCache(root, layers, weight_files, sources, ranks, mesh)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quantizers.base import QuantizedWeight
 
 FORMAT_VERSION = 2  # raise it when the layout, the key or the quantization changes
@@ -37,7 +37,7 @@ def cache_root(option: str) -> Path | None:
 
 
 def cache_key(
-    layers: Mapping[str, QuantizedWeight], checkpoint: Checkpoint, sources: Mapping[str, str], kernels: Iterable[str]
+    layers: Mapping[str, QuantizedWeight], weight_files: WeightFiles, sources: Mapping[str, str], kernels: Iterable[str]
 ) -> str:
     """The name of an entry: a hash of everything that decides its bytes.
 
@@ -47,7 +47,7 @@ def cache_key(
     Args:
         kernels: `device_kernels` of each rank. Each quantizes its part, and all have to come to the same name.
     """
-    origins = {weight: checkpoint.origins(sources[weight]) for weight in layers}
+    origins = {weight: weight_files.origins(sources[weight]) for weight in layers}
     files = sorted({file for tensors in origins.values() for file in tensors.values()})
     identity = {
         "format": FORMAT_VERSION,
@@ -94,14 +94,14 @@ def _file_identity(path: Path, *, samples: int) -> list[object]:
     return [path.name, about.st_size, about.st_mtime_ns, digest.hexdigest()]
 
 
-class CachedWeights(Checkpoint):
+class CachedWeights(WeightFiles):
     """The quantized weights of an entry, checked as they are read, and all else from the model's own files.
 
     Raises:
         DamagedEntry: by any of its methods.
     """
 
-    def __init__(self, folder: Path, original: Checkpoint) -> None:
+    def __init__(self, folder: Path, original: WeightFiles) -> None:
         self.original = original
         self._descriptors = {}
         try:

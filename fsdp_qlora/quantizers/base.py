@@ -40,7 +40,7 @@ class QuantizedWeight(nn.Module):
     weight: nn.Parameter
     # Which matrix of the weight is meant and how it is coded: a NamedTuple with shape, first and transposed.
     format: Any
-    # The weight's name below the module's own in a checkpoint; empty where the module stands for a parameter.
+    # The weight's name below the module's own in the weight files; empty where the module stands for a parameter.
     weight_name: str = ""
     # Names of the parameters that hold quantization statistics, for the byte account.
     statistics: tuple[str, ...] = ()

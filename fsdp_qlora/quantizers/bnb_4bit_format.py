@@ -1,4 +1,4 @@
-"""4-bit weights as bitsandbytes and transformers save them: their names, sizes and settings in a checkpoint.
+"""4-bit weights as bitsandbytes and transformers save them: their names, sizes and settings in the weight files.
 
 For a weight X [out, in], n = out * in, in blocks of 64 (m of them):
     X: the codes, two per byte, (n + 1) / 2 bytes under any dtype (bnb_4bit_quant_storage).
@@ -48,7 +48,7 @@ class Bnb4bitSettings(NamedTuple):
         return bool(should_convert_module(path, self.skipped))
 
     def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
-        """One line: the checkpoint's settings are used, and which option that overrules."""
+        """One line: the model's settings are used, and which option that overrules."""
         asked = {"quant_type": quant_type, "double_quant": double_quant}
         overruled = [f"--{name} {str(asked[name]).lower()}" for name in asked if asked[name] != getattr(self, name)]
         return (
@@ -72,7 +72,7 @@ def take_settings(config: PretrainedConfig, name: str) -> Bnb4bitSettings | None
     del config.quantization_config
     if not about.get("load_in_4bit", about.get("_load_in_4bit")):
         raise UserError(
-            f"model_name {name} is quantized as {_format_name(about)}, which is not read here. Give its checkpoint "
+            f"model_name {name} is quantized as {_format_name(about)}, which is not read here. Give the model "
             "with 16- or 32-bit weights (train_type qlora quantizes that while loading), or a 4-bit bitsandbytes one."
         )
     return Bnb4bitSettings(
@@ -143,7 +143,7 @@ def read_state(
     }
     if wrong := [f"{key} {value}, not {expected[key]}" for key, value in found.items() if value != expected[key]]:
         raise UserError(
-            f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the checkpoint with "
+            f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the model with "
             "16- or 32-bit weights."
         )
     return offset

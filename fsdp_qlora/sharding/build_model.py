@@ -63,7 +63,7 @@ def build_model(
 
     Args:
         quantizer_options: those of the train type's quantizer, as QUANTIZER_OPTIONS names them.
-        prequantized: how the checkpoint is quantized already; it then decides which layers are, and how.
+        prequantized: how the weight files are quantized already; it then decides which layers are, and how.
         trust_remote_code: build with code that came with the configuration.
         new_blocks: decoder blocks that are not quantized and train in full, where the train type trains these alone.
     """

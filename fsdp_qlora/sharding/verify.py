@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import gather_numbers, shard_size
-from fsdp_qlora.loading.weight_files import Checkpoint
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
@@ -63,11 +63,13 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 
 @torch.no_grad()
-def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str, str], *, packed: bool = False) -> None:
+def check_one_layer(
+    model: nn.Module, weight_files: WeightFiles, sources: dict[str, str], *, packed: bool = False
+) -> None:
     """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
 
     Args:
-        packed: the checkpoint's weights are 4-bit already: the comparison is with its bytes.
+        packed: the weights in the files are 4-bit already: the comparison is with its bytes.
     Raises:
         RuntimeError: they differ.
     """
@@ -76,10 +78,10 @@ def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str,
     name, layer = _first_linear(model, sources)
     block.unshard()
     if packed and isinstance(layer, Bnb4bitLinear):
-        same, how = _has_stored_bytes(layer, f"{name}.weight", checkpoint, sources), "in the file"
+        same, how = _has_stored_bytes(layer, f"{name}.weight", weight_files, sources), "in the file"
     else:
         reduced = adapted_weights(model).get(f"{name}.weight")
-        same, how = _has_stored_values(layer, f"{name}.weight", checkpoint, sources, reduced)
+        same, how = _has_stored_values(layer, f"{name}.weight", weight_files, sources, reduced)
     block.reshard()
     if not same:
         raise RuntimeError(
@@ -92,13 +94,13 @@ def check_one_layer(model: nn.Module, checkpoint: Checkpoint, sources: dict[str,
 def _has_stored_values(
     layer: QuantizedWeight | nn.Linear,
     weight: str,
-    checkpoint: Checkpoint,
+    weight_files: WeightFiles,
     sources: dict[str, str],
     adapted: LoraLinear | None,
 ) -> tuple[bool, str]:
-    """Whether a gathered layer is the checkpoint's weight, quantized as the layer is; and how that was compared."""
+    """Whether a gathered layer is the weight in the files, quantized as the layer is; and how that was compared."""
     source = sources[weight]
-    whole = checkpoint.read_rows(source, 0, checkpoint.shape(source)[0])
+    whole = weight_files.read_rows(source, 0, weight_files.shape(source)[0])
     if adapted is not None and adapted.subtracted is not None:
         whole = subtract(adapted, whole.flatten(), 0).view(whole.shape)
     if isinstance(layer, QuantizedWeight):
@@ -107,17 +109,17 @@ def _has_stored_values(
     return torch.equal(layer.weight, whole.to(layer.weight)), "read whole"
 
 
-def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, checkpoint: Checkpoint, sources: dict[str, str]) -> bool:
-    """Whether a gathered layer consists of the bytes in the checkpoint."""
+def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, weight_files: WeightFiles, sources: dict[str, str]) -> bool:
+    """Whether a gathered layer consists of the bytes in the files."""
     for suffix, stored in layer.stored_parameters().items():
-        expected = checkpoint.read_flat(sources[weight + suffix], 0, stored.num_bytes)
+        expected = weight_files.read_flat(sources[weight + suffix], 0, stored.num_bytes)
         if not torch.equal(layer.stored_bytes(stored)[: stored.num_bytes].cpu(), expected):
             return False
     return True
 
 
 def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
-    """The first linear layer of a block that the checkpoint has, under its name there."""
+    """The first linear layer of a block that the files have, under its name there."""
     first = {id(module) for module in find_blocks(model)[0].modules()}
     for path, module in model.named_modules():
         name = canonical_name(path)
