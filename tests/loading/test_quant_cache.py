@@ -22,7 +22,7 @@ from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quant_cache import cache as quant_cache
 from fsdp_qlora.quant_cache.entries import _file_identity
-from tests.test_experts import FAMILIES
+from tests.parity.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]

@@ -17,7 +17,7 @@ from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import ENDINGS, UserError
 from fsdp_qlora.launch import is_from_an_agent
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # Stands for train.py: --name says what a worker does.
 ENTRY = """

@@ -18,8 +18,8 @@ from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig, check
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.run import run
+from tests.parity.test_train_types import _base as library_base
 from tests.reference import LINEARS, batch_loss, decode, encode, load_adapter, load_base, load_decoded_base
-from tests.test_train_types import _base as library_base
 from tests.tiny import PROBE, flags, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]

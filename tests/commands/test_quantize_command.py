@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands import quantize
 from fsdp_qlora.storage import safetensors_files
-from tests.test_experts import FAMILIES
+from tests.parity.test_experts import FAMILIES
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]

@@ -16,7 +16,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.storage.safetensors_files import PackedFiles
-from tests.test_checkpoint import make
+from tests.saving.test_checkpoint import make
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]

@@ -14,7 +14,7 @@ from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import NEEDLESS, TrainConfig, needless_lines, option_help, resolved_yaml
 from fsdp_qlora.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
 
 
