@@ -1,0 +1,429 @@
+"""The runs and comparisons of same_bytes.sh, which says what they are for.
+
+It knows of the code under test only what stays: train.py's options, the files that a run writes, and the names of
+the train types. Each tree has a server process, which has imported the libraries and forks the ranks.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RANKS = (1, 2)
+STEPS, SAVE_STEPS = 4, 2
+OPTIONS = {
+    "batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "context_length": 256,
+    "num_epochs": 2,
+    "max_steps": STEPS,
+    "lr": 1e-3,
+    "eval_fraction": 0.1,
+    "eval_steps": 3,
+    "save_steps": SAVE_STEPS,
+    "save_minutes": 0,
+    "log_to": "stdout",
+    "quant_cache": "off",
+}
+ADAPTER_OPTIONS = {"lora_rank": 4, "lora_dropout": 0.1}  # random numbers count too
+CONTINUED = ("qlora", "bnb_dora", "full")
+CACHED = ("qlora", "hqq_lora")
+# Imported once per tree, since it takes most of a tiny run. Not the tree's own modules: they move.
+LIBRARIES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.utils.checkpoint",
+    "transformers.models.llama.modeling_llama",
+    "bitsandbytes",
+    "peft",
+    "datasets",
+    "hqq.core.quantize",
+)
+RESULTS = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json")
+TIME_OR_MEMORY = re.compile("second|minute|hour|time|memory|gib|usd")
+
+
+# --- a tree's server: forks the ranks of one run after another ---
+
+
+class Job(NamedTuple):
+    """A run of train.py. Rank 0 is killed as soon as the folder `kill_at` is there, where one is named."""
+
+    argv: list[str]
+    ranks: int
+    log: str
+    kill_at: str = ""
+
+
+def serve(tree: str) -> None:
+    """Answer each job that comes on stdin, a line of JSON, with its ranks' exit statuses."""
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    spec = importlib.util.find_spec("fsdp_qlora")
+    print(json.dumps(spec and spec.origin), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run_job(tree, Job(*json.loads(line)))), flush=True)
+
+
+def run_job(tree: str, job: Job) -> list[int]:
+    """Fork the ranks and wait for them; when one fails the others are killed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = int(free.getsockname()[1])
+    running: dict[int, int] = {}  # process id -> rank
+    statuses = [0] * job.ranks
+    try:
+        for rank in range(job.ranks):
+            if (pid := os.fork()) == 0:
+                be_rank(tree, job, rank, port)
+            running[pid] = rank
+        while running:
+            pid, status = os.wait()
+            statuses[running.pop(pid)] = os.waitstatus_to_exitcode(status)
+            if status:
+                kill_all(running)
+    finally:
+        kill_all(running)
+    return statuses
+
+
+def kill_all(pids: dict[int, int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def be_rank(tree: str, job: Job, rank: int, port: int) -> None:
+    """Become one rank, as torchrun would start it; does not return."""
+    status: int | str | None = 1
+    try:
+        log = os.open(f"{job.log}.rank{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        local = {"RANK": rank, "WORLD_SIZE": job.ranks}
+        os.environ |= {**{f"{scope}{name}": str(n) for scope in ("", "LOCAL_") for name, n in local.items()}}
+        os.environ |= {"GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        if job.kill_at and rank == 0:
+            die_once_there_is(job.kill_at)
+        sys.argv = [f"{tree}/train.py", *job.argv]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else 1)
+
+
+def die_once_there_is(folder: str) -> None:
+    """Kill this process at the first thing it does after it renamed something to `folder`: always the same moment."""
+    was_renamed = False
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal was_renamed
+        if was_renamed and event != "os.kill" and os.path.isdir(folder):
+            os.kill(os.getpid(), signal.SIGKILL)
+        was_renamed = was_renamed or (event == "os.rename" and str(arguments[1]) == folder)
+
+    sys.addaudithook(hook)
+
+
+class Server:
+    """The server process of a tree, as its user sees it."""
+
+    def __init__(self, tree: Path, cache: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", str(tree)],
+            env={**os.environ, "PYTHONPATH": str(tree), "FSDP_QLORA_CACHE": str(cache)},
+            cwd=tree,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        origin = self._answer()
+        assert origin and Path(origin).is_relative_to(tree), f"{origin} would be run instead of {tree}"
+        print(f"code under test: {origin}", flush=True)
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "a server process ended"
+        return json.loads(line)
+
+    def run(self, job: Job) -> list[int]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        statuses: list[int] = self._answer()
+        return statuses
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process.wait()
+
+
+# --- what runs are compared by ---
+
+
+class Failed(Exception):
+    """A run did not end as it should, or left nothing to compare."""
+
+
+def tensors(path: Path) -> dict[str, str]:
+    """Tensor -> type, shape and hash of a safetensors file, whatever their order in it."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    found = {}
+    for name, about in json.loads(content[8:start]).items():
+        if name != "__metadata__":
+            first, end = (start + offset for offset in about["data_offsets"])
+            digest = hashlib.sha256(content[first:end]).hexdigest()
+            found[f"{path.name}:{name}"] = f"{about['dtype']} {about['shape']} {digest}"
+    return found
+
+
+def file_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def json_hash(path: Path) -> str:
+    """Of the content; lists of names are sorted first, since PEFT keeps target_modules as a set without an order."""
+
+    def in_order(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {name: in_order(value) for name, value in node.items()}
+        if isinstance(node, list) and not all(isinstance(value, str) for value in node):
+            return [in_order(value) for value in node]
+        return sorted(node) if isinstance(node, list) else node
+
+    return hashlib.sha256(json.dumps(in_order(json.loads(path.read_text()))).encode()).hexdigest()
+
+
+def saved(output_dir: Path) -> dict[str, str]:
+    """Everything that must be equal but the log: results by the file, checkpoints by the tensor."""
+    files = [path for pattern in RESULTS for path in output_dir.glob(pattern)]
+    found = {path.name: json_hash(path) if path.suffix == ".json" else file_hash(path) for path in files}
+    for path in output_dir.glob("checkpoints/step_*/*.safetensors"):
+        found |= {f"{path.parent.name}/{name}": about for name, about in tensors(path).items()}
+    if not any(name.endswith(".safetensors") for name in found) or not any(name.startswith("step_") for name in found):
+        raise Failed(f"a run saved no result or no checkpoint, only {', '.join(sorted(found)) or 'nothing'}")
+    return found
+
+
+def metrics(output_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl without times and memory."""
+    records = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in record.items() if not TIME_OR_MEMORY.search(name)} for record in records]
+
+
+class Verdict(NamedTuple):
+    differences: list[str]
+    new_keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.differences:
+            more = f"; and {len(self.differences) - 5} more" if len(self.differences) > 5 else ""
+            return "DIFFERENT: " + "; ".join(self.differences[:5]) + more
+        return "equal" + (f" (new in metrics.jsonl: {', '.join(self.new_keys)})" if self.new_keys else "")
+
+
+def compare(old: Path, new: Path) -> Verdict:
+    before, after = saved(old), saved(new)
+    differences = [
+        f"{name} {'is missing' if name not in after else 'is new' if name not in before else 'differs'}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+    records, new_records = metrics(old), metrics(new)
+    if len(records) != len(new_records):
+        differences.append(f"metrics.jsonl has {len(new_records)} records instead of {len(records)}")
+    new_keys = set()
+    for number, (record, other) in enumerate(zip(records, new_records, strict=False), 1):
+        new_keys |= other.keys() - record.keys()
+        differences += [
+            f"metrics.jsonl record {number}: {name} is {other.get(name)} instead of {value}"
+            for name, value in record.items()
+            if other.get(name) != value
+        ]
+    return Verdict(differences, tuple(sorted(new_keys)))
+
+
+class CacheFile(NamedTuple):
+    """A file of the cache: `written` differs when it was written again, `touched` is its time."""
+
+    written: tuple[int, str]
+    touched: int
+
+
+def cache_files(cache: Path) -> dict[str, CacheFile]:
+    """Of every file but locks, which have no content."""
+    files = [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+    return {
+        str(path.relative_to(cache)): CacheFile((path.stat().st_ino, file_hash(path)), path.stat().st_mtime_ns)
+        for path in files
+    }
+
+
+# --- the runs ---
+
+
+class Runs:
+    """The runs of both trees, in folders below `folder`."""
+
+    def __init__(self, folder: Path, old: Server, new: Server) -> None:
+        self.folder, self.servers = folder, {"rev": old, "tree": new}
+
+    def run(self, tree: str, out: str, train_type: str, ranks: int, *, status: int = 0, **options: object) -> Path:
+        """Run train.py of a tree; `status` is rank 0's, and that of a kill is asked for by the signal's."""
+        model = self.folder / ("expanded" if train_type.endswith("llama_pro") else "model")
+        output_dir = self.folder / out
+        given = {**OPTIONS, "model_name": model, "dataset": self.folder / "rows.jsonl", "train_type": train_type}
+        if train_type.endswith(("lora", "dora")):
+            given |= ADAPTER_OPTIONS
+        given |= {"output_dir": output_dir, **options}
+        argv = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        kill_at = str(output_dir / "checkpoints" / f"step_{SAVE_STEPS:06d}") if status else ""
+        log = self.log(tree, out)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        statuses = self.servers[tree].run(Job(argv, ranks, str(log), kill_at))
+        if statuses[0] != status or (status == 0 and any(statuses)):
+            tail = "\n".join(self.output(tree, out).splitlines()[-15:])
+            raise Failed(f"exit statuses {statuses} with the {tree}'s code; the end of the output:\n{tail}")
+        return output_dir
+
+    def log(self, tree: str, out: str) -> Path:
+        return self.folder / "logs" / tree / out.replace("/", "-")
+
+    def output(self, tree: str, out: str) -> str:
+        log = self.log(tree, out)
+        return "\n".join(path.read_text() for path in sorted(log.parent.glob(f"{log.name}.rank*")))
+
+    # Each takes a train type and a number of ranks, with one part for each tree: the first of them can be done
+    # while the other tree is busy with its own.
+
+    def whole(self, tree: str, train_type: str, ranks: int) -> Path:
+        return self.run(tree, f"{tree}/{train_type}-{ranks}", train_type, ranks)
+
+    def stop(self, train_type: str, ranks: int) -> Path:
+        return self.run("rev", f"stopped/{train_type}-{ranks}", train_type, ranks, status=-signal.SIGKILL)
+
+    def continue_stopped(self, train_type: str, ranks: int) -> Verdict:
+        out = f"stopped/{train_type}-{ranks}"
+        before = metrics(self.folder / out)
+        output_dir = self.run("tree", out, train_type, ranks)
+        verdict = compare(self.folder / f"rev/{train_type}-{ranks}", output_dir)
+        steps = sum("loss" in record for record in before)
+        if not SAVE_STEPS <= steps < STEPS:
+            verdict.differences.append(f"the run to continue was stopped after {steps} steps")
+        return verdict
+
+    def write_cache(self, train_type: str, ranks: int) -> dict[str, CacheFile]:
+        cache = self.folder / f"cache-{train_type}-{ranks}"
+        self.run("rev", f"cache-rev/{train_type}-{ranks}", train_type, ranks, quant_cache=cache)
+        return cache_files(cache)
+
+    def use_cache(self, train_type: str, ranks: int, before: dict[str, CacheFile]) -> Verdict:
+        cache = self.folder / f"cache-{train_type}-{ranks}"
+        out = self.run("tree", f"cache-tree/{train_type}-{ranks}", train_type, ranks, quant_cache=cache)
+        verdict, after = compare(self.folder / f"rev/{train_type}-{ranks}", out), cache_files(cache)
+        verdict.differences.extend(
+            f"{name} of the cache was written or deleted"
+            for name in sorted(before.keys() | after.keys())
+            if name not in before or name not in after or before[name].written != after[name].written
+        )
+        # A start that takes its weights from an entry leaves the time there, so that old ones can be deleted.
+        if not any(name in after and after[name].touched > file.touched for name, file in before.items()):
+            verdict.differences.append("the cache was not used")
+        return verdict
+
+
+def make_inputs(folder: Path) -> None:
+    from tests.tiny import make_model, make_rows, write_rows
+
+    make_model(folder / "model")
+    # As block_expansion.py records it; that new blocks begin as zeros does not matter here.
+    make_model(folder / "expanded", num_hidden_layers=3, new_blocks=[1])
+    write_rows(folder / "rows.jsonl", make_rows(20))
+
+
+def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | Failed]]:
+    """Every comparison by its name. The trees' servers work side by side."""
+
+    def attempt(action: Any, *arguments: Any) -> Any:
+        try:
+            return action(*arguments)
+        except Failed as error:
+            return error
+
+    splits = [(train_type, ranks) for train_type in train_types for ranks in RANKS]
+    continued = [(train_type, 2) for train_type in train_types if train_type in CONTINUED]
+    cached = [(train_type, 2) for train_type in train_types if train_type in CACHED]
+    with ThreadPoolExecutor(1) as rev, ThreadPoolExecutor(1) as tree:
+        old = {split: rev.submit(attempt, runs.whole, "rev", *split) for split in splits}
+        stopped = {split: rev.submit(attempt, runs.stop, *split) for split in continued}
+        caches = {split: rev.submit(attempt, runs.write_cache, *split) for split in cached}
+        new = {split: tree.submit(attempt, runs.whole, "tree", *split) for split in splits}
+        for split in splits:
+            made = old[split].result(), new[split].result()
+            failed = next((one for one in made if isinstance(one, Failed)), None)
+            yield "{} on {}".format(*split), failed or attempt(compare, *made)
+        for split in continued:
+            before = stopped[split].result()
+            verdict = before if isinstance(before, Failed) else attempt(runs.continue_stopped, *split)
+            yield "{} on {}, continued".format(*split), verdict
+        for split in cached:
+            before = caches[split].result()
+            verdict = before if isinstance(before, Failed) else attempt(runs.use_cache, *split, before)
+            yield "{} on {}, from the cache".format(*split), verdict
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rev", type=Path, help="the commit's tree")
+    parser.add_argument("tree", type=Path, help="the working tree")
+    parser.add_argument("folder", type=Path, help="for everything that is written")
+    parser.add_argument("train_types", nargs="*")
+    arguments = parser.parse_args()
+    from fsdp_qlora.train_types import TRAIN_TYPES
+
+    if unknown := set(arguments.train_types) - TRAIN_TYPES.keys():
+        parser.error(f"no train type is named {', '.join(sorted(unknown))}; there are {', '.join(TRAIN_TYPES)}")
+    begin, different = time.monotonic(), 0
+    folder = arguments.folder
+    with ThreadPoolExecutor(2) as pool:
+        trees = {"rev": arguments.rev, "tree": arguments.tree}
+        opened = {name: pool.submit(Server, tree, folder / f"data-{name}") for name, tree in trees.items()}
+        make_inputs(folder)
+        servers = {name: future.result() for name, future in opened.items()}
+    for name, verdict in checks(Runs(folder, servers["rev"], servers["tree"]), arguments.train_types or [*TRAIN_TYPES]):
+        is_equal = isinstance(verdict, Verdict) and not verdict.differences
+        different += not is_equal
+        print(f"{name}: {verdict if isinstance(verdict, Verdict) else f'FAILED: {verdict}'}", flush=True)
+    for server in servers.values():
+        server.close()
+    print(f"{f'{different} different' if different else 'all equal'}, {time.monotonic() - begin:.0f} s")
+    return different > 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2])
+    else:
+        sys.exit(main())

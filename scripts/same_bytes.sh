@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Proves that a refactoring changes no number: trains each train type on 1 and on 2 ranks of a CPU, with the code of
+# a commit and with that of the working tree, and compares what was saved and logged, byte by byte. Runs that the
+# commit's code left half done, and its quantized cache, must be continued and used by the working tree's code.
+# Exit status 0 when all are equal, 1 when something differs.
+#
+#     bash scripts/same_bytes.sh HEAD
+#     bash scripts/same_bytes.sh main qlora full    # these train types only
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if (($# == 0)); then
+    echo "usage: bash scripts/same_bytes.sh REV [TRAIN_TYPE...]" >&2
+    exit 2
+fi
+commit="$(git rev-parse --verify --quiet "$1^{commit}")" || {
+    echo "same_bytes: $1 is no commit of this repository." >&2
+    exit 2
+}
+shift
+
+# An environment that is active is used as it is; nothing of this tree needs to be installed in it.
+needed='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "peft", "bitsandbytes", "hqq"))))'
+python -c "$needed" 2>/dev/null || . scripts/setup_env.sh
+
+folder="$(mktemp -d)"
+trap 'rm -rf "$folder"' EXIT
+mkdir "$folder/rev"
+git archive "$commit" | tar -x -C "$folder/rev"
+# Several ranks run at a time, and only one thread each gives the same bytes on every machine.
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES=""
+PYTHONPATH="$PWD" python scripts/same_bytes.py "$folder/rev" "$PWD" "$folder" "$@"
