@@ -28,5 +28,5 @@ trap 'rm -rf "$folder"' EXIT
 mkdir "$folder/rev"
 git archive "$commit" | tar -x -C "$folder/rev"
 # Several ranks run at a time, and only one thread each gives the same bytes on every machine.
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES=""
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 TQDM_DISABLE=1 CUDA_VISIBLE_DEVICES=""
 PYTHONPATH="$PWD" python scripts/same_bytes.py "$folder/rev" "$PWD" "$folder" "$@"
