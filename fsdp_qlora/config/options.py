@@ -12,14 +12,16 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 import yaml
 
 from fsdp_qlora.adapters.targets import ALL, is_regex
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES
+
+Group = TypeVar("Group")
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,20 @@ class TrainConfig:
     def requested_processes(self) -> int:
         """Processes asked for on this machine, or -1 for one per visible GPU."""
         return max(self.nproc_per_node, self.world_size)
+
+    def pick(self, cls: type[Group], *, prefix: str = "", **given: Any) -> Group:
+        """The options that belong together, as the dataclass that a library function takes.
+
+        Args:
+            cls: a dataclass; each field that is not in `given` is the option of that name.
+            prefix: what the options' names begin with and the fields' do not; an option without it is taken where
+                there is none with it.
+        Raises:
+            AttributeError: a field is no option and not given, even if it has a default.
+        """
+        names = [field.name for field in fields(cls) if field.init and field.name not in given]  # type: ignore[arg-type]
+        found = {name: prefix + name if hasattr(self, prefix + name) else name for name in names}
+        return cls(**{name: getattr(self, option) for name, option in found.items()}, **given)
 
 
 NEEDLESS = {

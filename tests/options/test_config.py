@@ -2,10 +2,13 @@
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import get_args, get_type_hints
 
 import pytest
@@ -217,17 +220,40 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
     assert set(get_args(get_args(hints["log_to"])[0])) == set(SINKS)
 
 
+def test_a_group_of_options_is_a_dataclass_with_fields_of_their_names():
+    @dataclasses.dataclass
+    class Profiling:
+        enabled: bool
+        output: str
+        warmup_steps: int
+        repeat: int = 9
+
+    config = TrainConfig(profile=True, profiling_warmup_steps=3, warmup_steps=5)
+    assert config.pick(Profiling, prefix="profiling_", enabled=config.profile) == Profiling(True, "profiles", 3, 0)
+    with pytest.raises(AttributeError, match="enabled"):
+        config.pick(Profiling, prefix="profiling_")
+
+
 def test_every_option_is_read():
     """An option that nothing reads is a promise that is not kept."""
     read = set()
-    # config.py reads them as `self` in the properties that combine options; its checks call the config `c`.
-    for path, name in (
-        ("fsdp_qlora/run.py", "config"),
-        ("fsdp_qlora/planning/plan.py", "config"),
-        ("fsdp_qlora/launch.py", "config"),
-        ("fsdp_qlora/config/options.py", "self"),
-    ):
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name:
+    for path in ("run", "planning.plan", "launch"):
+        module = importlib.import_module(f"fsdp_qlora.{path}")
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "config":
                 read.add(node.attr)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.pick":
+                read |= picked(node, module)
+    # The properties that combine options read them as `self`.
+    for node in ast.walk(ast.parse(inspect.getsource(TrainConfig))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            read.add(node.attr)
     assert sorted(set(NAMES) - set(NEEDLESS) - read) == []
+
+
+def picked(call: ast.Call, module: ModuleType) -> set[str]:
+    """The options that `config.pick(Class, prefix="...", given=...)` in a module reads by their names."""
+    keywords = {word.arg: word.value for word in call.keywords}
+    prefix = ast.literal_eval(keywords.pop("prefix")) if "prefix" in keywords else ""
+    names = {field.name for field in dataclasses.fields(getattr(module, ast.unparse(call.args[0])))} - set(keywords)
+    return {prefix + name if prefix + name in NAMES else name for name in names}
