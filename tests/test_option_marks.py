@@ -1,0 +1,78 @@
+"""What an option may do besides its value: written down here once more, so that no change of it goes unseen.
+
+A run in a folder is continued if these options are as they were: a name that comes or goes changes which runs are.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from fsdp_qlora.checkpointing.resume import MAY_DIFFER
+from fsdp_qlora.config.options import TrainConfig, check
+from fsdp_qlora.run import _OWN
+
+NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
+
+IDENTITY = """
+    precision train_type lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
+    use_rslora init_lora_weights rank_pattern alpha_pattern context_length num_epochs max_steps lr lr_scheduler
+    warmup_ratio warmup_steps optimizer loraplus_lr_ratio wd apply_gradient_clipping grad_norm seed deterministic
+    quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples dataset_format eval_fraction
+"""
+PER_NODE = """
+    model_name dataset eval_dataset output_dir profiling_output overwrite_output_dir quant_cache loading_buffer_mib
+    world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path
+"""
+
+
+def test_the_options_that_make_a_run_this_run_are_those_of_before() -> None:
+    assert [name for name in NAMES if name not in MAY_DIFFER] == IDENTITY.split()
+
+
+def test_the_options_that_may_differ_between_nodes_are_those_of_before() -> None:
+    assert set(_OWN) == set(PER_NODE.split())
+
+
+# Options -> values that are accepted, and values that are refused.
+LIMITS: dict[str, tuple[list[Any], list[Any]]] = {
+    "world_size nproc_per_node max_steps": ([-1, 1, 8], [-2, 0]),
+    "master_addr model_name quant_cache dataset output_dir resume profiling_output": (["x"], [""]),
+    "lora_target_modules log_to": ([("x",)], [()]),
+    "master_port": ([0, 65535], [-1, 65536]),
+    "n_bits": ([8, 4, 3, 2], [1, 5, 16]),
+    "group_size": ([32, 96], [0, 16, 48]),
+    "int8_threshold wd": ([0.0, 6.0], [-1.0, math.inf, math.nan]),
+    "lora_rank lora_alpha batch_size loading_buffer_mib gradient_accumulation_steps num_epochs save_total_limit "
+    "active_steps profiling_frequency": ([1, 2], [0, -1]),
+    "context_length": ([2], [1, 0]),
+    "warmup_steps": ([-1, 0], [-2]),
+    "eval_steps save_steps wait_steps profiling_warmup_steps repeat": ([0, 1], [-1]),
+    "save_minutes hang_minutes": ([0.0, 0.5, math.inf], [-0.5, math.nan]),
+    "lora_dropout eval_fraction": ([0.0, 0.99], [-0.1, 1.0, math.nan]),
+    "warmup_ratio max_bad_rows": ([0.0, 1.0], [-0.1, 1.01, math.nan]),
+    "lr max_hours max_cost_usd price_per_hour": ([None, 1e-9], [0.0, -1.0, math.inf, math.nan]),
+    "grad_norm loraplus_lr_ratio": ([0.1], [0.0, math.inf, math.nan]),
+    "seed": ([0, 2**32 - 1], [-1, 2**32]),
+    "dataset_samples": ([None, 1], [0]),
+}
+
+
+@pytest.mark.parametrize("names", LIMITS)
+def test_a_value_within_the_limits_is_accepted_and_one_beyond_is_refused(names: str) -> None:
+    accepted, refused = LIMITS[names]
+    for name in names.split():
+        assert not [value for value in accepted if is_refused(name, value)], name
+        assert [value for value in refused if is_refused(name, value)] == refused, name
+
+
+def test_options_without_a_limit_take_every_value() -> None:
+    probes: dict[type, list[Any]] = {str: ["", "x"], int: [-1, 0, 2**40], float: [-1.0, math.nan]}
+    for name in set(NAMES) - set(" ".join(LIMITS).split()) - {"train_type"}:
+        values = probes.get(type(getattr(TrainConfig(), name)), [])
+        assert not [value for value in values if is_refused(name, value)], name
+
+
+def is_refused(name: str, value: object) -> bool:
+    return any(line.startswith(f"--{name} must be ") for line in check(TrainConfig(**{name: value})))
