@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_qlora.config.options import quant_storage_error
+from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.errors import UserError
 
 

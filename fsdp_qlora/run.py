@@ -26,7 +26,8 @@ from fsdp_qlora.checkpointing.run_folder import Status
 from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.checkpointing.stores import open_store
 from fsdp_qlora.checkpointing.train_state import TrainState
-from fsdp_qlora.config.options import TrainConfig, resolved_options, resolved_yaml
+from fsdp_qlora.config.marks import PER_NODE
+from fsdp_qlora.config.options import TrainConfig, names_marked, resolved_options, resolved_yaml
 from fsdp_qlora.control import exits, restarts
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Heartbeat, Watchdog
@@ -50,12 +51,6 @@ from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
-
-
-# Options that may differ between nodes: paths, and how each was started.
-_OWN = {"model_name", "dataset", "eval_dataset", "output_dir", "profiling_output", "overwrite_output_dir"}
-_OWN |= {"quant_cache", "loading_buffer_mib", "world_size", "nproc_per_node", "master_addr", "master_port", "verbose"}
-_OWN |= {"resume", "mirror", "llama_pro_path"}
 
 
 def run(config: TrainConfig) -> None:
@@ -95,9 +90,10 @@ def run_locked(config: TrainConfig, ranks: Ranks, output_dir: Path) -> None:
     check_resources(config, ranks, plan)
 
     store = distributed.start_process_group(ranks, timeout_minutes=max(30, 2 * config.hang_minutes))
+    per_node = names_marked(PER_NODE)
     distributed.check_agreement(
         {
-            "the options": {name: value for name, value in resolved_options(config).items() if name not in _OWN},
+            "the options": {name: value for name, value in resolved_options(config).items() if name not in per_node},
             "the rows": rows_digest(plan.data),
             "the model": ({**plan.model_config.to_dict(), "_name_or_path": None}, sorted(sources)),
         },

@@ -29,13 +29,6 @@ class TrainType(NamedTuple):
             )
 
 
-# Quantizer -> the options that are its own, by their names in TrainConfig and as arguments of its layers.
-QUANTIZER_OPTIONS: dict[str, tuple[str, ...]] = {
-    "bnb_4bit": ("quant_type", "double_quant"),
-    "hqq": ("n_bits", "group_size"),
-    "int8": ("int8_threshold",),
-}
-
 TRAIN_TYPES: dict[str, TrainType] = {
     "full": TrainType(adapter=None, quantizer=None, trains="all"),
     "lora": TrainType(adapter="lora", quantizer=None, trains="adapter"),

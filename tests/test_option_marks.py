@@ -3,15 +3,18 @@
 A run in a folder is continued if these options are as they were: a name that comes or goes changes which runs are.
 """
 
+import ast
 import dataclasses
 import math
 from typing import Any
 
 import pytest
 
-from fsdp_qlora.checkpointing.resume import MAY_DIFFER
-from fsdp_qlora.config.options import TrainConfig, check
-from fsdp_qlora.run import _OWN
+from fsdp_qlora.config.conflicts import check
+from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT, OF_ADAPTER, PER_NODE, Limit, Mark, of_quantizer
+from fsdp_qlora.config.options import TrainConfig, marks_of, names_marked
+from fsdp_qlora.train_types import TRAIN_TYPES
+from tests.tiny import ROOT
 
 NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
 
@@ -21,18 +24,41 @@ IDENTITY = """
     warmup_ratio warmup_steps optimizer loraplus_lr_ratio wd apply_gradient_clipping grad_norm seed deterministic
     quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples dataset_format eval_fraction
 """
-PER_NODE = """
+DIFFERS_BETWEEN_NODES = """
     model_name dataset eval_dataset output_dir profiling_output overwrite_output_dir quant_cache loading_buffer_mib
     world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path
 """
 
 
 def test_the_options_that_make_a_run_this_run_are_those_of_before() -> None:
-    assert [name for name in NAMES if name not in MAY_DIFFER] == IDENTITY.split()
+    assert [name for name in NAMES if name not in names_marked(MAY_DIFFER)] == IDENTITY.split()
 
 
 def test_the_options_that_may_differ_between_nodes_are_those_of_before() -> None:
-    assert set(_OWN) == set(PER_NODE.split())
+    assert set(names_marked(PER_NODE)) == set(DIFFERS_BETWEEN_NODES.split())
+
+
+def test_only_what_may_differ_on_resume_may_differ_between_nodes_or_be_without_effect() -> None:
+    assert {*names_marked(PER_NODE), *names_marked(NO_EFFECT)} <= set(names_marked(MAY_DIFFER))
+
+
+QUANTIZERS = sorted({kind.quantizer for kind in TRAIN_TYPES.values() if kind.quantizer})
+MARKS = {"MAY_DIFFER": MAY_DIFFER, "PER_NODE": PER_NODE, "OF_ADAPTER": OF_ADAPTER, "NO_EFFECT": NO_EFFECT}
+
+
+def test_every_mark_is_on_a_field_and_every_field_has_marks_that_are_known() -> None:
+    known = {*MARKS.values(), *map(of_quantizer, QUANTIZERS)}
+    used = {mark for name in NAMES for mark in marks_of(name) if not isinstance(mark, Limit)}
+    assert used == known
+    assert all(isinstance(mark, Mark) for mark in used)
+    assert all(sum(isinstance(mark, Limit) for mark in marks_of(name)) <= 1 for name in NAMES)
+
+
+def test_every_mark_is_asked_for_by_the_code_that_acts_on_it() -> None:
+    sources = [path.read_text() for path in (ROOT / "fsdp_qlora").rglob("*.py")]
+    calls = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    asked = {ast.unparse(call.args[0]) for call in calls if ast.unparse(call.func) == "names_marked"}
+    assert {*MARKS, "of_quantizer(quantizer)"} == asked
 
 
 # Options -> values that are accepted, and values that are refused.

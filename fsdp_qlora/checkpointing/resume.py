@@ -13,26 +13,14 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, RUN, STATUS, read_json, write_atomically
 from fsdp_qlora.checkpointing.stores import Store, fetch
+from fsdp_qlora.config.marks import MAY_DIFFER
+from fsdp_qlora.config.options import names_marked
 from fsdp_qlora.distributed import Ranks, gather_texts
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.redact import redact
 
 log = logging.getLogger("fsdp_qlora")
 
-# Options that may differ when a run goes on: where and how fast it runs, what is logged, when is saved. The model and
-# the rows are compared by content and not by name, the batch by its global size.
-MAY_DIFFER = {
-    "world_size", "nproc_per_node", "master_addr", "master_port", "model_name", "attn_implementation", "batch_size",
-    "gradient_accumulation_steps", "sharding_strategy", "use_gradient_checkpointing", "use_cpu_offload",
-    "use_activation_cpu_offload", "loading_buffer_mib", "quant_cache", "allow_unquantized", "dataset", "eval_dataset",
-    "max_bad_rows", "on_bad_row", "eval_steps", "save_model", "output_dir", "overwrite_output_dir", "resume",
-    "save_steps", "save_minutes", "save_total_limit", "max_hours", "max_cost_usd", "price_per_hour", "hang_minutes",
-    "on_nonfinite", "mirror", "trust_remote_code", "llama_pro_path",
-    "log_to", "project_name", "name", "group", "entity", "verbose", "dry_run", "profile_memory", "profile",
-    "profiling_output", "with_stack", "with_shapes", "export_trace", "export_memory_timeline", "wait_steps",
-    "profiling_warmup_steps", "active_steps", "repeat", "profiling_frequency", "low_memory", "no_sync",
-    "reentrant_checkpointing", "loading_workers",
-}  # fmt: skip
 _MAX_DEATHS = 3  # starts without progress: the first one and two restarts
 
 # What of a run is compared by content -> how it is called.
@@ -376,11 +364,11 @@ def _differences(stored: Mapping[str, Any], about: Mapping[str, Any]) -> list[st
 
 
 def _different_options(stored: Mapping[str, Any], options: Mapping[str, Any], world_size: int) -> list[str]:
-    then = stored.get("options", {})
+    then, may_differ = stored.get("options", {}), names_marked(MAY_DIFFER)
     differences = [
         f"--{name} was {_shown(then[name])} and is {_shown(value)}"
         for name, value in options.items()
-        if name not in MAY_DIFFER and name in then and then[name] != value
+        if name not in may_differ and name in then and then[name] != value
     ]
     rows = _rows_per_step(options, world_size)
     if world_size == stored.get("world_size") and rows not in (

@@ -15,14 +15,16 @@ import os
 import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
 import yaml
 
-from fsdp_qlora.config.options import DEFAULTS, TrainConfig, check, option_help
+from fsdp_qlora.config.conflicts import check
+from fsdp_qlora.config.help import option_help
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig, option_types
 from fsdp_qlora.errors import UserError
 
-_HINTS = get_type_hints(TrainConfig)
+_HINTS = option_types()
 
 # What users of the Hugging Face trainer and of PEFT type first, and what spelling alone would not find.
 _OTHER_NAMES = {

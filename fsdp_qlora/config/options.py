@@ -1,25 +1,38 @@
-"""Every option of train.py, once: its name, type, default, help and the checks on its value.
+"""Every option of train.py, once: its name, type, default, limit, what it may do, and help.
 
-A field of `TrainConfig` is the flag, the YAML key and the attribute. The sentence under it is its help
-(`option_help` reads it from here), and the `== ... ==` comments are the headings of `--help`.
+A field of `TrainConfig` is the flag, the YAML key and the attribute. Beside its type stand its limit and its marks
+(marks.py). The sentence under it is its help (help.py), and the `== ... ==` comments are the headings of `--help`.
+Which options exclude each other stands in conflicts.py.
 """
 
-import ast
-import importlib.util
-import inspect
-import itertools
-import math
-import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import yaml
 
-from fsdp_qlora.adapters.targets import ALL, is_regex
+from fsdp_qlora.config.marks import (
+    MAY_DIFFER,
+    NO_EFFECT,
+    NOT_EMPTY,
+    NOT_NEGATIVE,
+    OF_ADAPTER,
+    PER_NODE,
+    POSITIVE,
+    SHARE,
+    SHARE_BELOW_1,
+    Limit,
+    Mark,
+    all_or_at_least_1,
+    at_least,
+    between,
+    multiple_of,
+    of_quantizer,
+    one_of_names,
+    one_of_numbers,
+)
 from fsdp_qlora.redact import redact_values
-from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES
+from fsdp_qlora.train_types import TRAIN_TYPES
 
 Group = TypeVar("Group")
 
@@ -29,26 +42,26 @@ class TrainConfig:
     """Options of one training run."""
 
     # == launch ==
-    world_size: int = -1
+    world_size: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
     """Processes on this machine when started as one process; -1 is one per visible GPU, one on a CPU."""
-    nproc_per_node: int = -1
+    nproc_per_node: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
     """The same as world_size under torchrun's name; 1 keeps a run to one process on a machine with several
     GPUs."""
-    master_addr: str = "localhost"
+    master_addr: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "localhost"
     """Address where the processes meet when train.py starts them itself; under torchrun, torchrun's."""
-    master_port: int = 0
+    master_port: Annotated[int, between(0, 65535), MAY_DIFFER, PER_NODE] = 0
     """Port where the processes meet when train.py starts them itself; 0 takes a free one."""
 
     # == model ==
-    model_name: str = "Qwen/Qwen3-8B-Base"
+    model_name: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, MAY_DIFFER] = False
     """Run the Python code that a model or tokenizer brings along, with your rights; models that transformers does
     not know need it. Read that code first."""
-    llama_pro_path: str | None = None
+    llama_pro_path: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Folder that scripts/block_expansion.py made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
     model_name."""
-    attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
+    attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
     """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
     SDPA, or eager for models whose attention SDPA cannot compute."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"] = (
@@ -59,69 +72,56 @@ class TrainConfig:
     is skipped. Set fp32 to compare runs digit by digit."""
 
     # == training ==
-    train_type: Literal[
-        "full",
-        "lora",
-        "qlora",
-        "custom_lora",
-        "custom_qlora",
-        "hqq_lora",
-        "int8_lora",
-        "dora",
-        "bnb_dora",
-        "hqq_dora",
-        "bnb_llama_pro",
-        "hqq_llama_pro",
-    ] = "qlora"
+    train_type: Annotated[str, one_of_names(TRAIN_TYPES)] = "qlora"
     """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
     (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), the blocks that
     block_expansion.py added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
     names are the 2024 program's and mean the same as those without it."""
-    lora_rank: int = 16
+    lora_rank: Annotated[int, at_least(1), OF_ADAPTER] = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
-    lora_alpha: int = 32
+    lora_alpha: Annotated[int, at_least(1), OF_ADAPTER] = 32
     """Scale of the adapter: its output is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: float = 0.0
+    lora_dropout: Annotated[float, SHARE_BELOW_1, OF_ADAPTER] = 0.0
     """Dropout on the adapter's input; try 0.05 to 0.1 when a small dataset is overfitted."""
-    lora_target_modules: tuple[str, ...] = ("all",)
+    lora_target_modules: Annotated[tuple[str, ...], NOT_EMPTY, OF_ADAPTER] = ("all",)
     """Linear layers that get an adapter: all (or all-linear), default (PEFT's choice for the model), layer names such
     as q_proj,v_proj, or one regular expression for whole paths such as .*layers.1\\d.*_proj (without commas)."""
-    lora_target_parameters: tuple[str, ...] = ()
+    lora_target_parameters: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such as
     mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."""
-    modules_to_save: tuple[str, ...] = ()
+    modules_to_save: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Embeddings and head to train in full beside the adapter and save in its file, such as embed_tokens,lm_head; for
     new tokens or another language. Each takes 16 bytes per weight, shared by the ranks."""
-    use_rslora: bool = False
+    use_rslora: Annotated[bool, OF_ADAPTER] = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
-    init_lora_weights: str = "true"
+    init_lora_weights: Annotated[str, OF_ADAPTER] = "true"
     """First values of the adapter: true (A random, B zero), or read off each weight: pissa or olora (its main
     directions, which the base then lacks), pissa_niter_16 (pissa, approximate and much quicker), loftq (what
     quantization lost)."""
-    rank_pattern: tuple[str, ...] = ()
+    rank_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Other ranks for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular expression
     for the end of a path, as in PEFT, and the first that matches counts."""
-    alpha_pattern: tuple[str, ...] = ()
+    alpha_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Other values of lora_alpha for some layers, written like rank_pattern."""
-    batch_size: int = 1
+    batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Rows per process in one forward pass; raise it until memory is full."""
-    context_length: int = 512
+    context_length: Annotated[int, at_least(2)] = 512
     """Longest row in tokens; what is longer is cut, and a row whose prompt alone is as long is left out: the
     report on the data counts both."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
-    num_epochs: int = 1
+    num_epochs: Annotated[int, at_least(1)] = 1
     """Passes over the dataset."""
-    max_steps: int = -1
+    max_steps: Annotated[int, all_or_at_least_1("(all epochs) or a number of optimizer steps")] = -1
     """Stop after this many optimizer steps of the whole run; -1 runs all epochs."""
-    lr: float | None = None
+    lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up: constant, or falling so that it would be 0 after the last
     step."""
-    warmup_ratio: float = 0.03
+    warmup_ratio: Annotated[float, SHARE] = 0.03
     """Share of the steps over which the learning rate rises from 0."""
-    warmup_steps: int = -1
+    warmup_steps: Annotated[int, at_least(-1)] = -1
     """Optimizer steps over which the learning rate rises from 0; 0 or more replaces warmup_ratio."""
     optimizer: Literal[
         "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
@@ -129,169 +129,170 @@ class TrainConfig:
     ] = "adamw"  # fmt: skip
     """Optimizer; the fused ones are faster when many weights train on a GPU, the 8-bit ones and adafactor need less
     memory, paged ones move what does not fit to the host, muon is for LoRA alone."""
-    loraplus_lr_ratio: float = 1.0
+    loraplus_lr_ratio: Annotated[float, POSITIVE, OF_ADAPTER] = 1.0
     """Learning rate of the adapter's B over that of A (LoRA+); 16 with a lower lr often learns faster."""
-    wd: float = 0.0
+    wd: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight decay; 0.01 to 0.1 is usual when all weights train."""
     apply_gradient_clipping: bool = True
     """Scale gradients down whose global norm is above grad_norm."""
-    grad_norm: float = 1.0
+    grad_norm: Annotated[float, POSITIVE] = 1.0
     """Largest global gradient norm; lower it when the loss jumps."""
-    seed: int = 42
+    seed: Annotated[int, between(0, 2**32 - 1)] = 42
     """Seed of the adapter's initial values, the dropout, the order of the rows and the choice of those held out."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time, so that a run on a GPU can be repeated and resumed to the
     last bit; slower, and refused by operations that have no such kernel. A CPU run is always so."""
 
     # == memory ==
-    sharding_strategy: Literal["full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"] = (
-        "full_shard"
-    )
+    sharding_strategy: Annotated[
+        Literal["full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"], MAY_DIFFER
+    ] = "full_shard"
     """How the model is spread: full_shard needs least memory, shard_grad_op keeps gathered weights until the
     backward pass, ddp copies the model to every process, hybrid_ shards within a machine and copies
     between machines."""
-    use_gradient_checkpointing: bool = True
+    use_gradient_checkpointing: Annotated[bool, MAY_DIFFER] = True
     """Recompute activations in the backward pass; turn it off for speed when memory allows."""
-    use_cpu_offload: bool = False
+    use_cpu_offload: Annotated[bool, MAY_DIFFER] = False
     """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
     to the GPU when it is needed; for models that do not fit otherwise."""
-    use_activation_cpu_offload: bool = False
+    use_activation_cpu_offload: Annotated[bool, MAY_DIFFER] = False
     """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
 
-    loading_buffer_mib: int = 128
+    loading_buffer_mib: Annotated[int, at_least(1), MAY_DIFFER, PER_NODE] = 128
     """Host memory per process, in MiB, for weights that are read from the files and not yet stored; raise it
     when a network disk is slow to answer."""
 
     # == quantization ==
-    quant_type: Literal["nf4", "fp4"] = "nf4"
+    quant_type: Annotated[Literal["nf4", "fp4"], of_quantizer("bnb_4bit")] = "nf4"
     """4-bit format of the frozen base; nf4 fits normally distributed weights better."""
-    double_quant: bool = True
+    double_quant: Annotated[bool, of_quantizer("bnb_4bit")] = True
     """Quantize the scales too: saves about 0.4 bits per weight."""
-    n_bits: int = 4
+    n_bits: Annotated[int, one_of_numbers(8, 4, 3, 2), of_quantizer("hqq")] = 4
     """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
-    group_size: int = 64
+    group_size: Annotated[int, multiple_of(32), of_quantizer("hqq")] = 64
     """Weights that share a scale and a zero in an HQQ base, a multiple of 32; smaller groups are more exact and take
     32 bits each."""
-    int8_threshold: float = 6.0
+    int8_threshold: Annotated[float, NOT_NEGATIVE, of_quantizer("int8")] = 6.0
     """Activations as large as this are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0 rounds
     all, which is faster and less exact."""
     quant_storage: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
-    allow_unquantized: bool = False
+    allow_unquantized: Annotated[bool, MAY_DIFFER] = False
     """Go on when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head are
     not counted); needs memory for the rest."""
-    quant_cache: str = "auto"
+    quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
     """Folder that keeps the quantized weights (in 4 bits a quarter of the model's size) for the next start, with any
     number of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off keeps nothing."""
 
     # == data ==
-    dataset: str = "alpaca_sample"
+    dataset: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "alpaca_sample"
     """Rows to train on: alpaca, alpaca_sample, alpaca_demo (no network needed), dummy (to measure speed),
     owner/name on the Hugging Face hub, or a .json, .jsonl, .csv or .parquet file or a folder of them."""
-    dataset_samples: int | None = None
+    dataset_samples: Annotated[int | None, at_least(1)] = None
     """Use only the first so many rows; by default all of them (alpaca_sample and dummy have a size of their own)."""
     dataset_format: Literal["auto", "alpaca"] = "auto"
     """Meaning of the columns; auto tells it from their names."""
-    on_bad_row: Literal["skip", "error"] = "skip"
+    on_bad_row: Annotated[Literal["skip", "error"], MAY_DIFFER] = "skip"
     """What to do with a row that cannot be used (malformed, no output, or no room for one): skip leaves it out and
     lists it in rejected.jsonl, error stops."""
-    max_bad_rows: float = 0.01
+    max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
     """Share of the rows that on_bad_row skip may leave out before the run refuses."""
-    eval_fraction: float = 0.0
+    eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
     """Share of the rows held out to measure the loss on."""
-    eval_dataset: str | None = None
+    eval_dataset: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Dataset to measure the loss on, named as in dataset."""
-    eval_steps: int = 0
+    eval_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Measure the held-out loss every so many optimizer steps; 0 is only before and after training."""
 
     # == output ==
-    save_model: bool = True
+    save_model: Annotated[bool, MAY_DIFFER] = True
     """Save checkpoints, and the adapter (or the model, for full) at the end; turn it off when only speed is
     measured."""
-    output_dir: str = "output"
+    output_dir: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "output"
     """Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."""
-    overwrite_output_dir: bool = False
+    overwrite_output_dir: Annotated[bool, MAY_DIFFER, PER_NODE] = False
     """Allow output_dir to hold the results of a finished or another run, which are replaced; this run's own,
     unfinished, is gone on with all the same, unless resume is off."""
-    log_to: tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...] = ("tqdm",)
+    log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = ("tqdm",)
     """Where metrics go, one or more; metrics.jsonl in output_dir is always written."""
-    project_name: str = "fsdp_qlora"
+    project_name: Annotated[str, MAY_DIFFER] = "fsdp_qlora"
     """Project of the run on wandb."""
-    name: str | None = None
+    name: Annotated[str | None, MAY_DIFFER] = None
     """Name of the run on wandb."""
-    group: str | None = None
+    group: Annotated[str | None, MAY_DIFFER] = None
     """Group of the run on wandb, for runs that belong together."""
-    entity: str | None = None
+    entity: Annotated[str | None, MAY_DIFFER] = None
     """User or team on wandb that owns the run."""
-    verbose: bool = False
+    verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
     """Print the model's structure too."""
-    dry_run: bool = False
+    dry_run: Annotated[bool, MAY_DIFFER] = False
     """Build everything without weights, print sizes, memory per process and steps, and stop."""
 
     # == never losing a run ==
-    resume: str = "auto"
+    resume: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
     """Where to begin: auto goes on from the newest good checkpoint of this run in output_dir, off starts at zero, and
     a checkpoint's or another run's folder goes on from there."""
-    save_steps: int = 0
+    save_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Save a checkpoint every so many optimizer steps, besides save_minutes; 0 is by the clock alone. There is one at
     the end, at a stop, and after each evaluation that is the best so far, in any case."""
-    save_minutes: float = 15.0
+    save_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
     """Save a checkpoint every so many minutes; raise it when all weights train and the disk is slow, 0 is never."""
-    save_total_limit: int = 3
+    save_total_limit: Annotated[int, at_least(1), MAY_DIFFER] = 3
     """Newest checkpoints that are kept, besides the one with the lowest held-out loss."""
-    mirror: str | None = None
+    mirror: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Where each checkpoint is copied while training goes on: a folder on another disk or machine, rclone:REMOTE, or
     hf:OWNER/NAME (a private repository); an empty output_dir, as on a new machine, is filled from it."""
-    max_hours: float | None = None
+    max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
     """Stop with a checkpoint before the run has taken so many hours, earlier starts of it included."""
-    max_cost_usd: float | None = None
+    max_cost_usd: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
     """Stop with a checkpoint before the run has cost so much, at price_per_hour."""
-    price_per_hour: float | None = None
+    price_per_hour: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
     """US dollars per hour for all machines of the run."""
-    on_nonfinite: Literal["halt", "skip"] = "halt"
+    on_nonfinite: Annotated[Literal["halt", "skip"], MAY_DIFFER] = "halt"
     """What to do when a loss or gradient is not a finite number: end the run, or leave out the step (10 steps or 1% at
     most)."""
-    hang_minutes: float = 15.0
+    hang_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
     """End the run when a process has not moved for so long, and say which; raise it when one micro-batch, or
     saving, takes longer, 0 is never."""
 
     # == profiling ==
-    profile_memory: bool = False
+    profile_memory: Annotated[bool, MAY_DIFFER] = False
     """Log the memory in use after each phase of the start and after the first steps."""
-    profile: bool = False
+    profile: Annotated[bool, MAY_DIFFER] = False
     """Run torch.profiler during training, in cycles of steps; by default it records the last two of every ten,
     so a run of fewer steps needs a shorter profiling_frequency."""
-    profiling_output: str = "profiles"
+    profiling_output: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "profiles"
     """Folder for the profiler's files."""
-    with_stack: bool = False
+    with_stack: Annotated[bool, MAY_DIFFER] = False
     """Record the source line of each operation; it slows the steps that are profiled."""
-    with_shapes: bool = False
+    with_shapes: Annotated[bool, MAY_DIFFER] = False
     """Record the shapes of each operation's inputs."""
-    export_trace: bool = True
+    export_trace: Annotated[bool, MAY_DIFFER] = True
     """Write a trace that chrome://tracing and Perfetto open."""
-    export_memory_timeline: bool = False
+    export_memory_timeline: Annotated[bool, MAY_DIFFER] = False
     """Write the memory in use over time by category."""
-    wait_steps: int = 0
+    wait_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Steps that the profiler skips at the start of a cycle; used when repeat is above 0."""
-    profiling_warmup_steps: int = 1
+    profiling_warmup_steps: Annotated[int, at_least(0), MAY_DIFFER] = 1
     """Steps that the profiler runs and throws away before it records (warmup_steps in the 2024 program; that
     name is now the learning rate's)."""
-    active_steps: int = 2
+    active_steps: Annotated[int, at_least(1), MAY_DIFFER] = 2
     """Steps that the profiler records in a cycle."""
-    repeat: int = 0
+    repeat: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Cycles of the profiler; 0 repeats to the end, one cycle every profiling_frequency steps."""
-    profiling_frequency: int = 10
+    profiling_frequency: Annotated[int, at_least(1), MAY_DIFFER] = 10
     """Length of a profiler cycle in steps; used when repeat is 0."""
 
     # == accepted for the 2024 program's commands, and without effect ==
-    low_memory: bool | None = None
-    """Needless: loading never holds more than loading_buffer_mib besides the shard."""
-    no_sync: bool | None = None
-    """Needless: an adapter's gradients are always synchronised once per optimizer step."""
-    reentrant_checkpointing: bool | None = None
-    """Needless: checkpointing is always the non-reentrant kind."""
-    loading_workers: int | None = None
-    """Needless: weights are read ahead as far as loading_buffer_mib allows."""
+    low_memory: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
+    """Weights are always streamed from the files; no process holds more than its shard and loading_buffer_mib."""
+    no_sync: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
+    """An adapter's gradients are always synchronised once per optimizer step, with offload too; those of a whole model
+    after every micro-batch, which keeps them sharded."""
+    reentrant_checkpointing: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
+    """Activation checkpointing is always non-reentrant."""
+    loading_workers: Annotated[int | None, MAY_DIFFER, NO_EFFECT] = None
+    """Reading runs ahead of quantizing by loading_buffer_mib."""
 
     @property
     def learning_rate(self) -> float:
@@ -325,37 +326,29 @@ class TrainConfig:
         return cls(**{name: getattr(self, option) for name, option in found.items()}, **given)
 
 
-NEEDLESS = {
-    "low_memory": "weights are always streamed from the files; no process ever holds more than its shard and "
-    "--loading_buffer_mib.",
-    "no_sync": "an adapter's gradients are always synchronised once per optimizer step, with offload too; those of "
-    "a whole model after every micro-batch, which keeps them sharded.",
-    "reentrant_checkpointing": "activation checkpointing is always non-reentrant.",
-    "loading_workers": "reading runs ahead of quantizing by --loading_buffer_mib.",
-}
-"""Options of the 2024 program that are accepted and do nothing, and what happens instead."""
-
 DEFAULTS = TrainConfig()
 
-
-def needless_lines(config: TrainConfig) -> list[str]:
-    """One line for each option that was given and has no effect any more."""
-    given = [name for name in NEEDLESS if getattr(config, name) is not None]
-    return [f"--{name} is no longer needed: {NEEDLESS[name]}" for name in given]
+_HINTS = get_type_hints(TrainConfig, include_extras=True)
 
 
-def option_help() -> dict[str, dict[str, str]]:
-    """Heading -> option -> help, in the order of the fields, read from the source of `TrainConfig`."""
-    source = textwrap.dedent(inspect.getsource(TrainConfig))
-    headings = {number: line.strip(" #=") for number, line in enumerate(source.splitlines(), 1) if "# ==" in line}
-    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
-    options: dict[str, dict[str, str]] = {heading: {} for heading in headings.values()}
-    for field, text in itertools.pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            heading = headings[max(number for number in headings if number < field.lineno)]
-            name, sentence = ast.unparse(field.target), ast.literal_eval(text.value)
-            options[heading][name] = " ".join(sentence.split())
-    return options
+def marks_of(name: str) -> tuple[Mark | Limit, ...]:
+    """What stands beside the type of an option."""
+    return getattr(_HINTS[name], "__metadata__", ())
+
+
+def names_marked(mark: Mark) -> tuple[str, ...]:
+    """The options with a mark, in the order of the fields."""
+    return tuple(name for name in _HINTS if mark in marks_of(name))
+
+
+LIMITS = {name: mark for name in _HINTS for mark in marks_of(name) if isinstance(mark, Limit)}
+"""Option -> the limit of its values."""
+
+
+def option_types() -> dict[str, Any]:
+    """Option -> its type, without marks; that of a name out of a table is a Literal."""
+    types = get_type_hints(TrainConfig)
+    return types | {name: Literal[limit.choices] for name, limit in LIMITS.items() if limit.choices}
 
 
 def resolved_options(config: TrainConfig) -> dict[str, Any]:
@@ -377,289 +370,3 @@ def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
     return [
         (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
     ]
-
-
-def check(config: TrainConfig) -> list[str]:
-    """What is wrong with the values of the options and with their combination; needs no model or device."""
-    errors = [
-        f"--{name} must be {allowed}, but is {getattr(config, name)!r}."
-        for name, (accepts, allowed) in _LIMITS.items()
-        if not accepts(getattr(config, name))
-    ]
-    rule_sets = (
-        _launch_conflicts,
-        _model_conflicts,
-        _adapter_conflicts,
-        _optimizer_conflicts,
-        _data_conflicts,
-        _budget_conflicts,
-        _profiling_conflicts,
-    )
-    for rules in rule_sets:
-        errors.extend(rules(config))
-    return errors
-
-
-def quant_storage_error(quant_storage: str, compute_dtype: str) -> str | None:
-    """Why packed weights cannot be sharded as `quant_storage` when the model computes in `compute_dtype`."""
-    if quant_storage in ("auto", compute_dtype):
-        return None
-    return (
-        f"--quant_storage is {quant_storage}, but the model computes in {compute_dtype}: FSDP would convert "
-        f"the packed bytes to {compute_dtype} as if they were numbers. Leave it at auto."
-    )
-
-
-_Limit = tuple[Callable[[Any], bool], str]
-
-
-def _at_least(low: int) -> _Limit:
-    return lambda value: value >= low, f"{low} or more"
-
-
-def _positive_or_all(value: int) -> bool:
-    return value == -1 or value >= 1
-
-
-_SHARE: _Limit = (lambda value: 0 <= value <= 1, "between 0 and 1")
-_SHARE_BELOW_ONE: _Limit = (lambda value: 0 <= value < 1, "0 or more and below 1")
-_NOT_EMPTY: _Limit = (lambda value: bool(value), "given")
-_POSITIVE: _Limit = (lambda value: value is None or 0 < value < math.inf, "a finite number above 0")
-
-_LIMITS: dict[str, _Limit] = {
-    "world_size": (_positive_or_all, "-1 or a number of processes"),
-    "nproc_per_node": (_positive_or_all, "-1 or a number of processes"),
-    "master_addr": _NOT_EMPTY,
-    "master_port": (lambda value: 0 <= value <= 65535, "between 0 and 65535"),
-    "model_name": _NOT_EMPTY,
-    "quant_cache": _NOT_EMPTY,
-    "n_bits": (lambda value: value in (8, 4, 3, 2), "8, 4, 3 or 2"),
-    "group_size": (lambda value: value >= 32 and value % 32 == 0, "a multiple of 32"),
-    "int8_threshold": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
-    "lora_rank": _at_least(1),
-    "lora_alpha": _at_least(1),
-    "lora_dropout": _SHARE_BELOW_ONE,
-    "lora_target_modules": _NOT_EMPTY,
-    "batch_size": _at_least(1),
-    "loading_buffer_mib": _at_least(1),
-    "context_length": _at_least(2),
-    "gradient_accumulation_steps": _at_least(1),
-    "num_epochs": _at_least(1),
-    "max_steps": (_positive_or_all, "-1 (all epochs) or a number of optimizer steps"),
-    "lr": _POSITIVE,
-    "warmup_ratio": _SHARE,
-    "warmup_steps": _at_least(-1),
-    "loraplus_lr_ratio": _POSITIVE,
-    "wd": (lambda value: 0 <= value < math.inf, "a finite number, 0 or more"),
-    "grad_norm": _POSITIVE,
-    "seed": (lambda value: 0 <= value < 2**32, "between 0 and 4294967295"),
-    "dataset": _NOT_EMPTY,
-    "dataset_samples": (lambda value: value is None or value >= 1, "1 or more"),
-    "max_bad_rows": _SHARE,
-    "eval_fraction": _SHARE_BELOW_ONE,
-    "eval_steps": _at_least(0),
-    "output_dir": _NOT_EMPTY,
-    "log_to": _NOT_EMPTY,
-    "resume": _NOT_EMPTY,
-    "save_steps": _at_least(0),
-    "save_minutes": _at_least(0),
-    "save_total_limit": _at_least(1),
-    "max_hours": _POSITIVE,
-    "max_cost_usd": _POSITIVE,
-    "price_per_hour": _POSITIVE,
-    "hang_minutes": _at_least(0),
-    "profiling_output": _NOT_EMPTY,
-    "wait_steps": _at_least(0),
-    "profiling_warmup_steps": _at_least(0),
-    "active_steps": _at_least(1),
-    "repeat": _at_least(0),
-    "profiling_frequency": _at_least(1),
-}
-
-
-def _changed(config: TrainConfig, *names: str) -> list[str]:
-    return [name for name in names if getattr(config, name) != getattr(DEFAULTS, name)]
-
-
-def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.world_size != c.nproc_per_node and -1 not in (c.world_size, c.nproc_per_node):
-        yield (
-            f"--world_size is {c.world_size} and --nproc_per_node is {c.nproc_per_node}, but both are the "
-            "number of processes on this machine. Give one of them."
-        )
-
-
-def _model_conflicts(c: TrainConfig) -> Iterator[str]:
-    kind = TRAIN_TYPES[c.train_type]
-    quantization = _changed(c, "quant_storage", "allow_unquantized")
-    if c.quant_cache not in ("auto", "off"):
-        quantization.append("quant_cache")
-    if quantization and kind.quantizer is None:
-        yield (
-            f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "
-            "or use --train_type qlora."
-        )
-    for quantizer, names in QUANTIZER_OPTIONS.items():
-        given = _changed(c, *names)
-        if given and kind.quantizer != quantizer:
-            takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
-            yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
-    if c.llama_pro_path is not None and not kind.trains_new_blocks:
-        yield (
-            f"--train_type {c.train_type} does not know --llama_pro_path: that is for bnb_llama_pro and hqq_llama_pro."
-        )
-    if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
-        yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
-    # The name of a precision starts with its compute dtype. What auto comes to is known with the device.
-    compute_dtype = c.precision.split("_")[0]
-    if kind.quantizer is not None and compute_dtype != "auto":
-        yield from filter(None, [quant_storage_error(c.quant_storage, compute_dtype)])
-    if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
-        yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
-    if c.use_activation_cpu_offload and not c.use_gradient_checkpointing:
-        yield (
-            "--use_activation_cpu_offload moves the activations that checkpointing keeps: it needs "
-            "--use_gradient_checkpointing true."
-        )
-
-
-def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
-    kind = TRAIN_TYPES[c.train_type]
-    given = _changed(c, *_ADAPTER_OPTIONS)
-    if given and not kind.has_adapter:
-        yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(given)}, or use --train_type lora.")
-    if c.lora_target_parameters and c.lora_dropout:
-        yield (
-            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
-            "without dropout."
-        )
-    if c.lora_target_parameters and kind.adapter == "dora":
-        yield (
-            f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave out "
-            "--lora_target_parameters."
-        )
-    yield from _init_errors(c)
-    yield from _target_errors(c.lora_target_modules)
-    yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
-    yield from _pattern_errors("alpha_pattern", c.alpha_pattern, float, "a number above 0")
-
-
-_ADAPTER_OPTIONS = (
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters", "modules_to_save",
-    "use_rslora",
-    "init_lora_weights", "rank_pattern", "alpha_pattern", "loraplus_lr_ratio",
-)  # fmt: skip
-
-
-def _init_errors(c: TrainConfig) -> Iterator[str]:
-    kind, init = TRAIN_TYPES[c.train_type], c.init_lora_weights
-    if init == "eva":
-        yield (
-            "--init_lora_weights eva would need the data to pass through the model before the adapter is made, which "
-            "this program does not do. Take pissa_niter_16, which starts from the weights."
-        )
-    elif re.fullmatch(r"true|pissa|pissa_niter_[1-9]\d*|olora|loftq", init) is None:
-        yield f"--init_lora_weights is {init!r}; choices: true, pissa, pissa_niter_N, olora, loftq."
-    if init == "true":
-        return
-    if init == "loftq" and kind.has_adapter and kind.quantizer is None:
-        yield f"--init_lora_weights loftq makes up for quantization, but --train_type {c.train_type} does not quantize."
-    if kind.adapter == "dora":
-        yield f"--train_type {c.train_type} starts from the base model's own rows: leave --init_lora_weights at true."
-    if c.lora_target_parameters:
-        yield f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
-    if init.startswith(("pissa", "olora")) and c.quant_cache not in ("auto", "off"):
-        yield f"--init_lora_weights {init} changes the base, so its weights are not cached: leave out --quant_cache."
-
-
-def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
-    value = ",".join(targets)
-    if len(targets) > 1:
-        special = [name for name in targets if name in (*ALL, "default")]
-        if special:
-            yield (
-                f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is {value}."
-            )
-        elif any(is_regex(name) for name in targets):
-            yield (
-                "--lora_target_modules: a regular expression is given alone and without commas, but the value is "
-                f"{value}."
-            )
-    elif targets and is_regex(targets[0]) and (reason := _regex_error(targets[0])):
-        yield f"--lora_target_modules: {value} is not a name, and as a regular expression it is wrong: {reason}."
-
-
-def _pattern_errors(option: str, items: tuple[str, ...], number: type, allowed: str) -> Iterator[str]:
-    for name, value in pairs(items):
-        try:
-            good = 0 < number(value) < math.inf
-        except ValueError:
-            good = False
-        if not name or not good:
-            yield f"--{option} needs name=number with {allowed}, but has {name + '=' * bool(value) + value!r}."
-        elif reason := _regex_error(name):
-            yield f"--{option}: {name} is wrong as a regular expression: {reason}."
-
-
-def _regex_error(pattern: str) -> str | None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        return str(error)
-    return None
-
-
-def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
-    kind = TRAIN_TYPES[c.train_type]
-    others = _changed(c, "lora_target_parameters", "modules_to_save")
-    if c.optimizer == "muon" and (kind.adapter != "lora" or others):
-        yield (
-            "--optimizer muon makes whole matrices orthogonal, which here are LoRA's A and B: it cannot be used with "
-            + (_flags(others) if kind.adapter == "lora" else f"--train_type {c.train_type}")
-            + "."
-        )
-    if c.optimizer == "schedule_free_adamw" and c.lr_scheduler != "constant":
-        yield (
-            f"--optimizer schedule_free_adamw takes the place of a schedule, but --lr_scheduler is {c.lr_scheduler}: "
-            "give --lr_scheduler constant (the warm-up stays)."
-        )
-    if c.optimizer.startswith("paged_") and c.use_cpu_offload and (c.modules_to_save or not kind.has_adapter):
-        yield (
-            f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
-            f"{'not all that trains' if kind.has_adapter else 'nothing'}: use adamw_8bit."
-        )
-
-
-def _data_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.eval_dataset is not None and c.eval_fraction > 0:
-        yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
-    if c.eval_steps > 0 and c.eval_dataset is None and c.eval_fraction == 0:
-        yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
-
-
-def _budget_conflicts(c: TrainConfig) -> Iterator[str]:
-    if (c.max_cost_usd is None) != (c.price_per_hour is None):
-        yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
-
-
-def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
-    steps = c.profiling_warmup_steps + c.active_steps
-    if c.profile and c.repeat == 0 and c.profiling_frequency < steps:
-        yield (
-            f"--profiling_frequency is {c.profiling_frequency}, but a cycle of --profiling_warmup_steps and "
-            f"--active_steps takes {steps} steps."
-        )
-
-
-_RULES = (
-    _launch_conflicts,
-    _model_conflicts,
-    _adapter_conflicts,
-    _optimizer_conflicts,
-    _data_conflicts,
-    _profiling_conflicts,
-)
-
-
-def _flags(names: list[str]) -> str:
-    return ", ".join(f"--{name}" for name in names)

@@ -14,7 +14,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
-from fsdp_qlora.config.options import TrainConfig, needless_lines, pairs
+from fsdp_qlora.config.help import needless_lines
+from fsdp_qlora.config.marks import of_quantizer
+from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks
@@ -25,7 +27,7 @@ from fsdp_qlora.planning import describe, memory
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.quantizers import bnb_4bit_format
 from fsdp_qlora.sharding.build_model import MetaModel, build_model
-from fsdp_qlora.train_types import QUANTIZER_OPTIONS, TRAIN_TYPES, TrainType
+from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -143,30 +145,18 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
 
 def lora_options(config: TrainConfig) -> LoraOptions:
     """The options of the adapter."""
-    return LoraOptions(
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules,
-        target_parameters=config.lora_target_parameters,
-        use_rslora=config.use_rslora,
+    return config.pick(
+        LoraOptions,
+        prefix="lora_",
+        init=config.init_lora_weights,
         rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
         alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
-        init=config.init_lora_weights,
-        modules_to_save=config.modules_to_save,
     )
 
 
 def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
     """The options that are the quantizer's own."""
-    options = {
-        "quant_type": config.quant_type,
-        "double_quant": config.double_quant,
-        "n_bits": config.n_bits,
-        "group_size": config.group_size,
-        "int8_threshold": config.int8_threshold,
-    }
-    return {name: options[name] for name in QUANTIZER_OPTIONS.get(quantizer or "", ())}
+    return {name: getattr(config, name) for name in names_marked(of_quantizer(quantizer))}
 
 
 def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:

@@ -62,7 +62,7 @@ def build_model(
     Trainable parameters are float32; frozen ones have the precision's dtypes.
 
     Args:
-        quantizer_options: those of the train type's quantizer, as QUANTIZER_OPTIONS names them.
+        quantizer_options: arguments of the quantizer's layers; empty without a quantizer.
         prequantized: how the weight files are quantized already; it then decides which layers are, and how.
         trust_remote_code: build with code that came with the configuration.
         new_blocks: decoder blocks that are not quantized and train in full, where the train type trains these alone.

@@ -9,13 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import pytest
 
 from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.config.options import NEEDLESS, TrainConfig, needless_lines, option_help, resolved_yaml
+from fsdp_qlora.config.help import needless_lines, option_help
+from fsdp_qlora.config.marks import NO_EFFECT, of_quantizer
+from fsdp_qlora.config.options import TrainConfig, names_marked, option_types, resolved_yaml
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.train_types import TRAIN_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
@@ -130,6 +133,7 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--world_size 2 --nproc_per_node 3", "Give one of them"),
         ("--eval_fraction 0.1 --eval_dataset x.json", "Give one"),
         ("--eval_steps 5", "--eval_steps needs rows"),
+        ("--max_cost_usd 3", "--max_cost_usd and --price_per_hour are needed together"),
         ("--use_activation_cpu_offload true --use_gradient_checkpointing false", "it needs"),
         ("--profile true --profiling_frequency 2", "takes 3 steps"),
         ("--batch_size 2 3", "Unexpected argument '3'"),
@@ -204,9 +208,8 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
     from fsdp_qlora.metrics.metric_log import SINKS
     from fsdp_qlora.optimizers.sharded import OPTIMIZERS, SCHEDULES
     from fsdp_qlora.precision import PRECISIONS
-    from fsdp_qlora.train_types import TRAIN_TYPES
 
-    hints = get_type_hints(TrainConfig)
+    hints = option_types()
 
     def choices(name: str) -> set[str]:
         return set(get_args(hints[name])) - {"auto"}
@@ -236,7 +239,7 @@ def test_a_group_of_options_is_a_dataclass_with_fields_of_their_names():
 
 def test_every_option_is_read():
     """An option that nothing reads is a promise that is not kept."""
-    read = set()
+    read = set(names_marked(NO_EFFECT))  # by needless_lines
     for path in ("run", "planning.plan", "launch"):
         module = importlib.import_module(f"fsdp_qlora.{path}")
         for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -244,11 +247,13 @@ def test_every_option_is_read():
                 read.add(node.attr)
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.pick":
                 read |= picked(node, module)
+            if isinstance(node, ast.Call) and ast.unparse(node) == "names_marked(of_quantizer(quantizer))":
+                read |= {name for kind in TRAIN_TYPES.values() for name in names_marked(of_quantizer(kind.quantizer))}
     # The properties that combine options read them as `self`.
     for node in ast.walk(ast.parse(inspect.getsource(TrainConfig))):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
             read.add(node.attr)
-    assert sorted(set(NAMES) - set(NEEDLESS) - read) == []
+    assert sorted(set(NAMES) - read) == []
 
 
 def picked(call: ast.Call, module: ModuleType) -> set[str]:

@@ -15,7 +15,8 @@ from fsdp_qlora.adapters.decompositions import pissa, pissa_niter
 from fsdp_qlora.adapters.dora import DoraLinear
 from fsdp_qlora.adapters.insert import first_adapter_value
 from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.config.options import TrainConfig, check
+from fsdp_qlora.config.conflicts import check
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.run import run
 from tests.parity.test_train_types import _base as library_base

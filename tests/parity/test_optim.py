@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.optimization import Adafactor
 
-from fsdp_qlora.config.options import TrainConfig, check
+from fsdp_qlora.config.conflicts import check
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers import matrix
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer, check_optimizer

@@ -1,0 +1,213 @@
+"""Which values and combinations of options are refused; known before a model is read or a device is asked."""
+
+import importlib.util
+import math
+import re
+from collections.abc import Iterator
+
+from fsdp_qlora.adapters.targets import ALL, is_regex
+from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
+from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
+from fsdp_qlora.train_types import TRAIN_TYPES
+
+
+def check(config: TrainConfig) -> list[str]:
+    """What is wrong with the values of the options and with their combination; all of it."""
+    errors = [
+        f"--{name} must be {limit.allowed}, but is {getattr(config, name)!r}."
+        for name, limit in LIMITS.items()
+        if not limit.accepts(getattr(config, name))
+    ]
+    return errors + [error for rules in _RULES for error in rules(config)]
+
+
+def quant_storage_error(quant_storage: str, compute_dtype: str) -> str | None:
+    """Why packed weights cannot be sharded as `quant_storage` when the model computes in `compute_dtype`."""
+    if quant_storage in ("auto", compute_dtype):
+        return None
+    return (
+        f"--quant_storage is {quant_storage}, but the model computes in {compute_dtype}: FSDP would convert "
+        f"the packed bytes to {compute_dtype} as if they were numbers. Leave it at auto."
+    )
+
+
+def _changed(config: TrainConfig, *names: str) -> list[str]:
+    return [name for name in names if getattr(config, name) != getattr(DEFAULTS, name)]
+
+
+def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.world_size != c.nproc_per_node and -1 not in (c.world_size, c.nproc_per_node):
+        yield (
+            f"--world_size is {c.world_size} and --nproc_per_node is {c.nproc_per_node}, but both are the "
+            "number of processes on this machine. Give one of them."
+        )
+
+
+def _model_conflicts(c: TrainConfig) -> Iterator[str]:
+    kind = TRAIN_TYPES[c.train_type]
+    quantization = _changed(c, "quant_storage", "allow_unquantized")
+    if c.quant_cache not in ("auto", "off"):
+        quantization.append("quant_cache")
+    if quantization and kind.quantizer is None:
+        yield (
+            f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "
+            "or use --train_type qlora."
+        )
+    for quantizer in sorted({other.quantizer for other in TRAIN_TYPES.values() if other.quantizer}):
+        given = _changed(c, *names_marked(of_quantizer(quantizer)))
+        if given and kind.quantizer != quantizer:
+            takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
+            yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
+    if c.llama_pro_path is not None and not kind.trains_new_blocks:
+        yield (
+            f"--train_type {c.train_type} does not know --llama_pro_path: that is for bnb_llama_pro and hqq_llama_pro."
+        )
+    if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
+        yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
+    # The name of a precision starts with its compute dtype. What auto comes to is known with the device.
+    compute_dtype = c.precision.split("_")[0]
+    if kind.quantizer is not None and compute_dtype != "auto":
+        yield from filter(None, [quant_storage_error(c.quant_storage, compute_dtype)])
+    if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
+        yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
+    if c.use_activation_cpu_offload and not c.use_gradient_checkpointing:
+        yield (
+            "--use_activation_cpu_offload moves the activations that checkpointing keeps: it needs "
+            "--use_gradient_checkpointing true."
+        )
+
+
+def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
+    kind = TRAIN_TYPES[c.train_type]
+    given = _changed(c, *names_marked(OF_ADAPTER))
+    if given and not kind.has_adapter:
+        yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(given)}, or use --train_type lora.")
+    if c.lora_target_parameters and c.lora_dropout:
+        yield (
+            f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
+            "without dropout."
+        )
+    if c.lora_target_parameters and kind.adapter == "dora":
+        yield (
+            f"--train_type {c.train_type} is DoRA, which PEFT has for linear layers only: leave out "
+            "--lora_target_parameters."
+        )
+    yield from _init_errors(c)
+    yield from _target_errors(c.lora_target_modules)
+    yield from _pattern_errors("rank_pattern", c.rank_pattern, int, "a whole number of 1 or more")
+    yield from _pattern_errors("alpha_pattern", c.alpha_pattern, float, "a number above 0")
+
+
+def _init_errors(c: TrainConfig) -> Iterator[str]:
+    kind, init = TRAIN_TYPES[c.train_type], c.init_lora_weights
+    if init == "eva":
+        yield (
+            "--init_lora_weights eva would need the data to pass through the model before the adapter is made, which "
+            "this program does not do. Take pissa_niter_16, which starts from the weights."
+        )
+    elif re.fullmatch(r"true|pissa|pissa_niter_[1-9]\d*|olora|loftq", init) is None:
+        yield f"--init_lora_weights is {init!r}; choices: true, pissa, pissa_niter_N, olora, loftq."
+    if init == "true":
+        return
+    if init == "loftq" and kind.has_adapter and kind.quantizer is None:
+        yield f"--init_lora_weights loftq makes up for quantization, but --train_type {c.train_type} does not quantize."
+    if kind.adapter == "dora":
+        yield f"--train_type {c.train_type} starts from the base model's own rows: leave --init_lora_weights at true."
+    if c.lora_target_parameters:
+        yield f"--init_lora_weights {init} is for linear layers: leave out --lora_target_parameters."
+    if init.startswith(("pissa", "olora")) and c.quant_cache not in ("auto", "off"):
+        yield f"--init_lora_weights {init} changes the base, so its weights are not cached: leave out --quant_cache."
+
+
+def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
+    value = ",".join(targets)
+    if len(targets) > 1:
+        special = [name for name in targets if name in (*ALL, "default")]
+        if special:
+            yield (
+                f"--lora_target_modules: {min(special)} cannot be combined with other names, but the value is {value}."
+            )
+        elif any(is_regex(name) for name in targets):
+            yield (
+                "--lora_target_modules: a regular expression is given alone and without commas, but the value is "
+                f"{value}."
+            )
+    elif targets and is_regex(targets[0]) and (reason := _regex_error(targets[0])):
+        yield f"--lora_target_modules: {value} is not a name, and as a regular expression it is wrong: {reason}."
+
+
+def _pattern_errors(option: str, items: tuple[str, ...], number: type, allowed: str) -> Iterator[str]:
+    for name, value in pairs(items):
+        try:
+            good = 0 < number(value) < math.inf
+        except ValueError:
+            good = False
+        if not name or not good:
+            yield f"--{option} needs name=number with {allowed}, but has {name + '=' * bool(value) + value!r}."
+        elif reason := _regex_error(name):
+            yield f"--{option}: {name} is wrong as a regular expression: {reason}."
+
+
+def _regex_error(pattern: str) -> str | None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return str(error)
+    return None
+
+
+def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
+    kind = TRAIN_TYPES[c.train_type]
+    others = _changed(c, "lora_target_parameters", "modules_to_save")
+    if c.optimizer == "muon" and (kind.adapter != "lora" or others):
+        yield (
+            "--optimizer muon makes whole matrices orthogonal, which here are LoRA's A and B: it cannot be used with "
+            + (_flags(others) if kind.adapter == "lora" else f"--train_type {c.train_type}")
+            + "."
+        )
+    if c.optimizer == "schedule_free_adamw" and c.lr_scheduler != "constant":
+        yield (
+            f"--optimizer schedule_free_adamw takes the place of a schedule, but --lr_scheduler is {c.lr_scheduler}: "
+            "give --lr_scheduler constant (the warm-up stays)."
+        )
+    if c.optimizer.startswith("paged_") and c.use_cpu_offload and (c.modules_to_save or not kind.has_adapter):
+        yield (
+            f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
+            f"{'not all that trains' if kind.has_adapter else 'nothing'}: use adamw_8bit."
+        )
+
+
+def _data_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.eval_dataset is not None and c.eval_fraction > 0:
+        yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
+    if c.eval_steps > 0 and c.eval_dataset is None and c.eval_fraction == 0:
+        yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
+
+
+def _budget_conflicts(c: TrainConfig) -> Iterator[str]:
+    if (c.max_cost_usd is None) != (c.price_per_hour is None):
+        yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
+
+
+def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
+    steps = c.profiling_warmup_steps + c.active_steps
+    if c.profile and c.repeat == 0 and c.profiling_frequency < steps:
+        yield (
+            f"--profiling_frequency is {c.profiling_frequency}, but a cycle of --profiling_warmup_steps and "
+            f"--active_steps takes {steps} steps."
+        )
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)
+
+
+_RULES = (
+    _launch_conflicts,
+    _model_conflicts,
+    _adapter_conflicts,
+    _optimizer_conflicts,
+    _data_conflicts,
+    _budget_conflicts,
+    _profiling_conflicts,
+)

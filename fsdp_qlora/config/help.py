@@ -1,0 +1,30 @@
+"""The help of each option, which is the sentence under its field."""
+
+import ast
+import inspect
+import itertools
+import textwrap
+
+from fsdp_qlora.config.marks import NO_EFFECT
+from fsdp_qlora.config.options import TrainConfig, names_marked
+
+
+def option_help() -> dict[str, dict[str, str]]:
+    """Heading -> option -> help, in the order of the fields, read from the source of `TrainConfig`."""
+    source = textwrap.dedent(inspect.getsource(TrainConfig))
+    headings = {number: line.strip(" #=") for number, line in enumerate(source.splitlines(), 1) if "# ==" in line}
+    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    options: dict[str, dict[str, str]] = {heading: {} for heading in headings.values()}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            heading = headings[max(number for number in headings if number < field.lineno)]
+            name, sentence = ast.unparse(field.target), ast.literal_eval(text.value)
+            options[heading][name] = " ".join(sentence.split())
+    return options
+
+
+def needless_lines(config: TrainConfig) -> list[str]:
+    """One line for each option that was given and has no effect any more."""
+    given = [name for name in names_marked(NO_EFFECT) if getattr(config, name) is not None]
+    help_of = {name: text for options in option_help().values() for name, text in options.items()} if given else {}
+    return [f"--{name} is no longer needed. {help_of[name]}" for name in given]

@@ -1,0 +1,69 @@
+"""What stands beside an option's type in `TrainConfig`: the limit of its value, and what the option may do."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+
+class Mark(NamedTuple):
+    """Something that holds for an option."""
+
+    meaning: str
+
+
+MAY_DIFFER = Mark("may differ when a run is continued")
+"""Where and how fast the run goes, what is logged, when is saved. Options without it make a run this run. The model
+and the rows are compared by content and not by name, the batch by its global size."""
+PER_NODE = Mark("may differ between the nodes of a run")
+"""Paths, and how each node was started."""
+OF_ADAPTER = Mark("is for train types with an adapter")
+NO_EFFECT = Mark("is accepted for the 2024 program's commands, and does nothing")
+
+
+def of_quantizer(name: str | None) -> Mark:
+    """An argument of that quantizer's layers, by the same name; for train types with that quantizer."""
+    return Mark(f"is for the quantizer {name}")
+
+
+class Limit(NamedTuple):
+    """accepts: whether a value is within it. allowed: ends the sentence `--option must be`.
+
+    choices: the only values, where these are names.
+    """
+
+    accepts: Callable[[Any], bool]
+    allowed: str
+    choices: tuple[str, ...] = ()
+
+
+def at_least(low: int) -> Limit:
+    return Limit(lambda value: value is None or value >= low, f"{low} or more")
+
+
+def all_or_at_least_1(what: str) -> Limit:
+    return Limit(lambda value: value == -1 or value >= 1, f"-1 {what}")
+
+
+def between(low: int, high: int) -> Limit:
+    return Limit(lambda value: low <= value <= high, f"between {low} and {high}")
+
+
+def multiple_of(unit: int) -> Limit:
+    return Limit(lambda value: value >= unit and value % unit == 0, f"a multiple of {unit}")
+
+
+def one_of_numbers(*numbers: int) -> Limit:
+    *most, last = map(str, numbers)
+    return Limit(lambda value: value in numbers, f"{', '.join(most)} or {last}")
+
+
+def one_of_names(names: Iterable[str]) -> Limit:
+    choices = tuple(names)
+    return Limit(lambda value: value in choices, f"one of {', '.join(choices)}", choices)
+
+
+NOT_EMPTY = Limit(bool, "given")
+POSITIVE = Limit(lambda value: value is None or 0 < value < math.inf, "a finite number above 0")
+NOT_NEGATIVE = Limit(lambda value: 0 <= value < math.inf, "a finite number, 0 or more")
+SHARE = between(0, 1)
+SHARE_BELOW_1 = Limit(lambda value: 0 <= value < 1, "0 or more and below 1")
