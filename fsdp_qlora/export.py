@@ -3,15 +3,12 @@
 import functools
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,11 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.adapters.first_values import saved_parameters
-from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, LOCK, RUN, STATUS, write_atomically
-from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
-from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.checkpointing.publishing import cannot_save, publish, write_with_room
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
 from fsdp_qlora.storage.files import flush
@@ -32,124 +26,6 @@ from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
 log = logging.getLogger("fsdp_qlora")
 
 _MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
-# What a run leaves in its folder; --overwrite_output_dir removes these and touches nothing else.
-_RUN_FILES = (
-    "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
-    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
-    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*",
-    "checkpoints", FETCHED,
-)  # fmt: skip
-# What a start that was killed before it had written run.json may leave: nobody's results.
-_LEFTOVERS = {LOCK, ".saving", FETCHED, f".{RUN}.partial"}
-
-
-def check_output_dir(output_dir: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that holds something, before any work.
-
-    Raises:
-        UserError: the folder is not empty and may not be overwritten, or cannot be made.
-    """
-    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise UserError(f"output_dir {output_dir}: {existing} is a file. Give another folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir {output_dir}: {existing} is not writable. Give another folder.")
-    names = {path.name for path in output_dir.iterdir()} if output_dir.is_dir() else set()
-    # While a run is moved in from its mirror, these are copies of what is there.
-    moving = {CHECKPOINTS, METRICS_FILE, STATUS} if FETCHED in names and RUN not in names else set()
-    is_used = bool(names - _LEFTOVERS - moving)
-    if is_used and not overwrite:
-        raise UserError(
-            f"output_dir {output_dir} is not empty: it may hold the results of another run. Give another folder, "
-            "or --overwrite_output_dir true to replace them."
-        )
-
-
-def check_keeps_model(output_dir: Path, model_folder: Path) -> None:
-    """Refuse to put the results where the model is: it would be overwritten by its own fine-tuned copy.
-
-    Raises:
-        UserError: the two folders are the same.
-    """
-    if output_dir.resolve() == model_folder.resolve():
-        raise UserError(f"output_dir {output_dir} is the folder of the model itself. Give another folder.")
-
-
-def prepare_output_dir(
-    output_dir: Path, files: Mapping[str, str], *, about: Mapping[str, Any], keep_run: bool = False
-) -> None:
-    """Make the folder, remove an earlier run's results from it, and leave `files` (name -> text) in it. Rank 0 only.
-
-    Args:
-        about: what the run is, for run.json, which comes first: with it the folder is this run's.
-        keep_run: nothing is removed, since the run in the folder goes on.
-
-    Called when the model is loaded and verified: a run that cannot start takes nothing away.
-    """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output_dir {output_dir} cannot be made: {error}") from error
-    for pattern in () if keep_run else _RUN_FILES:
-        for path in output_dir.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    try:
-        write_atomically(output_dir / RUN, about)
-    except OSError as error:
-        raise UserError(f"output_dir {output_dir} cannot be written: {error}") from error
-    publish(output_dir, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
-
-
-def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
-
-    A reader sees each file whole or not at all. Where the disk is full, the oldest checkpoints make room.
-
-    Raises:
-        TrainingError: it could not be written even so.
-    """
-    error = _write_with_room(output_dir, lambda: _publish(output_dir, write))
-    if error:
-        shutil.rmtree(output_dir / ".saving", ignore_errors=True)
-        raise _cannot_save(output_dir, error) from error
-
-
-def _write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception | None:
-    """Call `write`, and again with each checkpoint that makes room on a full disk; returns what stops it even so."""
-    while True:
-        try:
-            write()
-            return None
-        except (OSError, SafetensorError) as error:
-            freed = delete_oldest(output_dir / CHECKPOINTS) if is_full(error) else None
-            if freed is None:
-                return error
-            log.warning("The disk is full (%s). To make room for the result, %s was deleted.", error, freed)
-
-
-def _cannot_save(output_dir: Path, error: Exception) -> TrainingError:
-    return TrainingError(
-        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint holds all of it: make room there, "
-        "and the same command saves it without training again."
-    )
-
-
-def _publish(output_dir: Path, write: Callable[[Path], object]) -> None:
-    staging = output_dir / ".saving"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    write(staging)
-    for path in staging.rglob("*"):
-        if path.is_file():
-            flush(path)
-    # Configurations last: they are what readers look for.
-    for path in sorted(staging.iterdir(), key=lambda path: (path.suffix == ".json", path.name)):
-        target = output_dir / path.name
-        if target.is_dir():  # a folder (of chat templates) cannot be replaced while it is there
-            shutil.rmtree(target)
-        path.replace(target)
-    staging.rmdir()
-    flush(output_dir)
 
 
 class _LargeResult:
@@ -171,14 +47,14 @@ class _LargeResult:
         self.staging.mkdir(parents=True)
 
     @property
-    def is_written(self) -> bool:
+    def writes(self) -> bool:
         """Whether this rank is to write more."""
         return self.is_rank_0 and self.error is None
 
     def write(self, write: Callable[[], object]) -> None:
         """Call `write`, which may be repeated, where this rank is to write."""
-        if self.is_written:
-            self.error = _write_with_room(self.output_dir, write)
+        if self.writes:
+            self.error = write_with_room(self.output_dir, write)
 
     def publish(self, write: Callable[[Path], object]) -> None:
         """Publish what was staged, with what `write` puts beside it.
@@ -188,7 +64,7 @@ class _LargeResult:
         """
         if self.error:
             shutil.rmtree(self.staging, ignore_errors=True)
-            raise _cannot_save(self.output_dir, self.error) from self.error
+            raise cannot_save(self.output_dir, self.error) from self.error
 
         def write_all(folder: Path) -> None:
             write(folder)
@@ -238,8 +114,8 @@ def save_model(
     result = _LargeResult(output_dir, is_rank_0=is_rank_0)
     weight_map: dict[str, str] = {}
     for name, parameters in zip(names, files, strict=True):
-        state = _gather_all(parameters, dtype, keep=result.is_written)
-        if result.is_written:
+        state = _gather_all(parameters, dtype, keep=result.writes)
+        if result.writes:
             state = _as_in_checkpoints(model, state)
             weight_map |= dict.fromkeys(state, name)
             result.write(functools.partial(_save_flushed, state, result.staging / name))
@@ -283,12 +159,12 @@ def save_new_blocks(
     files = PackedFiles(result.staging, forms)
     result.write(files.create)
     for name in forms.keys() - names:
-        if result.is_written:
+        if result.writes:
             values = base.read_flat(name, 0, base.shape(name).numel())
             result.write(functools.partial(files.write, name, 0, values))
     for name, parameter in trained:
-        state = _gather_all([(name, parameter)], dtype, keep=result.is_written)
-        if result.is_written:
+        state = _gather_all([(name, parameter)], dtype, keep=result.writes)
+        if result.writes:
             for part, value in _as_in_checkpoints(model, state).items():
                 result.write(functools.partial(files.write, part, 0, value))
     result.write(files.sync)

@@ -23,7 +23,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
         self._thread.start()
 
-    def copy_later(self, folder: Path) -> None:
+    def copy_later(self) -> None:
         """Take note that a checkpoint has been published."""
         self._queue.put(True)
 

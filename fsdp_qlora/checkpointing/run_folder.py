@@ -1,120 +1,127 @@
-"""What a run keeps in its folder about itself: a lock, run.json (what it is) and status.json (how it stands)."""
+"""The folder of one run: who may use it, where the run in it begins, and what it says about itself."""
 
 import contextlib
-import fcntl
 import json
-import logging
 import os
-import socket
-import time
+import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.errors import ENDINGS, UserError
-from fsdp_qlora.redact import redact_values
-from fsdp_qlora.storage.files import flush
-
-log = logging.getLogger("fsdp_qlora")
-
-CHECKPOINTS = "checkpoints"
-LOCK, RUN, STATUS = ".lock", "run.json", "status.json"
-FETCHED = ".from_mirror"  # what is on its way here from a mirror
-_SECONDS_BETWEEN = 10.0
+from fsdp_qlora.checkpointing import resume
+from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED, LEFTOVERS, RUN, RUN_FILES, STATUS, locked
+from fsdp_qlora.checkpointing.publishing import publish
+from fsdp_qlora.checkpointing.resume import Start, StartRequest
+from fsdp_qlora.distributed import Ranks, gather_texts
+from fsdp_qlora.errors import RunStopped, UserError
+from fsdp_qlora.metrics.sinks import METRICS_FILE
+from fsdp_qlora.storage.files import write_json
 
 
-@contextlib.contextmanager
-def locked(output_dir: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, which is made where it is not there. For rank 0 only.
+class RunFolder:
+    """The folder of one run. Rank 0 alone writes into it."""
 
-    The system frees the lock when its holder dies, however that happens. What the lock alone has made is removed.
+    def __init__(self, path: Path, ranks: Ranks, request: StartRequest) -> None:
+        self.path, self.ranks, self.request = path, ranks, request
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator["RunFolder"]:
+        """Refuse a folder that holds something else, before any work, and keep other runs out of it.
+
+        Raises:
+            UserError: the folder is in use, cannot be written, or holds something else than this run.
+        """
+        if self.ranks.rank < self.ranks.local_world_size:  # the ranks beside rank 0 see the same folder, and say so too
+            continues = resume.continues(self.path, self.request)
+            check_usable(self.path, overwrite=self.request.overwrite or continues)
+            resume.check_options(self.path, self.request)
+        with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
+            yield self
+
+    def check_keeps_model(self, model_folder: Path) -> None:
+        """Refuse to put the results where the model is: it would be overwritten by its own fine-tuned copy.
+
+        Raises:
+            UserError: the two folders are the same.
+        """
+        if self.path.resolve() == model_folder.resolve():
+            raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
+
+    def choose_start(self, identity: Mapping[str, Any]) -> Start:
+        """Decide on rank 0 where the run begins, and tell all. Every rank calls it, while rank 0 holds the lock.
+
+        Args:
+            identity: this run's options, facts (see resume.FACTS), world_size and global_batch_size.
+        Raises:
+            UserError: the run in the folder is another one, or none of its checkpoints passes verification.
+            RunStopped: nobody is watching, and starting it again and again has not helped.
+        """
+        answer: dict[str, Any] = {}
+        if self.ranks.is_rank_0:
+            try:
+                answer = {"start": asdict(resume.choose_start(self.path, identity, self.request))}
+            except UserError as error:
+                answer = {"error": str(error)}
+            except OSError as error:
+                answer = {"error": f"The run's folder cannot be used: {error}."}
+            except RunStopped as stopped:
+                answer = {"stopped": [stopped.ending.state, str(stopped)]}
+        answer = json.loads(gather_texts(json.dumps(answer), self.ranks.device)[0])
+        if "error" in answer:
+            raise UserError(answer["error"])
+        if "stopped" in answer:
+            raise RunStopped(*answer["stopped"])
+        return Start(**answer["start"])
+
+    def prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
+        """Make the folder, remove an earlier run's results from it, and leave `files` (name -> text) in it.
+
+        Called when the model is loaded and verified: a run that cannot start takes nothing away.
+
+        Args:
+            identity: what the run is, for run.json, which comes first: with it the folder is this run's.
+            keep_run: nothing is removed, since the run in the folder continues.
+        Raises:
+            UserError: it cannot be written.
+        """
+        if not self.ranks.is_rank_0:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_dir {self.path} cannot be made: {error}") from error
+        for pattern in () if keep_run else RUN_FILES:
+            for path in self.path.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
+        except OSError as error:
+            raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
+        publish(self.path, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
+
+
+def check_usable(path: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that holds something, before any work.
 
     Raises:
-        UserError: another process holds it, or the folder cannot be made.
+        UserError: the folder is not empty and may not be overwritten, or cannot be made.
     """
-    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
-    descriptor = _take(output_dir)
-    try:
-        yield
-    finally:
-        (output_dir / LOCK).unlink(missing_ok=True)
-        os.close(descriptor)
-        with contextlib.suppress(OSError):  # it is not empty
-            for path in made:
-                path.rmdir()
-
-
-def _take(output_dir: Path) -> int:
-    path = output_dir / LOCK
-    while True:
-        try:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise UserError(f"output_dir {output_dir} cannot be written: {error.strerror}.") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            raise UserError(
-                f"output_dir {output_dir} is in use by a run that is going on ({holder}). Wait for it, end it, or give "
-                "another folder."
-            ) from None
-        except OSError as error:  # some network disks know no locks
-            log.warning("%s cannot be locked (%s): take care that no other run writes there.", output_dir, error)
-            return descriptor
-        # The last holder may have removed the file between our opening it and its release.
-        with contextlib.suppress(OSError):
-            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-                os.ftruncate(descriptor, 0)
-                with contextlib.suppress(OSError):  # a full disk
-                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                return descriptor
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file; a reader sees the old one or the new one. Secrets are taken out."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(redact_values(content), indent=2) + "\n")
-    flush(partial)
-    partial.replace(path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty where it is not there or cannot be read."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-class Status:
-    """Keeps status.json: state, step, saved_step, reason, exit_code, seconds. Only rank 0's does anything.
-
-    A disk that is full or gone is no reason to stop a run, so what cannot be written is left.
-    """
-
-    def __init__(self, output_dir: Path, *, is_rank_0: bool, **values: Any) -> None:
-        self._path = output_dir / STATUS if is_rank_0 else None
-        self.values = values
-        self._written_at = 0.0
-
-    def update(self, **values: Any) -> None:
-        self.values |= values
-        self._written_at = time.monotonic()
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                write_atomically(self._path, self.values)
-
-    def end(self, state: str, reason: str | None) -> None:
-        """Note how the run has ended. state: a key of errors.ENDINGS."""
-        self.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
-
-    def keep(self, **values: Any) -> None:
-        """Take values that change in every step; they are written every few seconds, and with the next update."""
-        self.values |= values
-        if time.monotonic() - self._written_at > _SECONDS_BETWEEN:
-            self.update()
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise UserError(f"output_dir {path}: {existing} is a file. Give another folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir {path}: {existing} is not writable. Give another folder.")
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    # While a run is moved in from its mirror, these are copies of what is there.
+    moving = {CHECKPOINTS, METRICS_FILE, STATUS} if FETCHED in names and RUN not in names else set()
+    is_used = bool(names - LEFTOVERS - moving)
+    if is_used and not overwrite:
+        raise UserError(
+            f"output_dir {path} is not empty: it may hold the results of another run. Give another folder, "
+            "or --overwrite_output_dir true to replace them."
+        )

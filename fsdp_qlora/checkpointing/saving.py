@@ -13,9 +13,9 @@ from typing import Any
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import FileRecord
 from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.run_folder import read_json
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.distributed import Ranks, gather_numbers, gather_texts
+from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
 

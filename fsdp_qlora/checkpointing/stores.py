@@ -17,11 +17,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
 from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, RUN, STATUS, read_json, write_atomically
+from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED, RUN, STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.redact import redact
-from fsdp_qlora.storage.files import flush
+from fsdp_qlora.storage.files import flush, read_json, write_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -294,13 +294,13 @@ def _as_os_error(error: Exception) -> OSError:
 def _write_small_files(output_dir: Path, target: Path) -> None:
     """What goes with the checkpoints: run.json, metrics.jsonl and status.json."""
     if (output_dir / RUN).is_file():
-        write_atomically(target / RUN, read_json(output_dir / RUN))
+        write_json(target / RUN, read_json(output_dir / RUN))
     if (output_dir / METRICS_FILE).is_file():
         partial = target / f".{METRICS_FILE}.partial"
         shutil.copyfile(output_dir / METRICS_FILE, partial)
         partial.replace(target / METRICS_FILE)
     # A new box has none of the results, so there the run is never finished.
-    write_atomically(target / STATUS, {**read_json(output_dir / STATUS), "state": "running"})
+    write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running"})
 
 
 def _move_run(fetched: Path, output_dir: Path) -> None:

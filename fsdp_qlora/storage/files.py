@@ -1,12 +1,15 @@
 """Files that survive a power cut, folders that are there whole or not at all, and room on the disks."""
 
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.redact import redact_values
 
 
 def flush(path: Path) -> None:
@@ -46,3 +49,20 @@ def new_folder(out: Path, option: str) -> Iterator[Path]:
         raise UserError(f"{option} {out} cannot be written ({error.strerror or error}).") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace a JSON file; a reader sees the old one or the new one. Secrets are taken out."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(redact_values(content), indent=2) + "\n")
+    flush(partial)
+    partial.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty where it is not there or cannot be read."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -14,10 +14,10 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from fsdp_qlora.checkpointing import checkpoint, stores
-from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED
+from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED
+from fsdp_qlora.checkpointing.run_folder import check_usable
 from fsdp_qlora.checkpointing.stores import Store, fetch, open_store
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.export import check_output_dir
 
 # The commands of rclone that are used, on folders, for machines that do not have it.
 RCLONE = f"""#!{sys.executable}
@@ -174,7 +174,7 @@ def test_a_fetch_that_was_killed_is_made_whole_by_the_next(
             patch.setattr(Path, "replace", functools.partialmethod(_die_before, box / place, Path.replace))
             fetch(store, box)
         assert not (box / "run.json").exists()
-        check_output_dir(box, overwrite=False)
+        check_usable(box, overwrite=False)
     fetch(store, box)
     assert list(checkpoint.published(box / CHECKPOINTS))[-1] == 2
     assert sorted(path.name for path in box.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json", "status.json"]

@@ -5,26 +5,27 @@ from typing import Any
 
 import pytest
 
-from fsdp_qlora import export
-from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
-from fsdp_qlora.checkpointing.resume import Start
+from fsdp_qlora.checkpointing import checkpoint, layout, resume, run_folder
+from fsdp_qlora.checkpointing.resume import Start, StartRequest
+from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.stores import FolderStore
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.files import write_json
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
-ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(resume._FACTS, "x")}
+ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(resume.FACTS, "x")}
 ABOUT |= {"world_size": 1, "global_batch_size": 1}
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no process group to tell."""
-    monkeypatch.setattr(resume, "gather_texts", lambda text, device: [text])
+    monkeypatch.setattr(run_folder, "gather_texts", lambda text, device: [text])
 
 
 def add_step(run: Path, step: int, run_id: str) -> Path:
-    root = run / run_folder.CHECKPOINTS
+    root = run / layout.CHECKPOINTS
     staging = checkpoint.staging_folder(root, step)
     staging.mkdir(parents=True)
     state = {"about": {**ABOUT, "run_id": run_id}, "progress": {"step": step}, "tensors": {}}
@@ -35,12 +36,12 @@ def add_step(run: Path, step: int, run_id: str) -> Path:
 
 def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = False, **options: Any) -> Start:
     """Decide as a start does, and leave what it leaves when it is killed in its first step."""
-    asked: dict[str, Any] = {"resume": str(resume_from), "is_unattended": unattended}
-    start = resume.choose_start(out, ABOUT, read_ranks(), **asked, **{"overwrite": False, **options})
-    about = {**ABOUT, "run_id": start.run_id, "started_from": str(resume_from)}
-    export.prepare_output_dir(out, {}, about=about, keep_run=not start.is_new)
+    request = StartRequest(OPTIONS, resume=str(resume_from), is_unattended=unattended, **options)
+    folder = RunFolder(out, read_ranks(), request)
+    start = folder.choose_start(ABOUT)
+    folder.prepare({}, {**ABOUT, "run_id": start.run_id}, keep_run=not start.is_new)
     status = {"state": "running", "start_step": start.step, "deaths": start.deaths, "seconds": start.used_seconds + 60}
-    run_folder.write_atomically(out / run_folder.STATUS, status)
+    write_json(out / layout.STATUS, status)
     return start
 
 
@@ -56,7 +57,7 @@ def test_a_restart_does_not_begin_from_elsewhere_again(tmp_path: Path) -> None:
 
 
 def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero_again(tmp_path: Path) -> None:
-    out, root = tmp_path / "out", tmp_path / "out" / run_folder.CHECKPOINTS
+    out, root = tmp_path / "out", tmp_path / "out" / layout.CHECKPOINTS
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
     first = begin(out, resume_from=earlier, unattended=True)
@@ -83,14 +84,14 @@ def test_a_folder_that_is_behind_its_mirror_gets_the_mirrors_newest_and_deletes_
         mirror.update(box)
     mirror.update(out)  # by a start that could not reach the mirror when it began
     assert mirror.steps() == [10, 20, 30]
-    newest = checkpoint.step_folder(mirror.folder / run_folder.CHECKPOINTS, 30) / checkpoint.STATE
+    newest = checkpoint.step_folder(mirror.folder / layout.CHECKPOINTS, 30) / checkpoint.STATE
     content = newest.read_bytes()
     newest.write_bytes(b"x" * len(content))  # a damaged copy is passed over
     assert begin(out, mirror=mirror).step == 20
     newest.write_bytes(content)
     assert begin(out, mirror=mirror).step == 30
     # Only who asks for an earlier one gives up what came later.
-    earlier = checkpoint.step_folder(out / run_folder.CHECKPOINTS, 20)
+    earlier = checkpoint.step_folder(out / layout.CHECKPOINTS, 20)
     assert begin(out, resume_from=earlier, mirror=mirror).step == 20
     assert mirror.steps() == [10, 20]
 

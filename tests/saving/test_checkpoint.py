@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora import export
-from fsdp_qlora.checkpointing import checkpoint, run_folder
+from fsdp_qlora.checkpointing import checkpoint, layout, run_folder
+from fsdp_qlora.checkpointing.resume import StartRequest
+from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
+from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
 
 
@@ -50,9 +52,9 @@ def test_room_is_made_by_what_is_needed_least_and_the_newest_stays(
 
 def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    with run_folder.locked(folder):
+    with layout.locked(folder):
         refused = pytest.raises(UserError, match=r"in use by a run that is going on \(process \d+ on ")
-        with refused, run_folder.locked(folder):
+        with refused, layout.locked(folder):
             pass
         assert folder.is_dir()
     assert not (tmp_path / "a").exists()
@@ -67,14 +69,15 @@ def test_what_a_start_killed_before_its_first_file_leaves_is_in_nobodys_way(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(export, "publish", die)
-        export.prepare_output_dir(out, {"config.yaml": "x"}, about={"run_id": "abc"})
-    assert [path.name for path in out.iterdir()] == [run_folder.RUN]  # from here on, the same run is gone on with
-    (out / run_folder.RUN).rename(out / ".run.json.partial")
-    for name in (".saving", run_folder.FETCHED):
+        patch.setattr(run_folder, "publish", die)
+        folder = RunFolder(out, read_ranks(), StartRequest({}))
+        folder.prepare({"config.yaml": "x"}, {"run_id": "abc"}, keep_run=False)
+    assert [path.name for path in out.iterdir()] == [layout.RUN]  # from here on, the same run is gone on with
+    (out / layout.RUN).rename(out / ".run.json.partial")
+    for name in (".saving", layout.FETCHED):
         (out / name).mkdir()
-    make(out / run_folder.CHECKPOINTS, 1)  # moved from the mirror's
-    export.check_output_dir(out, overwrite=False)
-    (out / run_folder.FETCHED).rmdir()
+    make(out / layout.CHECKPOINTS, 1)  # moved from the mirror's
+    run_folder.check_usable(out, overwrite=False)
+    (out / layout.FETCHED).rmdir()
     with pytest.raises(UserError, match="is not empty"):
-        export.check_output_dir(out, overwrite=False)
+        run_folder.check_usable(out, overwrite=False)
