@@ -1,6 +1,7 @@
 """Fine-tune a language model whose quantized weights are sharded over all ranks: `python train.py --help`.
 
-Options, then one process per GPU, then the run itself, which fsdp_qlora/run.py tells in its order.
+Options, then one process per GPU, then the run itself: `run` in fsdp_qlora/run.py. It calls `train` in
+fsdp_qlora/training/trainer.py, where the optimizer step is.
 """
 
 import os
@@ -8,7 +9,7 @@ import sys
 
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.control import restarts
-from fsdp_qlora.errors import ENDINGS, Ending, LostRank, RunStopped, TrainingError, UserError
+from fsdp_qlora.errors import ENDINGS, Crashed, LostRank, RunStopped, TrainingError, UserError, how_it_ends, print_error
 from fsdp_qlora.launch import relaunch_if_needed
 from fsdp_qlora.redact import guard_output, redact_values
 
@@ -20,11 +21,12 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if (end := restarts.earlier_end()) is not None:
         status, message = end
-        return report(f"not restarted, since the end of the attempt before was final: {message}", status)
+        print_error(RuntimeError(f"not restarted, since the end of the attempt before was final: {message}"))
+        return status
     try:
         config = parse_train_config(argv)
-        if not config.dry_run and (relaunched := relaunch_if_needed(config, argv)) is not None:
-            return relaunched
+        if not config.dry_run and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
+            return status_of_workers
         sys.argv = redact_values(sys.argv)  # wandb keeps a copy
         # Imported here so that --help and wrong options answer at once.
         from fsdp_qlora.run import run
@@ -33,25 +35,12 @@ def main(argv: list[str]) -> int:
     except (UserError, TrainingError, RunStopped) as error:
         ending = how_it_ends(error)
         restarts.note_end(ending, str(error))
-        return report(str(error), ending.exit_code)
-    except LostRank as error:
-        return report(str(error), ENDINGS["failed"].exit_code)
+        print_error(error)
+        return ending.exit_code
+    except (LostRank, Crashed) as error:
+        print_error(error)
+        return ENDINGS["failed"].exit_code
     return 0
-
-
-def how_it_ends(error: Exception) -> Ending:
-    if isinstance(error, RunStopped):
-        return error.ending
-    if isinstance(error, UserError):
-        return ENDINGS["bad_input"]
-    return ENDINGS["failed"]._replace(is_final=True)  # it would fail again
-
-
-def report(message: str, status: int) -> int:
-    # Every rank says why: one that stops first must not hide the reason of the others.
-    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    print(f"{rank}error: {message}", file=sys.stderr, flush=True)
-    return status
 
 
 if __name__ == "__main__":

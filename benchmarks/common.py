@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes
@@ -17,19 +18,17 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora import distributed
-from fsdp_qlora.adapters.first_values import initialize_adapters
-from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks, derive_seed
-from fsdp_qlora.loading import load_weights
+from fsdp_qlora.load_model import Weights, build_trainer, load_model
+from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
-from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.planning.describe import count_parameters
-from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding import byte_account, parallelize, verify
-from fsdp_qlora.sharding.build_model import build_model
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.planning.plan import Plan, build_plan
+from fsdp_qlora.sharding import byte_account
 from fsdp_qlora.training.trainer import Trainer
 
 _CHUNK = 2**24  # random weights made at a time
@@ -86,70 +85,31 @@ class Run:
 
 
 def build_run(
-    config: PretrainedConfig,
+    config: TrainConfig,
+    model_config: PretrainedConfig,
     weight_files: WeightFiles,
     data: TokenizedRows,
     ranks: Ranks,
     *,
-    precision: str,
-    attn_implementation: str,
-    cpu_offload: bool,
-    batch_size: int,
-    micro_batches: int,
-    lora_rank: int,
-    seed: int,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> Run:
-    """Build, shard, load and verify a qlora model in train.py's order, with train.py's defaults.
+    """Load a model and build its trainer as train.py does; all rows are one step's.
 
     Args:
         on_phase: called with a name after each phase.
     """
-    chosen, train_type = PRECISIONS[precision], TRAIN_TYPES["qlora"]
-    meta = build_model(
-        config,
-        train_type,
-        chosen,
-        ranks.device,
-        attn_implementation=attn_implementation,
-        quantizer_options={"quant_type": "nf4", "double_quant": True},
-        lora=LoraOptions(rank=lora_rank, alpha=2 * lora_rank),
-    )
-    model = meta.model
-    sources = load_weights.match_tensors(model, weight_files)
-    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
-    parallelize.checkpoint_activations(model, offload=False)
-    parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=chosen, cpu_offload=cpu_offload)
-    parallelize.materialize(model, ranks.device, cpu_offload=cpu_offload)
-    on_phase("sharded")
-    load_weights.load_weights(model, weight_files, sources, mesh, ranks.device, show_progress=False)
-    initialize_adapters(model, mesh, seed=seed)
-    on_phase("loaded")
-    verify.check_byte_account(model, mesh)
-    verify.check_one_layer(model, weight_files, sources)
-    on_phase("verified")
-    trainer = Trainer(
-        model,
-        ShardedOptimizer(model, "adamw", lr=0.0, weight_decay=0.0),
-        data,
-        ranks,
-        schedule=Schedule(
-            num_rows=len(data),
-            batch_size=batch_size,
-            gradient_accumulation_steps=micro_batches,
-            world_size=1,
-            num_epochs=1,
-            max_steps=-1,
-            seed=seed,
-        ),
-        precision=chosen,
-        num_replicas=1,
-        max_grad_norm=1.0,
-        sync_every_micro_batch=False,
-        pad_token_id=0,
-    )
-    account = byte_account.count_bytes(model, distributed.shard_size(mesh))
-    return Run(trainer, count_parameters(meta), account, model.config._attn_implementation)
+    tokenizer: Any = SimpleNamespace(eos_token_id=0)
+    plan = build_plan(config, ranks, weight_files.folder, model_config, tokenizer, world_size=ranks.world_size)
+    weights = Weights(weight_files, match_tensors(plan.meta.model, weight_files))
+    on_phase("planned")
+    mesh = load_model(config, plan, weights, ranks)
+    on_phase("loaded and verified")
+    schedule = config.pick(Schedule, num_rows=len(data), world_size=ranks.world_size, rows_per_step=None)
+    rows = np.arange(len(data))
+    run_data = RunData(data, rows, data, rows[:0], sample="", rejected=[])
+    trainer = build_trainer(config, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
+    account = byte_account.count_bytes(plan.meta.model, distributed.shard_size(mesh))
+    return Run(trainer, count_parameters(plan.meta), account, plan.meta.model.config._attn_implementation)
 
 
 def random_rows(num_rows: int, length: int, vocab_size: int, *, masked: int, seed: int) -> TokenizedRows:

@@ -39,6 +39,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.common import RandomWeights, Run, build_run, describe_machine, random_rows, write_results
 from fsdp_qlora import distributed
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.precision import PRECISIONS, choose_precision
@@ -198,7 +199,7 @@ def run_steps(run: Run, device: torch.device, args: argparse.Namespace, meter: M
     for step in range(args.warmup_steps + args.steps):
         synchronize(device)
         started = time.perf_counter()
-        losses.append(run.trainer.train_step(step, rows, args.lr)["loss"])
+        losses.append(run.trainer.train_step(step, rows)["loss"])
         synchronize(device)
         if step >= args.warmup_steps:
             seconds.append(time.perf_counter() - started)
@@ -217,18 +218,25 @@ def measure(case: Case, config: LlamaConfig, args: argparse.Namespace, ranks: Ra
     meter = MemoryMeter(device)
     meter.record("before")
     started = time.perf_counter()
+    options = TrainConfig(
+        precision=args.precision,
+        attn_implementation=case.attention,
+        use_cpu_offload=case.offload,
+        batch_size=args.batch_size,
+        lora_rank=args.lora_rank,
+        lora_alpha=2 * args.lora_rank,
+        lr=args.lr,
+        lr_scheduler="constant",
+        wd=0.0,
+        quant_cache="off",
+        seed=0,
+    )
     run = build_run(
+        options,
         config,
         RandomWeights(config, precision.frozen_dtype, device),
         random_rows(args.batch_size, args.length, config.vocab_size, masked=0, seed=0),
         ranks,
-        precision=args.precision,
-        attn_implementation=case.attention,
-        cpu_offload=case.offload,
-        batch_size=args.batch_size,
-        micro_batches=1,
-        lora_rank=args.lora_rank,
-        seed=0,
         on_phase=meter.record,
     )
     build_seconds = time.perf_counter() - started

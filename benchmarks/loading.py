@@ -14,7 +14,6 @@ more than its shard of the quantized bytes and 350 MB.
 """
 
 import argparse
-import functools
 import json
 import os
 import resource
@@ -83,41 +82,24 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     import torch.distributed as dist
 
     from fsdp_qlora import distributed
-    from fsdp_qlora.adapters.insert import LoraOptions
-    from fsdp_qlora.loading import load_weights
+    from fsdp_qlora.config.options import TrainConfig
+    from fsdp_qlora.load_model import Weights, load_model
+    from fsdp_qlora.loading.load_weights import match_tensors
     from fsdp_qlora.loading.weight_files import WeightFiles
-    from fsdp_qlora.precision import PRECISIONS
-    from fsdp_qlora.quant_cache import cache as cache_module
-    from fsdp_qlora.sharding import byte_account, parallelize
-    from fsdp_qlora.sharding.build_model import build_model
-    from fsdp_qlora.train_types import TRAIN_TYPES
+    from fsdp_qlora.planning.plan import build_plan
+    from fsdp_qlora.sharding import byte_account
 
-    ranks, precision = distributed.read_ranks(), PRECISIONS["bf16"]
-    meta = build_model(
-        AutoConfig.from_pretrained(folder),
-        TRAIN_TYPES["qlora"],
-        precision,
-        ranks.device,
-        attn_implementation="sdpa",
-        quantizer_options={"quant_type": "nf4", "double_quant": True},
-        lora=LoraOptions(rank=16, alpha=32),
-    )
-    weight_files = WeightFiles(folder)
-    sources = load_weights.match_tensors(meta.model, weight_files)
+    ranks = distributed.read_ranks()
+    config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)
+    model_config, tokenizer = AutoConfig.from_pretrained(folder), None
+    plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=ranks.world_size)  # type: ignore[arg-type]
+    meta, weight_files = plan.meta, WeightFiles(folder)
+    weights = Weights(weight_files, match_tensors(meta.model, weight_files))
     distributed.start_process_group(ranks)
-    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
-    parallelize.shard_model(meta.model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
-    parallelize.materialize(meta.model, ranks.device, cpu_offload=False)
-    load = functools.partial(load_weights.load_weights, meta.model, mesh=mesh, device=ranks.device, show_progress=False)
     dist.barrier()
 
     def start() -> None:
-        layers = load_weights.quantized_layers(meta.model)
-        cache = cache_module.open_cache(quant_cache, layers, weight_files, sources, ranks, mesh)
-        if cache:
-            cache.load(load)
-        else:
-            load(weight_files=weight_files, sources=sources)
+        load_model(config, plan, weights, ranks)
         dist.barrier()
 
     result = measured(start)

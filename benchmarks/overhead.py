@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from benchmarks.common import build_run, describe_machine, random_rows, write_results
 from fsdp_qlora import distributed
 from fsdp_qlora.adapters.insert import first_adapter_value
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.loading.weight_files import WeightFiles
@@ -83,21 +84,22 @@ def make_checkpoint(folder: Path, args: argparse.Namespace) -> LlamaConfig:
 
 
 def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argparse.Namespace) -> Step:
-    run = build_run(
-        config,
-        WeightFiles(folder),
-        data,
-        RANKS,
+    options = TrainConfig(
         precision="fp32",
         attn_implementation="sdpa",
-        cpu_offload=False,
         batch_size=args.batch_size,
-        micro_batches=args.micro_batches,
+        gradient_accumulation_steps=args.micro_batches,
         lora_rank=LORA_RANK,
+        lora_alpha=2 * LORA_RANK,
+        lr=LR,
+        lr_scheduler="constant",
+        quant_cache="off",
+        wd=0.0,
         seed=SEED,
     )
+    run = build_run(options, config, WeightFiles(folder), data, RANKS)
     rows = torch.arange(len(data)).numpy()
-    return lambda: float(run.trainer.train_step(0, rows, LR)["loss"])
+    return lambda: float(run.trainer.train_step(0, rows)["loss"])
 
 
 def load_reference(folder: Path) -> nn.Module:

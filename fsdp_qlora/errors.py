@@ -1,5 +1,7 @@
 """How a run may end before it is finished: what is raised, and train.py's exit status for each."""
 
+import os
+import sys
 from typing import NamedTuple
 
 
@@ -12,7 +14,7 @@ class TrainingError(RuntimeError):
 
 
 class NotFinite(TrainingError):
-    """A loss or gradient was not, before anything was updated."""
+    """A loss or gradient was not finite; raised before any weight is updated."""
 
 
 class OutOfMemory(TrainingError):
@@ -20,7 +22,11 @@ class OutOfMemory(TrainingError):
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended or fallen silent. `train.py` exits with status 1; a restart goes on."""
+    """Another rank has ended or fallen silent. `train.py` exits with status 1; a restart continues the run."""
+
+
+class Crashed(RuntimeError):
+    """An error that nobody foresaw, printed where it happened. `train.py` exits with status 1; a restart continues."""
 
 
 class Ending(NamedTuple):
@@ -57,3 +63,20 @@ class RunStopped(Exception):
     def __init__(self, state: str, message: str) -> None:
         super().__init__(message)
         self.ending = ENDINGS[state]
+
+
+def how_it_ends(error: Exception) -> Ending:
+    """The ending that an error leads to, for the exit status and for torchrun's restarts."""
+    if isinstance(error, RunStopped):
+        return error.ending
+    if isinstance(error, UserError):
+        return ENDINGS["bad_input"]
+    return ENDINGS["failed"]._replace(is_final=True)  # it would fail again
+
+
+def print_error(error: Exception) -> None:
+    """Print an error's message with the rank, once. Every rank does: one that ends first must not hide the reason."""
+    if not getattr(error, "is_printed", False):
+        rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        print(f"{rank}error: {error}", file=sys.stderr, flush=True)
+        error.is_printed = True  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ def test_gpu_benchmark_trains_random_weights_with_the_base_in_place_and_offloade
     assert set(offloaded["account_bytes"]) == {"trainable", "optimizer state"}
     # The account's estimate of the optimizer's state, against the state itself (and its step counters).
     assert in_place["optimizer_state_bytes"] == pytest.approx(in_place["account_bytes"]["optimizer state"], rel=0.01)
-    assert list(in_place["memory_bytes"]) == ["before", "sharded", "loaded", "verified", "first steps", "steps"]
+    assert list(in_place["memory_bytes"]) == ["before", "planned", "loaded and verified", "first steps", "steps"]
 
 
 def test_gpu_benchmark_says_so_where_there_is_no_gpu(

@@ -1,30 +1,34 @@
-"""The end of a run: told in status.json, and turned into one clear error where it was not asked for."""
+"""How a run fails: recorded in status.json, told to the other ranks, and put into one clear sentence."""
 
 import contextlib
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.checkpointing.run_folder import Status
+from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.watchdog import Watchdog
-from fsdp_qlora.errors import LostRank, OutOfMemory, RunStopped, TrainingError, UserError
+from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory, RunStopped, TrainingError, UserError, print_error
 
 # How gloo, and TCP below it, put it that the other side is gone.
 _LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|Socket (Timeout|closed)", re.IGNORECASE)
 
 
 @contextlib.contextmanager
-def recorded(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
-    """Write down how the training in the block ended.
+def told(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
+    """Record how the training in the block fails, and tell it to the other ranks and to people, at once.
+
+    It belongs directly around the training: what is closed further out may take minutes, and by then the other ranks
+    would have reported this one as lost, and torchrun would have killed it before it could speak.
 
     Raises:
-        OutOfMemory: instead of this rank's error of that kind; the other ranks are ended without a message.
+        OutOfMemory: instead of this rank's error of that kind; the other ranks end without a message.
         LostRank: instead of an error in a collective, since the reason lies with another rank.
+        Crashed: instead of an unexpected error, which has been printed; the other ranks end without a message.
     """
-
     try:
         yield
     except RunStopped as stopped:
@@ -35,18 +39,20 @@ def recorded(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Ite
         raise
     except Exception as error:
         if _is_out_of_memory(error):
-            message = _describe_out_of_memory(error, watchdog, memory_settings)
-            watchdog.end_others(message)
-            status.end("failed", message)
-            raise OutOfMemory(message) from error
-        if _is_lost(error):
+            failure: Exception = OutOfMemory(_describe_out_of_memory(error, watchdog, memory_settings))
+            watchdog.end_others(str(failure))
+            print_error(failure)
+        elif _is_lost(error):
             watchdog.end_if_asked_within(seconds=3)  # the rank that has the reason says it
-            message = f"The connection to another rank was lost in step {watchdog.heartbeat.step + 1}: it has ended."
-            status.end("failed", message)
-            raise LostRank(message) from error
-        status.end("failed", f"{type(error).__name__}: {error}")
-        raise
-    status.end("finished", None)
+            step = watchdog.heartbeat.step + 1
+            failure = LostRank(f"The connection to another rank was lost in step {step}: it has ended.")
+        else:
+            failure = Crashed(f"{type(error).__name__}: {error}")
+            watchdog.end_others(str(failure))
+            traceback.print_exception(error)
+            print_error(failure)
+        status.end("failed", str(failure))
+        raise failure from error
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp_qlora.control.heartbeat import Heartbeat
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError
 
 
@@ -77,7 +78,8 @@ class Control:
         save_seconds: between checkpoints, 0 for none by the clock; started: time.monotonic() of the run's start.
             Rank 0's clock decides for all, so the budget is its.
     Attributes:
-        stop: why all ranks stop after this step; None to go on.
+        heartbeat: where the training thread is, for the watchdog.
+        stop: why all ranks stop after this step; None to continue.
         save: whether all ranks save after this step.
     """
 
@@ -91,6 +93,7 @@ class Control:
     ) -> None:
         self.is_rank_0, self.budget, self.save_seconds = is_rank_0, budget or Budget(), save_seconds
         self.started = time.monotonic() if started is None else started
+        self.heartbeat = Heartbeat()
         self.stop: Stop | None = None
         self.save = False
         self._wish = 0

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_qlora.control.heartbeat import PHASES, Heartbeat
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import ENDINGS, RunStopped
 
@@ -29,19 +30,6 @@ _PULSE_SECONDS = 2.0  # between signs of life
 _SILENT_SECONDS = 30.0  # without one, after which a rank is taken for dead: NCCL alone would wait for many minutes
 _ANSWER_SECONDS = 5.0  # for the other ranks to say where they are
 _PAUSE_SECONDS = 10.0
-# In their order within a step: a rank in an earlier one keeps the others waiting.
-PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
-
-
-class Heartbeat:
-    """Where the training thread is, told by itself."""
-
-    def __init__(self) -> None:
-        self.step, self.phase, self.at = 0, PHASES[0], time.monotonic()
-
-    def beat(self, step: int, phase: str) -> None:
-        """Note that this rank has come to a phase (see PHASES) of a step. Costs nothing to speak of."""
-        self.step, self.phase, self.at = step, phase, time.monotonic()
 
 
 class Watchdog:

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -116,8 +116,14 @@ class MetricLog:
             sink.close(exit_code)
 
 
+def refuse_sinks(names: Sequence[str]) -> None:
+    """Raise UserError where `log_to` names what is unknown or not installed: before anything is loaded."""
+    if errors := check_sinks(names):
+        raise UserError("\n".join(errors))
+
+
 def check_sinks(names: Sequence[str]) -> list[str]:
-    """Say what is wrong with `log_to` before anything is loaded; an empty list when all is well."""
+    """What is wrong with `log_to`; an empty list when all is well."""
     errors = []
     for name in names:
         if name not in SINKS:
@@ -129,39 +135,20 @@ def check_sinks(names: Sequence[str]) -> list[str]:
     return errors
 
 
-def open_metric_log(
-    sinks: Sequence[str],
-    *,
-    output_dir: Path,
-    total_steps: int,
-    config: Mapping[str, object],
-    project_name: str | None,
-    name: str | None,
-    group: str | None,
-    entity: str | None,
-    is_rank_0: bool,
-    run_id: str | None = None,
-) -> MetricLog:
+def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bool) -> MetricLog:
     """Open the sinks named in `sinks`, and metrics.jsonl in any case.
 
     Args:
-        output_dir: gets metrics.jsonl (appended to) and wandb's files in `wandb/`.
-        total_steps: optimizer steps of the whole run.
-        config: the resolved options, shown in wandb; no secrets.
-        project_name, name, group, entity: wandb's; None leaves each to wandb and its environment variables.
         is_rank_0: only rank 0 opens anything; the other ranks get a log that does nothing.
-        run_id: the same for every start of one run, so that wandb goes on with it.
     Raises:
         UserError: an unknown sink, or wandb is asked for and not installed. Nothing was opened.
     """
-    if errors := check_sinks(sinks):
-        raise UserError("\n".join(errors))
+    refuse_sinks(sinks)
     if not is_rank_0:
-        return MetricLog([], total_steps=total_steps)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    options = SinkOptions(output_dir, total_steps, config, project_name, name, group, entity, run_id)
+        return MetricLog([], total_steps=options.total_steps)
+    options.output_dir.mkdir(parents=True, exist_ok=True)
     names = dict.fromkeys(["jsonl", *sinks])  # the record first; each sink once
-    return MetricLog([SINKS[sink](options) for sink in names], total_steps=total_steps)
+    return MetricLog([SINKS[sink](options) for sink in names], total_steps=options.total_steps)
 
 
 # --- text for people -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -48,30 +49,34 @@ class Profiler:
                 log.warning("Nothing was profiled: the run was shorter than one cycle (--profiling_frequency).")
 
 
-def open_profiler(
-    *,
-    enabled: bool,
-    output: Path,
-    rank: int,
-    with_stack: bool,
-    with_shapes: bool,
-    export_trace: bool,
-    export_memory_timeline: bool,
-    wait_steps: int,
-    warmup_steps: int,
-    active_steps: int,
-    repeat: int,
-    frequency: int,
-) -> Profiler:
-    """A profiler that writes a Chrome trace and a memory timeline per cycle and rank into `output`.
+@dataclass(frozen=True)
+class ProfilerOptions:
+    """When and what to profile, as the 2024 program named it.
 
-    Args:
-        wait_steps: skipped at the start of a cycle, where `repeat` is above 0.
-        frequency: steps of a cycle, where `repeat` is 0 and cycles go on to the end.
+    wait_steps: skipped at the start of a cycle, where `repeat` is above 0. profiling_frequency: steps of a cycle, where
+    `repeat` is 0 and cycles repeat to the end.
     """
-    if not enabled:
+
+    profile: bool
+    profiling_output: str
+    with_stack: bool
+    with_shapes: bool
+    export_trace: bool
+    export_memory_timeline: bool
+    wait_steps: int
+    profiling_warmup_steps: int
+    active_steps: int
+    repeat: int
+    profiling_frequency: int
+
+
+def open_profiler(options: ProfilerOptions, *, rank: int) -> Profiler:
+    """A profiler that writes traces and memory timelines per cycle and rank, or does nothing unless enabled."""
+    if not options.profile:
         return Profiler()
-    wait = wait_steps if repeat else frequency - warmup_steps - active_steps
+    warmup, active = options.profiling_warmup_steps, options.active_steps
+    wait = options.wait_steps if options.repeat else options.profiling_frequency - warmup - active
+    output = Path(options.profiling_output)
     output.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -79,11 +84,11 @@ def open_profiler(
     return Profiler(
         profile(
             activities=activities,
-            schedule=schedule(wait=wait, warmup=warmup_steps, active=active_steps, repeat=repeat),
-            on_trace_ready=_writer(output, rank, export_trace, export_memory_timeline),
-            with_stack=with_stack or export_memory_timeline,
-            record_shapes=with_shapes or export_memory_timeline,
-            profile_memory=export_memory_timeline,
+            schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=options.repeat),
+            on_trace_ready=_writer(output, rank, options.export_trace, options.export_memory_timeline),
+            with_stack=options.with_stack or options.export_memory_timeline,
+            record_shapes=options.with_shapes or options.export_memory_timeline,
+            profile_memory=options.export_memory_timeline,
         ),
         output,
     )

@@ -22,7 +22,9 @@ METRICS_FILE = "metrics.jsonl"
 class SinkOptions:
     """What a sink may need to know about the run; all of it is written out, so it must hold no secrets.
 
-    run_id: the same for every start of one run.
+    output_dir: gets metrics.jsonl (appended to) and wandb's files in `wandb/`. total_steps: optimizer steps of the
+    whole run. config: the resolved options, shown in wandb. project_name, name, group, entity: wandb's; None leaves
+    each to wandb and its environment variables. run_id: the same for every start of a run, which wandb then continues.
     """
 
     output_dir: Path

@@ -3,6 +3,7 @@
 With run.py, which calls it, this is where the options are read.
 """
 
+import dataclasses
 import logging
 import math
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
+from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.optimizers.sharded import check_optimizer
 from fsdp_qlora.planning import describe, memory
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
@@ -33,38 +35,69 @@ log = logging.getLogger("fsdp_qlora")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that is known before a weight is read.
+class ModelPlan:
+    """The model before its weights are read.
 
-    is_packed: the model's files are in 4 bits already. stored: they are in a format that is decoded.
+    meta: it on the meta device, quantized and adapted. is_packed: its files are in 4 bits already. stored: they are in
+    a format that is decoded. num_shards: ranks that share one copy. trains_whole_modules: what trains is more than an
+    adapter, which alone is small enough to add up its gradients unsharded and to gather its state.
     """
 
     train_type: TrainType
     precision: Precision
     precision_name: str
-    model_folder: Path
-    model_config: PretrainedConfig
+    folder: Path
+    config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     meta: MetaModel
     is_packed: bool
     stored: decoded.StoredFormat | None
+    num_shards: int
+    trains_whole_modules: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known before a weight is read."""
+
+    model: ModelPlan
     data: RunData
     schedule: Schedule
     warmup_steps: int
-    num_shards: int
 
 
 def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     """Build the model without weights, tokenize the rows, and say what is going to happen."""
-    train_type = TRAIN_TYPES[config.train_type]
-    precision_name = choose_precision(config.precision, ranks.device)
-    precision = PRECISIONS[precision_name]
-    precision.check_storage(config.quant_storage)
     check_optimizer(config.optimizer, ranks.device)
+    refuse_sinks(config.log_to)
     world_size = planned_processes(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(ranks.device, world_size))
     for line in needless_lines(config):
         log.info(line)
+    model = plan_model(config, ranks, world_size)
+    # Before the ranks meet, so that no collective waits for the tokenizer.
+    data = prepare_data(
+        model.tokenizer,
+        dataset=config.dataset,
+        eval_dataset=config.eval_dataset,
+        eval_fraction=config.eval_fraction,
+        context_length=config.context_length,
+        dataset_format=config.dataset_format,
+        dataset_samples=config.dataset_samples,
+        on_bad_row=config.on_bad_row,
+        max_bad_rows=config.max_bad_rows,
+        seed=config.seed,
+        vocab_size=model.meta.model.get_input_embeddings().num_embeddings,
+    )
+    schedule = config.pick(Schedule, num_rows=len(data.train_rows), world_size=world_size, rows_per_step=None)
+    plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
+    log.info(schedule.describe(plan.warmup_steps))
+    log.info(data.sample)
+    return plan
+
+
+def plan_model(config: TrainConfig, ranks: Ranks, world_size: int) -> ModelPlan:
+    """Find the model, and build it without weights as the train type says."""
     folder = hub.find_model_folder(
         config.model,
         with_weights=not config.dry_run,
@@ -73,6 +106,29 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         show_progress=ranks.is_rank_0,
     )
     model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=world_size)
+    log.info("%s, precision %s", describe.describe_model(plan.meta), plan.precision_name)
+    models.warn_of_long_context(model_config, config.context_length)
+    for line in describe.describe_memory(plan.meta, num_shards=plan.num_shards, optimizer=config.optimizer):
+        log.info(line)
+    return plan
+
+
+def build_plan(
+    config: TrainConfig,
+    ranks: Ranks,
+    folder: Path,
+    model_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    world_size: int,
+) -> ModelPlan:
+    """The plan of a model whose configuration and tokenizer are known."""
+    train_type = TRAIN_TYPES[config.train_type]
+    precision_name = choose_precision(config.precision, ranks.device)
+    precision = PRECISIONS[precision_name]
+    precision.check_storage(config.quant_storage)
     stored = decoded.take_format(model_config)
     if stored:
         log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
@@ -80,7 +136,6 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     if prequantized:
         train_type.check_takes_4bit(config.train_type, config.model)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
-    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
     meta = build_model(
         model_config,
         train_type,
@@ -95,52 +150,29 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
-    log.info("%s, precision %s", describe.describe_model(meta), precision_name)
-    models.warn_of_long_context(model_config, config.context_length)
-    num_shards = distributed.num_shards(ranks, world_size, sharding_strategy=config.sharding_strategy)
-    for line in describe.describe_memory(meta, num_shards=num_shards, optimizer=config.optimizer):
-        log.info(line)
-    # Before the ranks meet, so that no collective waits for the tokenizer.
-    data = prepare_data(
-        tokenizer,
-        dataset=config.dataset,
-        eval_dataset=config.eval_dataset,
-        eval_fraction=config.eval_fraction,
-        context_length=config.context_length,
-        dataset_format=config.dataset_format,
-        dataset_samples=config.dataset_samples,
-        on_bad_row=config.on_bad_row,
-        max_bad_rows=config.max_bad_rows,
-        seed=config.seed,
-        vocab_size=meta.model.get_input_embeddings().num_embeddings,
-    )
-    schedule = Schedule(
-        num_rows=len(data.train_rows),
-        batch_size=config.batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        world_size=world_size,
-        num_epochs=config.num_epochs,
-        max_steps=config.max_steps,
-        seed=config.seed,
-    )
-    warmup_steps = num_warmup_steps(config, schedule)
-    log.info(schedule.describe(warmup_steps))
-    log.info(data.sample)
-    return Plan(
+    return ModelPlan(
         train_type=train_type,
         precision=precision,
         precision_name=precision_name,
-        model_folder=folder,
-        model_config=model_config,
+        folder=folder,
+        config=model_config,
         tokenizer=tokenizer,
         meta=meta,
         is_packed=prequantized is not None,
         stored=stored,
-        data=data,
-        schedule=schedule,
-        warmup_steps=warmup_steps,
-        num_shards=num_shards,
+        num_shards=distributed.num_shards(ranks, world_size, sharding_strategy=config.sharding_strategy),
+        trains_whole_modules=not train_type.has_adapter or bool(config.modules_to_save),
     )
+
+
+def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:
+    """The plan with the rows per step that the run was started with; None for a new run."""
+    if global_batch_size in (None, plan.schedule.global_batch_size):
+        return plan
+    schedule = dataclasses.replace(plan.schedule, rows_per_step=global_batch_size)
+    plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
+    log.info(schedule.describe(plan.warmup_steps))
+    return plan
 
 
 def lora_options(config: TrainConfig) -> LoraOptions:
@@ -165,7 +197,7 @@ def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
     return math.ceil(config.warmup_ratio * schedule.total_steps)
 
 
-def check_resources(config: TrainConfig, ranks: Ranks, plan: Plan) -> None:
+def check_resources(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> None:
     """Refuse a run whose weights alone do not fit, or whose result does not."""
     if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
         size = memory.result_bytes(

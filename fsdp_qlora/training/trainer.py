@@ -1,23 +1,25 @@
-"""How rows become steps, and one optimizer step and one evaluation of a sharded model: for all train types."""
+"""The training loop, one optimizer step and one evaluation of a sharded model: for all train types."""
 
 import logging
 import math
 import resource
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.control.stops import NUM_FLAGS, Control
-from fsdp_qlora.control.watchdog import Heartbeat
 from fsdp_qlora.data.batches import collate
+from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule, split_step
-from fsdp_qlora.data.tokenization import TokenizedRows
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
-from fsdp_qlora.errors import NotFinite
+from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
@@ -26,6 +28,110 @@ from fsdp_qlora.training.loss import summed_loss, target_positions
 from fsdp_qlora.training.loss_scale import LossScale
 
 log = logging.getLogger("fsdp_qlora")
+
+_MIN_SKIPPED = 10  # or a hundredth of the steps: as many may be skipped
+
+
+class Observer(Protocol):
+    """What the loop tells about each step: where numbers and checkpoints go."""
+
+    def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
+        """Take an optimizer step's record."""
+
+    def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
+        """Take an evaluation's record."""
+
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+
+    def save(self, progress: Progress) -> None:
+        """Save a checkpoint of this step, unless there is one."""
+
+    def describe_saved(self) -> str:
+        """Where the newest checkpoint is, in words."""
+
+
+def train(trainer: "Trainer", data: RunData, progress: Progress, observer: Observer) -> None:
+    """Run the optimizer steps that are left; evaluate before the first, every `eval_steps` and after the last.
+
+    Args:
+        progress: where to begin; it is kept up to date.
+    Raises:
+        RunStopped: all ranks have agreed to stop, and saved.
+        TrainingError: the run cannot continue.
+    """
+    schedule, control = trainer.schedule, trainer.control
+    most_skipped = max(_MIN_SKIPPED, schedule.total_steps // 100)
+    if progress.loss_scale:
+        trainer.loss_scale.load_state(progress.loss_scale)
+    if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
+        _evaluate(trainer, data, progress, observer)
+        _stop_if_asked(control, progress, observer)
+    for step, rows in schedule.rows_of_steps(data.train_rows, first=progress.step):
+        try:
+            record = trainer.train_step(step, rows)
+        except NotFinite:
+            observer.save(progress)  # of the step before, so that nothing is lost to what is tried next
+            raise
+        usual_loss = progress.add_step(record)
+        progress.loss_scale = trainer.loss_scale.state()
+        observer.stepped(progress, record)
+        if usual_loss is not None:
+            log.warning(
+                "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
+                progress.step, record["loss"], usual_loss, trainer.sample_numbers(rows),
+            )  # fmt: skip
+        if progress.num_skipped > most_skipped:
+            raise TrainingError(f"{progress.num_skipped} steps were skipped as not finite. More would be no training.")
+        is_best = not control.stop and _is_eval_due(trainer, data, progress.step)
+        is_best = is_best and _evaluate(trainer, data, progress, observer)
+        _stop_if_asked(control, progress, observer)
+        if is_best or control.save or observer.is_save_due(progress.step):
+            observer.save(progress)
+    observer.save(progress)
+
+
+def _is_eval_due(trainer: "Trainer", data: RunData, step: int) -> bool:
+    every, is_at_an_end = trainer.options.eval_steps, step in (0, trainer.schedule.total_steps)
+    return len(data.eval_rows) > 0 and (is_at_an_end or (every > 0 and step % every == 0))
+
+
+def _evaluate(trainer: "Trainer", data: RunData, progress: Progress, observer: Observer) -> bool:
+    """Whether the result is worth a checkpoint. It is not where all ranks have agreed to stop instead."""
+    result = trainer.evaluate(progress.step, data.evaluation, data.eval_rows)
+    if result is None:
+        return False
+    epoch = progress.step / trainer.schedule.steps_per_epoch
+    observer.evaluated(progress, {"step": progress.step, "epoch": epoch, **result})
+    return progress.add_evaluation(result["eval_loss"])
+
+
+def _stop_if_asked(control: Control, progress: Progress, observer: Observer) -> None:
+    if control.stop:
+        observer.save(progress)
+        raise RunStopped(
+            control.stop.state,
+            f"Stopped after step {progress.step} ({control.stop.reason}): {observer.describe_saved()}.",
+        )
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """How the steps are done.
+
+    learning_rate: of a step, counted from 0. max_grad_norm: gradients are clipped to it, inf for not at all.
+    num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
+    for what is too large to add up unsharded. on_nonfinite: halt or skip. eval_steps: between evaluations, 0 for none.
+    """
+
+    precision: Precision
+    learning_rate: Callable[[int], float]
+    max_grad_norm: float
+    num_replicas: int
+    sync_every_micro_batch: bool
+    pad_token_id: int
+    on_nonfinite: str = "halt"
+    eval_steps: int = 0
 
 
 class Trainer:
@@ -37,27 +143,18 @@ class Trainer:
         optimizer: ShardedOptimizer,
         data: TokenizedRows,
         ranks: Ranks,
-        *,
         schedule: Schedule,
-        precision: Precision,
-        num_replicas: int,
-        max_grad_norm: float,
-        sync_every_micro_batch: bool,
-        pad_token_id: int,
-        on_nonfinite: str = "halt",
-        control: Control | None = None,
-        heartbeat: Heartbeat | None = None,
+        options: TrainerOptions,
+        control: Control,
     ) -> None:
         self.model, self.optimizer, self.data, self.ranks = model, optimizer, data, ranks
-        self.schedule, self.precision = schedule, precision
-        self.num_replicas, self.max_grad_norm = num_replicas, max_grad_norm
-        self.sync_every_micro_batch, self.pad_token_id = sync_every_micro_batch, pad_token_id
-        self.on_nonfinite, self.control, self.heartbeat = on_nonfinite, control or Control(), heartbeat or Heartbeat()
+        self.schedule, self.options, self.control = schedule, options, control
+        self.heartbeat = control.heartbeat
         self.gradient_sync = True  # FSDP2's initial state
-        self.loss_scale = LossScale(enabled=precision.scales_loss)
+        self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
 
-    def train_step(self, step: int, rows: np.ndarray, lr: float) -> dict[str, Any]:
+    def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 it may change no weight.
 
         The loss is a sum over target tokens divided by the step's number of target tokens on all ranks, so
@@ -69,39 +166,22 @@ class Trainer:
         """
         started = time.perf_counter()
         self.heartbeat.beat(step, "rows")
-        self.model.train()
         num_targets = int(self.data.num_targets[rows].sum())
-        micro_batches = self._micro_batches(rows)
-        losses = []
-        for index, micro_batch in enumerate(micro_batches):
-            self.heartbeat.beat(step, "compute")
-            last = index == len(micro_batches) - 1
-            self._set_gradient_sync(last or self.sync_every_micro_batch)
-            # Randomness is a function of the micro-batch alone, so that a run can be repeated and resumed.
-            global_index = index * self.ranks.world_size + self.ranks.rank
-            torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
-            loss = self._loss(micro_batch)
-            # FSDP2 averages gradients over ranks; the factor makes that a sum.
-            (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
-            losses.append(loss.detach())
+        losses = self._forward_backward(step, rows, num_targets)
         self.optimizer.take_gradients()
-        local_losses = torch.stack(losses).tolist()
-        local = [sum(local_losses), self.optimizer.squared_norm(), *self.control.flags(step), *self._memory_gib()]
         self.heartbeat.beat(step, "exchange")
-        numbers = gather_numbers(local, self.ranks.device)  # the step's one exchange besides FSDP2's
+        loss_sum, grad_norm, memory = self._exchange(step, losses)
         self.heartbeat.beat(step, "update")
-        self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
-        loss_sum, squared_norm = numbers[:, :2].sum(dim=0).tolist()
-        scale = self.loss_scale.scale
-        grad_norm = math.sqrt(squared_norm / self.num_replicas) / scale
+        lr, scale = self.options.learning_rate(step), self.loss_scale.scale
         overflowed = not math.isfinite(grad_norm)
         is_finite = math.isfinite(loss_sum) and (not overflowed or self.loss_scale.can_fall)
         if not is_finite:
-            self._not_finite(step, rows, local_losses, grad_norm)
+            self._not_finite(step, rows, losses, grad_norm)
         elif overflowed:
             log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
         else:
-            clip = self.max_grad_norm / grad_norm if grad_norm > self.max_grad_norm > 0 else 1.0
+            limit = self.options.max_grad_norm
+            clip = limit / grad_norm if grad_norm > limit > 0 else 1.0
             if clip / scale != 1.0:
                 self.optimizer.scale_gradients(clip / scale)
             self.optimizer.step(lr)
@@ -120,10 +200,41 @@ class Trainer:
             "num_tokens": num_tokens,
             "tokens_per_second": num_tokens / seconds,
             "step_seconds": seconds,
-            "memory_gib": self._memory_record(numbers[:, 2 + NUM_FLAGS :]),
+            "memory_gib": self._memory_record(memory),
             **({} if is_finite else {"skipped": True}),
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
         }
+
+    def _forward_backward(self, step: int, rows: np.ndarray, num_targets: int) -> list[float]:
+        """Add up the gradients of this rank's micro-batches; returns their summed losses."""
+        self.model.train()
+        micro_batches = self._micro_batches(rows)
+        losses = []
+        for index, micro_batch in enumerate(micro_batches):
+            self.heartbeat.beat(step, "compute")
+            is_last = index == len(micro_batches) - 1
+            self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
+            # Randomness is a function of the micro-batch alone, so that a run can be repeated and resumed.
+            global_index = index * self.ranks.world_size + self.ranks.rank
+            torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
+            loss = self._loss(micro_batch)
+            # FSDP2 averages gradients over ranks; the factor makes that a sum.
+            (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
+            losses.append(loss.detach())
+        summed: list[float] = torch.stack(losses).tolist()
+        return summed
+
+    def _exchange(self, step: int, losses: list[float]) -> tuple[float, float, torch.Tensor]:
+        """The step's one exchange besides FSDP2's: the loss summed over all ranks, the gradient norm, peak memory.
+
+        It also carries what the ranks tell each other for `control`, which then knows what all have agreed on.
+        """
+        local = [sum(losses), self.optimizer.squared_norm(), *self.control.flags(step), *self._memory_gib()]
+        numbers = gather_numbers(local, self.ranks.device)
+        self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
+        loss_sum, squared_norm = numbers[:, :2].sum(dim=0).tolist()
+        grad_norm = math.sqrt(squared_norm / self.options.num_replicas) / self.loss_scale.scale
+        return loss_sum, grad_norm, numbers[:, 2 + NUM_FLAGS :]
 
     def try_longest(self, rows: np.ndarray) -> None:
         """Forward and backward pass of each rank's longest rows, without a step: what does not fit fails now.
@@ -178,13 +289,15 @@ class Trainer:
             rank=self.ranks.rank,
             batch_size=self.schedule.batch_size,
         )
-        return [collate(data, part, pad_token_id=self.pad_token_id) for part in split]
+        return [collate(data, part, pad_token_id=self.options.pad_token_id) for part in split]
 
     def _loss(self, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum of the micro-batch's token losses, float32 scalar."""
         positions = target_positions(micro_batch["labels"])
         device = self.ranks.device
-        with torch.autocast(device.type, dtype=self.precision.compute_dtype, enabled=self.precision.autocast):
+        with torch.autocast(
+            device.type, dtype=self.options.precision.compute_dtype, enabled=self.options.precision.autocast
+        ):
             return summed_loss(
                 self.model,
                 micro_batch["input_ids"].to(device, non_blocking=True),
@@ -210,10 +323,10 @@ class Trainer:
             f"Step {step + 1}: the {'loss' if bad_rows else 'gradient'} is not finite (gradient norm {grad_norm}), "
             f"with samples {self.sample_numbers(bad_rows or rows)} of the dataset. Nothing was updated in this step."
         )
-        if self.on_nonfinite == "halt":
+        if self.options.on_nonfinite == "halt":
             raise NotFinite(
                 f"{message} Look at these rows; a lower --lr or --precision bf16/fp32 may help, and --on_nonfinite "
-                "skip goes on without the step."
+                "skip continues without the step."
             )
         log.warning("%s It is skipped.", message)
 

@@ -259,6 +259,35 @@ def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
     assert "--context_length" in message and "--use_cpu_offload true" in message
 
 
+def fail_while_the_mirror_is_slow(error: str, mirror_seconds: float) -> None:
+    """Let rank 0 fail in the third step, while a copy for the mirror takes longer than its neighbour waits."""
+    from fsdp_qlora.checkpointing.stores import FolderStore
+    from fsdp_qlora.training.trainer import Trainer
+
+    be_impatient()
+    original = Trainer._loss
+    FolderStore.update = lambda self, output_dir: time.sleep(mirror_seconds)  # type: ignore[method-assign]
+
+    def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if on(0) and self.heartbeat.step == 2 and self.model.training:
+            raise torch.OutOfMemoryError(error) if "memory" in error else KeyError(error)
+        return original(self, micro_batch)
+
+    Trainer._loss = loss  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("error", ["CUDA out of memory.", "nobody foresaw this"])
+def test_a_rank_that_fails_says_why_before_it_waits_for_the_mirror(
+    error: str, reference: Reference, tmp_path: Path
+) -> None:
+    options = reference.same_but(tmp_path / "out", save_steps=1, mirror=tmp_path / "mirror")
+    arguments = (error, 8.0)
+    with ended(Job(options, tmp_path / "logs", fault=fail_while_the_mirror_is_slow, arguments=arguments)) as job:
+        assert job.wait() == [1, 1], job.output()
+    assert job.output().count("error: ") == 1 and f"{error}" in job.output().partition("error: ")[2]
+    assert "no sign of life" not in job.output() and error in status(tmp_path / "out")["reason"]
+
+
 def be_impatient() -> None:
     from fsdp_qlora.control import watchdog
 
@@ -279,9 +308,9 @@ def try_longest() -> None:
 
     original = module.train
 
-    def train(trainer: object, data: object, *args: object, **kwargs: object) -> None:
+    def train(trainer: object, data: object, *args: object) -> None:
         trainer.try_longest(data.train_rows)  # type: ignore[attr-defined]
-        original(trainer, data, *args, **kwargs)  # type: ignore[arg-type]
+        original(trainer, data, *args)  # type: ignore[arg-type]
 
     module.train = train
 

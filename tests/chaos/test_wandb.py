@@ -14,7 +14,7 @@ import pytest
 
 from fsdp_qlora.metrics import wandb_sink
 from fsdp_qlora.metrics.metric_log import MetricLog, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.sinks import numbers_in
+from fsdp_qlora.metrics.sinks import SinkOptions, numbers_in
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer
@@ -42,15 +42,17 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[WandbSer
 def open_log(output_dir: Path) -> MetricLog:
     return open_metric_log(
         ["wandb"],
-        output_dir=output_dir,
-        total_steps=8,
-        config={"lr": 2e-4, "lora_target_modules": ("q_proj", "v_proj")},
-        project_name="a_project",
-        name="a_name",
-        group=None,
-        entity="an_entity",
+        SinkOptions(
+            output_dir=output_dir,
+            total_steps=8,
+            config={"lr": 2e-4, "lora_target_modules": ("q_proj", "v_proj")},
+            project_name="a_project",
+            name="a_name",
+            group=None,
+            entity="an_entity",
+            run_id="ab12cd34",
+        ),
         is_rank_0=True,
-        run_id="ab12cd34",
     )
 
 

@@ -15,10 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics import metric_log as metrics
 from fsdp_qlora.metrics import wandb_sink
 from fsdp_qlora.metrics.metric_log import check_sinks, cut_metrics, open_metric_log
+from fsdp_qlora.metrics.sinks import SinkOptions
+from fsdp_qlora.planning.plan import make_plan
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -34,17 +38,17 @@ def clean_environment(monkeypatch, tmp_path):
 
 
 def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object) -> metrics.MetricLog:
-    return open_metric_log(
-        sinks,
-        output_dir=tmp_path / "out",
-        total_steps=total_steps,
-        config={"lr": 2e-4, "output_dir": Path("some/where"), "lora_target_modules": ("q_proj", "v_proj")},
-        project_name="a_project",
-        name="a_name",
-        group="a_group",
-        entity="an_entity",
-        **{"is_rank_0": True, **more},
-    )
+    is_rank_0 = bool(more.pop("is_rank_0", True))
+    options = {
+        "output_dir": tmp_path / "out",
+        "total_steps": total_steps,
+        "config": {"lr": 2e-4, "output_dir": Path("some/where"), "lora_target_modules": ("q_proj", "v_proj")},
+        "project_name": "a_project",
+        "name": "a_name",
+        "group": "a_group",
+        "entity": "an_entity",
+    }
+    return open_metric_log(sinks, SinkOptions(**{**options, **more}), is_rank_0=is_rank_0)  # type: ignore[arg-type]
 
 
 def record(step: int, **values: object) -> dict[str, object]:
@@ -218,14 +222,14 @@ def test_unknown_sink_suggests_the_closest():
     assert check_sinks(["tqdm", "stdout", "wandb", "jsonl"]) == []
 
 
-def test_missing_wandb_is_an_error_before_training(tmp_path, monkeypatch):
+def test_missing_wandb_is_an_error_before_the_model_is_looked_for(tmp_path, monkeypatch):
     def find_nothing(name):
         raise wandb_sink.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(wandb_sink.importlib.metadata, "version", find_nothing)
+    config = TrainConfig(log_to=("wandb",), model_name=str(tmp_path / "no_model"))
     with pytest.raises(UserError, match=r"wandb is not installed.*pip install 'wandb>=0.31'"):
-        open_log(tmp_path, "wandb")
-    assert not (tmp_path / "out").exists()
+        make_plan(config, read_ranks())
 
 
 def test_a_wandb_that_could_stall_training_is_refused(monkeypatch):
@@ -356,12 +360,12 @@ def test_a_server_that_never_answers_stalls_neither_the_start_nor_the_end(tmp_pa
         from pathlib import Path
         from fsdp_qlora.metrics import metric_log as metrics
         from fsdp_qlora.metrics import wandb_sink
+        from fsdp_qlora.metrics.sinks import SinkOptions
         logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
         wandb_sink.WANDB_INIT_SECONDS = 1.0
         wandb_sink.WANDB_TEARDOWN_SECONDS = 1.0
         with metrics.open_metric_log(
-            ["wandb"], output_dir=Path({str(tmp_path / "out")!r}), total_steps=1, config={{}},
-            project_name="p", name=None, group=None, entity=None, is_rank_0=True,
+            ["wandb"], SinkOptions(Path({str(tmp_path / "out")!r}), 1, {{}}, "p", None, None, None), is_rank_0=True
         ) as log:
             log.step({{"step": 1, "loss": 0.5}})
     """

@@ -1,0 +1,118 @@
+"""The model of a run, from its plan to verified shards, and the trainer for it: for training and benchmarks."""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from fsdp_qlora import distributed
+from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.control.stops import Control
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.loading.decomposed_adapters import decompose_weights
+from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
+from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
+from fsdp_qlora.planning.plan import ModelPlan, Plan
+from fsdp_qlora.quant_cache.cache import open_cache
+from fsdp_qlora.sharding.parallelize import checkpoint_activations, materialize, shard_model
+from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
+from fsdp_qlora.training.trainer import Trainer, TrainerOptions
+
+log = logging.getLogger("fsdp_qlora")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The files of a model's weights. sources: name of each of the model's weights -> its name in the files."""
+
+    files: WeightFiles
+    sources: Mapping[str, str]
+
+
+def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ranks) -> DeviceMesh:
+    """Turn the plan's model into verified shards, in place. Every rank calls it.
+
+    Raises:
+        UserError: the weights cannot be used.
+        RuntimeError: the proof fails: some bytes are held twice or by none, or a layer differs from the same layer
+            computed unsharded.
+    """
+    model = plan.meta.model  # on the meta device, already quantized and adapted: sharding/build_model.py
+    if config.use_gradient_checkpointing:
+        checkpoint_activations(model, offload=config.use_activation_cpu_offload)
+    mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
+    shard_model(
+        model,
+        mesh,
+        sharding_strategy=config.sharding_strategy,
+        precision=plan.precision,
+        cpu_offload=config.use_cpu_offload,
+    )
+    log.debug("%s", model)
+    materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
+    fill(config, plan, weights, mesh, ranks)
+    check_byte_account(model, mesh)
+    check_one_layer(model, weights.files, dict(weights.sources), packed=plan.is_packed)
+    return mesh
+
+
+def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks) -> None:
+    """Fill the shards: the base from its files or the quantized cache, the adapter with its first values."""
+    model, sources = plan.meta.model, dict(weights.sources)
+    init, cache_folder = config.init_lora_weights, config.quant_cache
+    if init != "true":
+        decompose_weights(model, weights.files, sources, mesh, ranks.device, init=init, seed=config.seed)
+    if reduces_base(init) and plan.train_type.quantizer:
+        cache_folder = "off"
+        log.info("The quantized weights are not kept for the next start: with %s they belong to this adapter.", init)
+    load = partial(
+        load_weights,
+        model,
+        mesh=mesh,
+        device=ranks.device,
+        max_bytes_in_flight=config.loading_buffer_mib * 2**20,
+        show_progress=ranks.is_rank_0,
+    )
+    layers = {} if plan.is_packed else quantized_layers(model)
+    cache = open_cache(cache_folder, layers, weights.files, sources, ranks, mesh)
+    if cache:
+        cache.load(load)
+    else:
+        load(weight_files=weights.files, sources=sources, packed=plan.is_packed)
+    initialize_adapters(model, mesh, seed=config.seed)
+
+
+def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:
+    """The trainer of a loaded model, with its optimizer."""
+    model: PreTrainedModel = plan.model.meta.model
+    optimizer = ShardedOptimizer(
+        model,
+        config.optimizer,
+        lr=config.learning_rate,
+        weight_decay=config.wd,
+        lr_ratio_B=config.loraplus_lr_ratio,
+    )
+    options = TrainerOptions(
+        precision=plan.model.precision,
+        learning_rate=partial(
+            learning_rate,
+            peak=config.learning_rate,
+            schedule=config.lr_scheduler,
+            warmup_steps=plan.warmup_steps,
+            total_steps=plan.schedule.total_steps,
+        ),
+        max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
+        num_replicas=ranks.world_size // plan.model.num_shards,
+        sync_every_micro_batch=plan.model.trains_whole_modules,
+        # No token sees the padding, so any id in the vocabulary will do; a pad token may be outside of it.
+        pad_token_id=plan.model.tokenizer.eos_token_id,
+        on_nonfinite=config.on_nonfinite,
+        eval_steps=config.eval_steps,
+    )
+    return Trainer(model, optimizer, plan.data.train, ranks, plan.schedule, options, control or Control())

@@ -1,0 +1,186 @@
+"""What guards a run while it trains: status, signals and budgets, watchdog, metrics, checkpoints and their mirror."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_qlora.checkpointing.mirror import Mirror
+from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.resume import Start
+from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing.saving import Saver
+from fsdp_qlora.checkpointing.train_state import TrainState
+from fsdp_qlora.config.options import TrainConfig, resolved_options
+from fsdp_qlora.control import exits
+from fsdp_qlora.control.status import Status
+from fsdp_qlora.control.stops import Budget, Control
+from fsdp_qlora.control.watchdog import Watchdog
+from fsdp_qlora.metrics.metric_log import MetricLog, copy_metrics, cut_metrics, open_metric_log
+from fsdp_qlora.metrics.profiling import MemoryLog, ProfilerOptions, open_profiler
+from fsdp_qlora.metrics.sinks import SinkOptions
+from fsdp_qlora.redact import redact_values
+
+
+class Supervision:
+    """What guards a run, and what its loop tells about each step (training.trainer.Observer).
+
+    The rule: a rank that fails tells the others, and says why, before it closes anything. The others wait for seconds
+    only, while closing may take minutes: the mirror's last copy, wandb. So `exits.told` is the innermost block, and
+    what is closed at leisure the outermost.
+
+    Attributes:
+        control: for the trainer: whether to stop or save, and its heartbeat.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, start: Start, store: dist.Store) -> None:
+        """
+        Raises:
+            RunStopped: earlier starts of this run have used up its budget.
+        """
+        self.config, self.folder, self.start, self.ranks = config, folder, start, folder.ranks
+        self.started = time.monotonic()
+        budget = config.pick(Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds)
+        budget.check()
+        self.control = Control(
+            is_rank_0=self.ranks.is_rank_0, budget=budget, save_seconds=60 * config.save_minutes, started=self.started
+        )
+        self.status = Status(
+            folder.path,
+            is_rank_0=self.ranks.is_rank_0,
+            state="running",
+            run_id=start.run_id,
+            start_step=start.step,
+            step=start.step,
+            saved_step=start.saved_step,
+            deaths=start.deaths,
+            seconds=start.used_seconds,
+            reason=None,
+            exit_code=None,
+        )
+        self.watchdog = Watchdog(
+            self.control.heartbeat,
+            store,
+            self.ranks,
+            hang_minutes=config.hang_minutes,
+            output_dir=folder.path,
+            on_end=self.status.end,
+        )
+        self.memory = MemoryLog(self.ranks.device, enabled=config.profile_memory)
+        self.metrics: MetricLog | None = None
+        self.saver: Saver | None = None
+
+    @contextlib.contextmanager
+    def guarding(self, state: TrainState, identity: Mapping[str, Any], *, total_steps: int) -> Iterator["Supervision"]:
+        """Guard the training and the saving of its result in the block."""
+        config, path = self.config, self.folder.path
+        self.status.update(total_steps=total_steps)
+        sinks = config.pick(
+            SinkOptions,
+            output_dir=path,
+            total_steps=total_steps,
+            config=resolved_options(config),
+            run_id=self.start.run_id,
+            **{name: redact_values(getattr(config, name)) for name in ("project_name", "name", "group", "entity")},
+        )
+        settings = exits.memory_settings(resolved_options(config))
+        self._continue_metrics()
+        with self.control.catching_signals(), contextlib.ExitStack() as at_leisure:
+            target = self.folder.request.mirror if self.ranks.is_rank_0 else None
+            self.metrics = at_leisure.enter_context(
+                open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
+            )
+            mirror = at_leisure.enter_context(contextlib.closing(Mirror(path, target)))
+            with exits.told(self.status, self.watchdog, memory_settings=settings):
+                self.saver = self._saver(state, identity, mirror)
+                yield self
+        self.status.end("finished", None)
+
+    def _continue_metrics(self) -> None:
+        """Let metrics.jsonl end at the checkpoint that the run starts from, before it is opened."""
+        if not self.start.folder or not self.ranks.is_rank_0:
+            return
+        progress = Progress.from_dict(self.start.progress)
+        if self.start.is_new:
+            copy_metrics(Path(self.start.folder).parents[1], self.folder.path)
+        cut_metrics(self.folder.path, progress.step, progress.last_eval_step)
+
+    def _saver(self, state: TrainState, identity: Mapping[str, Any], mirror: Mirror) -> Saver:
+        assert self.metrics is not None
+        if self.start.saved_step >= 0:
+            mirror.copy_later()  # a kill may have come before its copy
+        return Saver(
+            self.folder.checkpoints,
+            state,
+            self.ranks,
+            about=identity,
+            save_steps=self.config.save_steps,
+            save_total_limit=self.config.save_total_limit,
+            before_save=self.metrics.flush,
+            on_saved=lambda _: mirror.copy_later(),
+            saved_step=self.start.saved_step,
+        )
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the training in the block for hangs and lost ranks, and profile it where that was asked for."""
+        self.profiler = open_profiler(self.config.pick(ProfilerOptions), rank=self.ranks.rank)
+        with self.watchdog.watching():
+            yield
+        self.profiler.close()
+
+    # --- what the loop tells ---
+
+    def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
+        assert self.metrics is not None
+        self.metrics.step(record)
+        self.profiler.step()
+        self.memory.record(f"after step {progress.step}")
+        self._keep(progress)
+
+    def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
+        assert self.metrics is not None
+        self.metrics.evaluation(record)
+
+    def is_save_due(self, step: int) -> bool:
+        return self.config.save_model and self.saver is not None and self.saver.is_due(step)
+
+    def beat_save(self) -> None:
+        """A sign of life for each tensor that is written: a large state takes its time."""
+        self.control.heartbeat.beat(self.control.heartbeat.step, "save")
+
+    def save(self, progress: Progress) -> None:
+        if self.saver is None or not self.config.save_model:
+            return
+        self.control.heartbeat.beat(progress.step, "save")
+        self.saver.save(progress)
+        self.control.saved(self.saver.seconds)
+        self._keep(progress)
+
+    def describe_saved(self) -> str:
+        if self.saver is None or not self.config.save_model or self.saver.saved_step < 0:
+            return "no checkpoint was saved"
+        saved, root = self.saver.saved_step, self.saver.root
+        return f"the checkpoint of step {saved} is in {root}; the same command resumes from it"
+
+    def finished(self, summary: Mapping[str, float]) -> None:
+        """Take the run's final values."""
+        assert self.metrics is not None
+        self.metrics.summary(summary)
+
+    @property
+    def seconds(self) -> float:
+        """Since this start began to load."""
+        return time.monotonic() - self.started
+
+    def _keep(self, progress: Progress) -> None:
+        assert self.saver is not None
+        self.status.keep(
+            step=progress.step,
+            saved_step=self.saver.saved_step,
+            seconds=self.control.used_seconds(),
+            reserve_seconds=self.control.reserve_seconds(),
+        )
