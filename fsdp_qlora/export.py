@@ -25,7 +25,7 @@ from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
 
 log = logging.getLogger("fsdp_qlora")
 
-_MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
+MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 
 
 class _LargeResult:
@@ -100,7 +100,6 @@ def save_model(
     base_folder: Path,
     dtype: torch.dtype,
     is_rank_0: bool,
-    max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
     """Gather the model tensor by tensor and save it as transformers does, in files of bounded size.
 
@@ -109,7 +108,7 @@ def save_model(
     Args:
         base_folder: the model that was trained, whose generation_config.json goes with the result.
     """
-    files = _split_into_files(model, dtype, max_file_bytes)
+    files = _split_into_files(model, dtype, MAX_FILE_BYTES)
     names = [_file_name(index, len(files)) for index in range(len(files))]
     result = _LargeResult(output_dir, is_rank_0=is_rank_0)
     weight_map: dict[str, str] = {}

@@ -71,6 +71,7 @@ class Supervision:
         )
         self.memory = MemoryLog(self.ranks.device, enabled=config.profile_memory)
         self.metrics: MetricLog | None = None
+        self.mirror: Mirror | None = None
         self.saver: Saver | None = None
 
     @contextlib.contextmanager
@@ -93,9 +94,19 @@ class Supervision:
             self.metrics = at_leisure.enter_context(
                 open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
             )
-            mirror = at_leisure.enter_context(contextlib.closing(Mirror(path, target)))
+            self.mirror = at_leisure.enter_context(contextlib.closing(Mirror(path, target)))
             with exits.told(self.status, self.watchdog, memory_settings=settings):
-                self.saver = self._saver(state, identity, mirror)
+                if self.start.saved_step >= 0:
+                    self.mirror.copy_later()  # a kill may have come before its copy
+                self.saver = Saver(
+                    self.folder.checkpoints,
+                    state,
+                    self.ranks,
+                    about=identity,
+                    save_steps=config.save_steps,
+                    save_total_limit=config.save_total_limit,
+                    saved_step=self.start.saved_step,
+                )
                 yield self
         self.status.end("finished", None)
 
@@ -107,22 +118,6 @@ class Supervision:
         if self.start.is_new:
             copy_metrics(Path(self.start.folder).parents[1], self.folder.path)
         cut_metrics(self.folder.path, progress.step, progress.last_eval_step)
-
-    def _saver(self, state: TrainState, identity: Mapping[str, Any], mirror: Mirror) -> Saver:
-        assert self.metrics is not None
-        if self.start.saved_step >= 0:
-            mirror.copy_later()  # a kill may have come before its copy
-        return Saver(
-            self.folder.checkpoints,
-            state,
-            self.ranks,
-            about=identity,
-            save_steps=self.config.save_steps,
-            save_total_limit=self.config.save_total_limit,
-            before_save=self.metrics.flush,
-            on_saved=lambda _: mirror.copy_later(),
-            saved_step=self.start.saved_step,
-        )
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -153,11 +148,15 @@ class Supervision:
         self.control.heartbeat.beat(self.control.heartbeat.step, "save")
 
     def save(self, progress: Progress) -> None:
-        if self.saver is None or not self.config.save_model:
+        if self.saver is None or self.metrics is None or self.mirror is None or not self.config.save_model:
             return
         self.control.heartbeat.beat(progress.step, "save")
+        before = self.saver.saved_step
+        self.metrics.flush()  # a checkpoint must not survive the records that it follows on
         self.saver.save(progress)
         self.control.saved(self.saver.seconds)
+        if self.saver.saved_step != before:
+            self.mirror.copy_later()
         self._keep(progress)
 
     def describe_saved(self) -> str:

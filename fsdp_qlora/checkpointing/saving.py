@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,6 @@ class Saver:
         root: the folder of the checkpoints.
         about: what the run is, kept in every checkpoint.
         save_steps: 0 for none by steps. save_total_limit: newest kept, besides the best by held-out loss.
-        before_save: called on each rank before a checkpoint is published.
-        on_saved: called on rank 0 with each published checkpoint.
         saved_step: the newest checkpoint that is there already, -1 for none.
     """
 
@@ -43,13 +41,10 @@ class Saver:
         about: Mapping[str, Any],
         save_steps: int,
         save_total_limit: int,
-        before_save: Callable[[], None] = lambda: None,
-        on_saved: Callable[[Path], None] = lambda folder: None,
         saved_step: int = -1,
     ) -> None:
         self.root, self.state, self.ranks, self.about = root, state, ranks, about
-        self.save_steps, self.save_total_limit, self.before_save = save_steps, save_total_limit, before_save
-        self.on_saved, self.saved_step = on_saved, saved_step
+        self.save_steps, self.save_total_limit, self.saved_step = save_steps, save_total_limit, saved_step
         self.seconds = 0.0  # of the last save
 
     def is_due(self, step: int) -> bool:
@@ -69,13 +64,12 @@ class Saver:
             return True
         started = time.monotonic()
         self.state.check_finite()
-        self.before_save()
         while (failure := self._try(progress)) is not None:
             is_full, reason = failure
             freed = self._free_oldest() if is_full else None
             if freed is None:
                 log.warning(
-                    "Step %d: no checkpoint was saved: %s. Training goes on; %s.", progress.step, reason,
+                    "Step %d: no checkpoint was saved: %s. Training continues; %s.", progress.step, reason,
                     f"the last checkpoint is step {self.saved_step}" if self.saved_step >= 0 else "there is none yet",
                 )  # fmt: skip
                 return False
@@ -83,8 +77,6 @@ class Saver:
         self.saved_step = progress.step
         self.seconds = time.monotonic() - started
         self._prune()
-        if self.ranks.is_rank_0:
-            self.on_saved(checkpoint.step_folder(self.root, progress.step))
         log.info("Checkpoint of step %d: %s", progress.step, checkpoint.step_folder(self.root, progress.step))
         return True
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.export import save_model
+from fsdp_qlora import export
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
 from fsdp_qlora.quantizers.experts import expert_parameters, router_linears
 from tests.reference import batch_loss, encode, load_adapter
@@ -292,11 +292,14 @@ def test_experts_and_routers_are_found_by_structure(family: str, routers: set[st
     assert {name.split(".", 3)[3] for name in router_linears(model)} == routers
 
 
-def test_a_model_of_experts_saved_in_several_files_is_read_back(models: Models, tmp_path: Path) -> None:
+def test_a_model_of_experts_saved_in_several_files_is_read_back(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 100_000)
     folder = models("qwen3_moe", **FAMILIES["qwen3_moe"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    save_model(
+    export.save_model(
         model,
         model.config,
         tokenizer,
@@ -304,7 +307,6 @@ def test_a_model_of_experts_saved_in_several_files_is_read_back(models: Models, 
         base_folder=folder,
         dtype=torch.float32,
         is_rank_0=True,
-        max_file_bytes=100_000,
     )
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2

@@ -105,6 +105,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_ref
         parameter.requires_grad_("layers.1." in name)
     for step in (1, 2, 3):
         make(output / "checkpoints", step)
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 100_000)
     gathered = []
     gather, write = export._gather_all, PackedFiles.write if new_blocks else export.save_file
 
@@ -120,9 +121,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_ref
         if new_blocks:
             export.save_new_blocks(model, tokenizer, output, base=WeightFiles(folder), **common)
         else:
-            export.save_model(
-                model, model.config, tokenizer, output, base_folder=folder, max_file_bytes=100_000, **common
-            )
+            export.save_model(model, model.config, tokenizer, output, base_folder=folder, **common)
         return set(gathered)
 
     def write_while_there_is_room(*args: object, **kwargs: object) -> None:
