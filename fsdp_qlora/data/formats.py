@@ -1,6 +1,4 @@
-"""Formats: how a row of a dataset becomes a prompt and the response to learn."""
-
-from __future__ import annotations
+"""Formats: how a row of a dataset becomes text, and which of the text is learned. A new format is a row of FORMATS."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -26,23 +24,47 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A piece of a row's text. Segments are tokenized apart, so no token crosses a boundary."""
+
+    text: str
+    learned: bool
+    """True where the model learns to write the text, false where it only reads it."""
+
+
+@dataclass(frozen=True)
 class Format:
-    """`columns` are the ones a dataset must have; `render` gives (prompt, response) or raises BadRow."""
+    """How one kind of dataset is recognized and read."""
 
     columns: tuple[str, ...]
-    render: Callable[[Mapping[str, object]], tuple[str, str]]
+    """Columns that a dataset must have. One that has them all is of this format."""
+    optional_columns: tuple[str, ...]
+    """Columns that are used where they are present."""
+    render: Callable[[Mapping[str, object]], list[Segment]]
+    """The text of a row in order, in any number of segments. Raises BadRow."""
+
+    def fits(self, columns: Collection[str]) -> bool:
+        """Whether a dataset with these columns can be read in this format."""
+        return set(self.columns) <= set(columns)
+
+    def describe_columns(self) -> str:
+        """The columns for people: "instruction, output (and input, if present)"."""
+        optional = f" (and {', '.join(self.optional_columns)}, if present)" if self.optional_columns else ""
+        return ", ".join(self.columns) + optional
 
 
-def render_alpaca(row: Mapping[str, object]) -> tuple[str, str]:
-    """Fill the Alpaca template; an `input` that is absent, null or blank is no input."""
+def render_alpaca(row: Mapping[str, object]) -> list[Segment]:
+    """Fill the Alpaca template. An `input` that is absent, null or blank counts as no input."""
     instruction, response = _text(row, "instruction"), _text(row, "output")
     context = _text(row, "input", required=False)
     template = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
-    return template.format(instruction=instruction, input=context), response
+    prompt = template.format(instruction=instruction, input=context)
+    return [Segment(prompt, learned=False), Segment(response, learned=True)]
 
 
+# With dataset_format auto the first that fits is used: a format comes before those that need fewer of its columns.
 FORMATS: dict[str, Format] = {
-    "alpaca": Format(columns=("instruction", "output"), render=render_alpaca),
+    "alpaca": Format(columns=("instruction", "output"), optional_columns=("input",), render=render_alpaca),
 }
 
 
@@ -50,7 +72,7 @@ def choose_format(columns: Collection[str], *, dataset_format: str, origin: str)
     """Name the format of a dataset with these columns.
 
     Args:
-        dataset_format: a key of FORMATS, or "auto" to tell it from the columns.
+        dataset_format: a key of FORMATS, or "auto" for the first format that fits.
         origin: the dataset's path or name, for the message.
     Raises:
         UserError: the format is unknown, or the dataset lacks columns that it needs.
@@ -59,9 +81,9 @@ def choose_format(columns: Collection[str], *, dataset_format: str, origin: str)
         raise UserError(f"dataset_format: unknown format {dataset_format!r}. Formats: {', '.join(['auto', *FORMATS])}.")
     candidates = list(FORMATS) if dataset_format == "auto" else [dataset_format]
     for name in candidates:
-        if set(FORMATS[name].columns) <= set(columns):
+        if FORMATS[name].fits(columns):
             return name
-    needed = "; ".join(f"{name}: {', '.join(FORMATS[name].columns)}" for name in candidates)
+    needed = "; ".join(f"{name}: {FORMATS[name].describe_columns()}" for name in candidates)
     raise UserError(
         f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}. Needed ({needed}). "
         "Rename the columns of the dataset."
@@ -69,7 +91,7 @@ def choose_format(columns: Collection[str], *, dataset_format: str, origin: str)
 
 
 def _text(row: Mapping[str, object], column: str, *, required: bool = True) -> str:
-    """The text in one column; "" where it is blank and not required."""
+    """The text of a column; "" if it is blank and not required."""
     value = row.get(column)
     if value is not None and not isinstance(value, str):
         raise BadRow(f"{column} is not text but {type(value).__name__}")
@@ -83,7 +105,7 @@ def _text(row: Mapping[str, object], column: str, *, required: bool = True) -> s
 
 
 def _is_unicode(text: str) -> bool:
-    """False for lone surrogates: JSON can carry them, a tokenizer cannot."""
+    """False for lone surrogates: JSON can contain them, a tokenizer cannot read them."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

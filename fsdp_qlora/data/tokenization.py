@@ -8,13 +8,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from fsdp_qlora.data.cache import cache_path, locked, read_cache, tokenizer_identity, write_cache
-from fsdp_qlora.data.formats import FORMATS, BadRow, Format, choose_format
+from fsdp_qlora.data.formats import FORMATS, BadRow, Format, Segment, choose_format
 from fsdp_qlora.data.rows import NUMBERS_SHOWN, DataReport, Part, Row, Rows, TokenizedRows
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Source, find_source
 from fsdp_qlora.errors import UserError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fsdp_qlora")
 
+NO_ROOM = "no room for a response within context_length"  # why a row is left out
 TEXTS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 
 
@@ -154,7 +155,15 @@ def describe_sample(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTok
     return "\n".join(lines)
 
 
-# ---- from rows to arrays --------------------------------------------------------------------------------
+class EncodedRow(NamedTuple):
+    """One row as tokens."""
+
+    number: int
+    """The number of the row in the dataset."""
+    ids: np.ndarray
+    """int32 [tokens]."""
+    learned: np.ndarray
+    """bool [tokens]."""
 
 
 def tokenize_rows(
@@ -165,33 +174,30 @@ def tokenize_rows(
     context_length: int,
     show_progress: bool = False,
 ) -> tuple[TokenizedRows, DataReport]:
-    """Render and tokenize rows. Prompt and response are tokenized apart, so the boundary is exact.
+    """Render and tokenize rows. Segments are tokenized apart, so the boundaries of what is learned are exact.
 
-    Only the response and the end-of-sequence token behind it are learned. A row that cannot be rendered, or
-    whose prompt alone fills the context, is left out and listed in the report.
+    A row ends with the end-of-sequence token, which is learned if the last segment is. Rows are cut at
+    `context_length`, from the end. A row that cannot be rendered, or that has nothing learned before the cut, is
+    left out and listed in the report.
     """
     rejected: defaultdict[str, list[int]] = defaultdict(list)
     for number, reason in rows.malformed.items():
         rejected[reason].append(number)
-    ids: list[np.ndarray] = []
-    prompt_lengths: list[int] = []
-    numbers: list[int] = []
-    lengths_cut: list[int] = []
+    used: list[EncodedRow] = []
+    num_tokens_cut: list[int] = []
     with tqdm(total=len(rows.rows), desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
         for start in range(0, len(rows.rows), TEXTS_PER_BATCH):
             batch = slice(start, start + TEXTS_PER_BATCH)
-            texts = _render(rows.rows[batch], rows.numbers[batch], FORMATS[dataset_format], rejected)
-            for number, prompt_ids, response_ids in _encode(texts, tokenizer):
-                row_ids = (prompt_ids + response_ids)[:context_length]
-                if len(row_ids) <= max(len(prompt_ids), 1):
-                    rejected["no room for a response within context_length"].append(number)
+            rendered = _render(rows.rows[batch], rows.numbers[batch], FORMATS[dataset_format], rejected)
+            for whole in _encode(rendered, tokenizer):
+                row = EncodedRow(whole.number, whole.ids[:context_length], whole.learned[:context_length])
+                if not row.learned[1:].any():  # the first token has nothing to be predicted from
+                    rejected[NO_ROOM].append(row.number)
                     continue
-                ids.append(np.array(row_ids, dtype=np.int32))
-                prompt_lengths.append(len(prompt_ids))
-                numbers.append(number)
-                lengths_cut.append(len(prompt_ids) + len(response_ids) - len(row_ids))
+                used.append(row)
+                num_tokens_cut.append(len(whole.ids) - len(row.ids))
             bar.update(len(rows.rows[batch]))
-    tokenized = _flatten(ids, prompt_lengths, numbers)
+    tokenized = _flatten(used)
     report = DataReport(
         origin=origin,
         dataset_format=dataset_format,
@@ -199,8 +205,8 @@ def tokenize_rows(
         num_used=len(tokenized),
         num_tokens=len(tokenized.input_ids),
         num_targets=int(tokenized.num_targets.sum()),
-        num_truncated=sum(cut > 0 for cut in lengths_cut),
-        num_tokens_cut=sum(lengths_cut),
+        num_truncated=sum(cut > 0 for cut in num_tokens_cut),
+        num_tokens_cut=sum(num_tokens_cut),
         rejected=dict(rejected),
         parts=rows.parts,
     )
@@ -210,7 +216,8 @@ def tokenize_rows(
 def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int) -> tuple[TokenizedRows, DataReport]:
     """Rows of random tokens that fill the context, all learned: for measuring speed, not for learning."""
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, context_length), dtype=np.int32)
-    tokenized = _flatten(list(ids), [0] * num_rows, list(range(1, num_rows + 1)))
+    learned = np.ones(context_length, dtype=np.bool_)
+    tokenized = _flatten([EncodedRow(number, row, learned) for number, row in enumerate(ids, start=1)])
     report = DataReport(
         origin=DUMMY,
         dataset_format=DUMMY,
@@ -227,42 +234,50 @@ def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int
 
 
 def _render(
-    rows: Sequence[Row],
-    numbers: Sequence[int],
-    row_format: Format,
-    rejected: defaultdict[str, list[int]],
-) -> list[tuple[int, str, str]]:
-    """(number, prompt, response) of the rows that can be used; the others go to `rejected`."""
-    texts = []
+    rows: Sequence[Row], numbers: Sequence[int], row_format: Format, rejected: defaultdict[str, list[int]]
+) -> list[tuple[int, list[Segment]]]:
+    """(number, segments) of the rows that can be used. The others are added to `rejected`."""
+    rendered = []
     for number, row in zip(numbers, rows, strict=True):
         try:
-            texts.append((number, *row_format.render(row)))
+            segments = row_format.render(row)
+            if not any(segment.learned and segment.text for segment in segments):
+                raise BadRow("nothing to learn")
+            rendered.append((number, segments))
         except BadRow as reason:
             rejected[str(reason)].append(number)
-    return texts
+    return rendered
 
 
-def _encode(
-    texts: list[tuple[int, str, str]], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[int, list[int], list[int]]]:
-    """(number, prompt ids, response ids with the end-of-sequence token) of each row."""
-    if not texts:
-        return
-    numbers, prompts, responses = (list(column) for column in zip(*texts, strict=True))
+def _encode(rendered: list[tuple[int, list[Segment]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodedRow]:
+    """Tokenize whole rows: the first segment as a text begins, the last with an end-of-sequence token."""
     eos = tokenizer.eos_token_id
-    prompts_ids = tokenizer(prompts, add_special_tokens=True, verbose=False)["input_ids"]
-    responses_ids = tokenizer(responses, add_special_tokens=False, verbose=False)["input_ids"]
-    for number, prompt_ids, response_ids in zip(numbers, prompts_ids, responses_ids, strict=True):
-        if prompt_ids and prompt_ids[-1] == eos:  # some tokenizers end every text with it
-            prompt_ids = prompt_ids[:-1]
-        yield number, prompt_ids, [*response_ids, eos]
+    first = [segments[0].text for _, segments in rendered]
+    later = [segment.text for _, segments in rendered for segment in segments[1:]]
+    first_ids = iter(_token_ids(first, tokenizer, add_special_tokens=True))
+    later_ids = iter(_token_ids(later, tokenizer, add_special_tokens=False))
+    for number, segments in rendered:
+        begin = next(first_ids)
+        if begin and begin[-1] == eos:  # some tokenizers end every text with it
+            begin = begin[:-1]
+        spans = [begin, *itertools.islice(later_ids, len(segments) - 1)]
+        spans[-1] = [*spans[-1], eos]
+        learned = np.repeat([segment.learned for segment in segments], [len(span) for span in spans])
+        yield EncodedRow(number, np.fromiter(itertools.chain(*spans), dtype=np.int32), learned)
 
 
-def _flatten(ids: list[np.ndarray], prompt_lengths: list[int], numbers: list[int]) -> TokenizedRows:
-    lengths = np.array([len(row) for row in ids], dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    learned = np.ones(offsets[-1], dtype=np.bool_)
-    for start, prompt_length in zip(offsets[:-1], prompt_lengths, strict=True):
-        learned[start : start + prompt_length] = False
-    flat = np.concatenate([np.zeros(0, dtype=np.int32), *ids])
-    return TokenizedRows(flat, learned, offsets, np.array(numbers, dtype=np.int64))
+def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[list[int]]:
+    """The ids of each text; all texts in one call, which a fast tokenizer spreads over threads."""
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    return ids
+
+
+def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
+    return TokenizedRows(
+        input_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(row.ids for row in rows)]),
+        learned=np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)]),
+        offsets=np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int64),
+        row_numbers=np.array([row.number for row in rows], dtype=np.int64),
+    )

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
-from fsdp_qlora.data.formats import FORMATS
+from fsdp_qlora.data.formats import FORMATS, Format, Segment
 from fsdp_qlora.data.schedule import epoch_order, split_eval, split_step, steps_per_epoch
 from fsdp_qlora.data.tokenization import (
     DataReport,
@@ -46,7 +46,7 @@ def make_tokenizer(*, ends_with_eos: bool = False, eos_token: str | None = "</s>
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    lines = [FORMATS["alpaca"].render(row)[0] for row in ROWS]
+    lines = [FORMATS["alpaca"].render(row)[0].text for row in ROWS]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["<s>", "</s>", "<pad>"],
@@ -266,18 +266,24 @@ def test_demo_rows_are_all_usable(prepare: Any) -> None:
 @pytest.mark.parametrize("no_input", [{}, {"input": None}, {"input": ""}, {"input": " \n"}])
 def test_prompt_is_the_published_alpaca_template(no_input: dict[str, Any]) -> None:
     render = FORMATS["alpaca"].render
-    assert render({"instruction": "Add {x}.", "input": "1, 2", "output": "3"}) == (
+    with_input = (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nAdd {x}.\n\n### Input:\n1, 2\n\n### Response:",
-        "3",
+        "### Instruction:\nAdd {x}.\n\n### Input:\n1, 2\n\n### Response:"
     )
-    assert render({"instruction": "Go.", "output": "Ok", **no_input}) == (
+    without_input = (
         "Below is an instruction that describes a task. "
         "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nGo.\n\n### Response:",
-        "Ok",
+        "### Instruction:\nGo.\n\n### Response:"
     )
+    assert render({"instruction": "Add {x}.", "input": "1, 2", "output": "3"}) == [
+        Segment(with_input, learned=False),
+        Segment("3", learned=True),
+    ]
+    assert render({"instruction": "Go.", "output": "Ok", **no_input}) == [
+        Segment(without_input, learned=False),
+        Segment("Ok", learned=True),
+    ]
 
 
 @pytest.mark.parametrize("ends_with_eos", [False, True])
@@ -287,7 +293,7 @@ def test_response_and_end_of_sequence_are_learned_and_nothing_else(
     tokenizer = make_tokenizer(ends_with_eos=ends_with_eos)
     tokenized, report = prepare(write_jsonl(tmp_path / "rows.jsonl", ROWS), tokenizer=tokenizer)
     for i, row in enumerate(ROWS):
-        prompt, response = FORMATS["alpaca"].render(row)
+        prompt, response = (segment.text for segment in FORMATS["alpaca"].render(row))
         part = slice(*tokenized.offsets[i : i + 2])
         ids, learned = tokenized.input_ids[part], tokenized.learned[part]
         assert tokenizer.decode(ids[~learned]) == "<s>" + prompt
@@ -296,6 +302,50 @@ def test_response_and_end_of_sequence_are_learned_and_nothing_else(
         assert learned.tolist() == sorted(learned.tolist())  # masked first, then learned
         assert (tokenized.lengths[i], tokenized.num_targets[i]) == (len(ids), learned.sum())
     assert (report.num_tokens, report.num_targets) == (len(tokenized.input_ids), tokenized.learned.sum())
+
+
+def test_a_format_with_three_segments_is_one_row_of_the_table(
+    prepare: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(row: Any) -> list[Segment]:
+        """The first answer, another question, the second answer."""
+        return [Segment(row["a1"], True), Segment(row["q2"], False), Segment(row["a2"], row["learn_last"])]
+
+    monkeypatch.setitem(FORMATS, "turns", Format(("a1", "q2", "a2"), ("learn_last",), render))
+    rows = [
+        {"a1": "Blue.", "q2": " Twice?", "a2": " Blue, blue.", "learn_last": True},
+        {"a1": "Add.", "q2": " Why?", "a2": " No.", "learn_last": False},
+        {"a1": "", "q2": "Name a colour.", "a2": "", "learn_last": True},
+    ]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    tokenized, report = prepare(path, max_bad_rows=0.5)
+    assert report.dataset_format == "turns"
+    assert report.rejected == {"nothing to learn": [3]}
+    lengths = []  # of the segments of each row
+    for i, row in enumerate(rows[:2]):
+        spans = [[tokenizer.bos_token_id, *encode(row["a1"])], encode(row["q2"]), [*encode(row["a2"]), 1]]
+        lengths.append([len(span) for span in spans])
+        part = slice(*tokenized.offsets[i : i + 2])
+        assert tokenized.input_ids[part].tolist() == [token for span in spans for token in span]
+        assert tokenized.learned[part].tolist() == np.repeat([True, False, row["learn_last"]], lengths[i]).tolist()
+    (a1, q2, a2), other = lengths
+    assert tokenized.num_targets.tolist() == [a1 + a2 - 1, other[0] - 1]  # nothing predicts the first token
+
+    assert describe_sample(tokenized, 0, tokenizer).splitlines() == [
+        f"Sample: row 1, {a1 + q2 + a2} tokens",
+        *(f"--- learned ({a1} tokens) ---", "<s>Blue."),
+        *(f"--- masked ({q2} tokens) ---", " Twice?"),
+        *(f"--- learned ({a2} tokens) ---", " Blue, blue.</s>"),
+    ]
+    cut, cut_report = prepare(path, context_length=a1 + 1, max_bad_rows=0.5)  # within the second segment
+    assert cut.learned[: a1 + 1].tolist() == [True] * a1 + [False]
+    assert cut_report.num_tokens_cut == q2 + a2 - 1 + sum(other) - (a1 + 1)
+    with pytest.raises(UserError, match=r"rows.jsonl:1: no room for a response"):
+        prepare(path, context_length=1)
 
 
 def test_truncation_is_counted_and_rows_without_room_are_rejected(
