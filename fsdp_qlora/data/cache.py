@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fsdp_qlora.data.rows import DataReport, Part, TokenizedRows
+from fsdp_qlora.data.rows import DataReport, SourceFile, TokenizedRows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
 
@@ -94,7 +94,7 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         tokenized = TokenizedRows(**arrays)
         fields = json.loads(metadata["report"])
         digest = fields.pop("digest")
-        parts = [Part(**part) for part in fields.pop("parts")]
+        parts = [SourceFile(**part) for part in fields.pop("parts")]
         report = DataReport(**fields, parts=parts)
         _check_cached(tokenized, report)
         if tokenized.digest != digest:

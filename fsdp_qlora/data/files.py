@@ -1,6 +1,4 @@
-"""Readers of local files: strict, so that a malformed file is refused with the place of the fault."""
-
-from __future__ import annotations
+"""Readers of local files. They are strict: a malformed file is refused with the place of the fault."""
 
 import csv
 import hashlib
@@ -11,19 +9,19 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from fsdp_qlora.data.rows import Part, Row, Rows
+from fsdp_qlora.data.rows import Row, Rows, SourceFile, locate
 from fsdp_qlora.errors import UserError
 
 
 class Malformed(ValueError):
-    """What stands in a row's place and is none; the message is the reason, without the place."""
+    """An entry that is not a row. The message is the reason, without the place."""
 
 
 NumberedRows = Iterator[tuple[int, Row | Malformed]]
 
 
 def read_jsonl(path: Path) -> NumberedRows:
-    """One object per line; blank lines are passed over. Numbers are line numbers."""
+    """One object per line. Blank lines are skipped. Numbers are line numbers."""
     has_rows = False
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -34,8 +32,8 @@ def read_jsonl(path: Path) -> NumberedRows:
             except Malformed as reason:
                 if has_rows and not line.endswith(b"\n"):
                     raise UserError(
-                        f"{path}:{number}: {reason}. The file ends within this line: it has been cut. Copy or "
-                        "download it again."
+                        f"{path}:{number}: {reason}. The file ends within this line, so it is incomplete. "
+                        "Copy or download it again."
                     ) from reason
                 yield number, reason
 
@@ -62,7 +60,7 @@ def read_json(path: Path) -> NumberedRows:
 
 
 def read_csv(path: Path) -> NumberedRows:
-    """Comma-separated values under a header line; every value is a string. Numbers are those of rows' first lines."""
+    """Comma-separated values under a header line. Every value is a string. A row's number is that of its first line."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is less than a long text
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -99,10 +97,11 @@ def read_parquet(path: Path) -> NumberedRows:
 
 @dataclass(frozen=True)
 class FileKind:
-    """How to read a kind of file, and whether its rows are numbered by line or by row."""
+    """How to read a kind of file."""
 
     read: Callable[[Path], NumberedRows]
     unit: str
+    """What its rows are numbered by: "line" or "row"."""
 
 
 FILE_KINDS: dict[str, FileKind] = {
@@ -114,24 +113,24 @@ FILE_KINDS: dict[str, FileKind] = {
 
 
 def read_files(origin: Path, files: list[Path], limit: int | None) -> Rows:
-    """Read files one after the other until `limit` rows are there, malformed ones counted; the rest is not looked at.
+    """Read files one after the other, up to `limit` entries, malformed ones included. The rest is not read.
 
     Raises:
-        UserError: a file cannot be read as a whole (it names the place), or there is nothing in any.
+        UserError: a file cannot be read at all (the message names the place), or no file has a row.
     """
     rows: list[Row] = []
     numbers: list[int] = []
     malformed: dict[int, str] = {}
-    parts: list[Part] = []
+    sources: list[SourceFile] = []
     columns: dict[str, None] = {}
     last = 0
     for path in files:
         kind = FILE_KINDS[path.suffix.lower()]
-        part = Part(path.name, kind.unit, offset=last)
-        parts.append(part)
+        source = SourceFile(path.name, kind.unit, offset=last)
+        sources.append(source)
         room = None if limit is None else limit - len(rows) - len(malformed)
         for number, row in islice(kind.read(path), room):
-            last = part.offset + number
+            last = source.offset + number
             if isinstance(row, Malformed):
                 malformed[last] = str(row)
                 continue
@@ -142,21 +141,21 @@ def read_files(origin: Path, files: list[Path], limit: int | None) -> Rows:
         if not malformed:
             raise UserError(f"{origin}: the dataset is empty. Give one with rows.")
         number, reason = next(iter(malformed.items()))
-        part = [part for part in parts if part.offset < number][-1]
-        raise UserError(f"{part.place(number, str(origin))}: {reason}. Not one of {len(malformed):,} rows can be read.")
-    return Rows(rows, numbers, list(columns), parts, malformed)
+        place = locate([number], sources, str(origin))
+        raise UserError(f"{place}: {reason}. None of its {len(malformed):,} rows can be read.")
+    return Rows(rows, numbers, list(columns), sources, malformed)
 
 
 def find_files(path: Path) -> list[Path]:
-    """The file itself, or the folder's files of known kinds by name; hidden ones are not data.
+    """The file itself, or the folder's files of known kinds, sorted by name. Hidden files are ignored.
 
     Raises:
-        UserError: there is none of a known kind.
+        UserError: there is no file of a known kind.
     """
     kinds = ", ".join(FILE_KINDS)
     if not path.is_dir():
         if path.suffix.lower() not in FILE_KINDS:
-            raise UserError(f"dataset: {path} is of no known kind. Kinds: {kinds}.")
+            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}.")
         if not path.is_file():  # reading a pipe or a device might never end
             raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
         return [path]
@@ -207,7 +206,7 @@ def _parse(text: str) -> object:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> Row:
-    """Python keeps the last of two equal names; which was meant, nobody knows."""
+    """The object, if no name occurs twice. Python would keep the last value, which may not be the one meant."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,7 +1,5 @@
 """Sources: where the rows of a dataset come from, by name, path or folder."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib.resources
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.data.files import FILE_KINDS, find_files, hash_file, read_files
-from fsdp_qlora.data.rows import Part, Rows
+from fsdp_qlora.data.rows import Rows, SourceFile
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason, is_hub_name
 
@@ -25,11 +23,14 @@ DEFAULT_SAMPLES = {"alpaca_sample": 128, DUMMY: 512}
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset that was found. Nothing is parsed until `read` is called."""
+    """A dataset that was found. Its rows are parsed when `read` is called."""
 
-    origin: str  # its path or name, for people
-    identity: str  # changes when the content does
-    read: Callable[[int | None], Rows]  # the first N rows, or all; UserError where they are malformed
+    origin: str
+    """Its path or name, for people."""
+    identity: str
+    """Changes when the content does."""
+    read: Callable[[int | None], Rows]
+    """Reads the first N rows, or all. Raises UserError if they are malformed."""
 
 
 def find_source(dataset: str) -> Source:
@@ -39,12 +40,12 @@ def find_source(dataset: str) -> Source:
         dataset: a key of DATASETS, a .json, .jsonl, .csv or .parquet file, a folder of such files, or
             owner/name on the hub.
     Raises:
-        UserError: there is no such name, file or folder, or the hub is out of reach.
+        UserError: there is no such name, file or folder, or the hub cannot be reached.
     """
     if dataset in DATASETS:
         return DATASETS[dataset]()
     if "://" in dataset:
-        raise UserError(f"dataset: {dataset} is a URL, which is not read. Download it. {_choices()}")
+        raise UserError(f"dataset: {dataset} is a URL. Download it and give the path. {_choices()}")
     if _looks_local(dataset):
         return local_source(Path(dataset).expanduser())
     if is_hub_name(dataset):
@@ -55,12 +56,12 @@ def find_source(dataset: str) -> Source:
 
 
 def dataset_names() -> list[str]:
-    """The names that `--dataset` takes besides paths."""
+    """The names that `--dataset` accepts besides paths."""
     return [*DATASETS, DUMMY]
 
 
 def demo_source() -> Source:
-    """The rows that ship inside the package: no network needed."""
+    """The rows that ship with the package. They need no network."""
     return local_source(Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl")))
 
 
@@ -68,14 +69,14 @@ def local_source(path: Path) -> Source:
     """A file, or all files of the known kinds in a folder, sorted by name.
 
     Raises:
-        UserError: nothing is there, or nothing of a kind that can be read.
+        UserError: the path does not exist, or has no file of a known kind.
     """
     if not path.exists():
         raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
     files = find_files(path)
     identity = hashlib.sha256()
     for file in files:
-        # The name counts too: it decides the reader, and messages and the cached report show it.
+        # The name is part of it: it selects the reader, and messages and the cached report show it.
         identity.update(f"{file.name}\0{hash_file(file)}\0".encode())
     return Source(origin=str(path), identity=identity.hexdigest(), read=partial(read_files, path, files))
 
@@ -84,7 +85,7 @@ def hub_source(name: str) -> Source:
     """The train split of a dataset on the Hugging Face hub, or of its copy on this machine.
 
     Raises:
-        UserError: neither the hub nor a copy can be read; it names what works without a network.
+        UserError: neither the hub nor a copy can be read. The message names what works without a network.
     """
     import datasets  # slow to import and not needed for local files
 
@@ -98,7 +99,7 @@ def hub_source(name: str) -> Source:
                 f"{', '.join(FILE_KINDS)} file."
             ) from refusal
         log.warning(
-            "%s is looked for among the copies on this machine: %s. HF_HUB_OFFLINE=1 does so without delay.",
+            "%s is read from the copies on this machine: %s. HF_HUB_OFFLINE=1 does so without delay.",
             name,
             reason,
         )
@@ -109,7 +110,7 @@ def hub_source(name: str) -> Source:
             f"dataset {name}: its train split cannot be read from the hub ({first_line(error)}). Download the "
             "dataset and give the path of its file or folder."
         ) from error
-    # The fingerprint is a hash over the repository's commit and the split; no public name gives it.
+    # The fingerprint is a hash of the repository's commit and the split. The library has no public name for it.
     return Source(origin=name, identity=table._fingerprint, read=partial(_read_hub_table, table, name))
 
 
@@ -118,7 +119,7 @@ def _read_hub_table(table: Any, name: str, limit: int | None) -> Rows:
     rows = table.select(range(size)).to_list()
     if not rows:
         raise UserError(f"{name}: the dataset is empty.")
-    return Rows(rows, list(range(1, size + 1)), list(table.column_names), [Part(name, "row")])
+    return Rows(rows, list(range(1, size + 1)), list(table.column_names), [SourceFile(name, "row")])
 
 
 DATASETS: dict[str, Callable[[], Source]] = {

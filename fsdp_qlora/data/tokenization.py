@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from fsdp_qlora.data.cache import cache_path, locked, read_cache, tokenizer_identity, write_cache
 from fsdp_qlora.data.formats import FORMATS, BadRow, Format, Segment, choose_format
-from fsdp_qlora.data.rows import NUMBERS_SHOWN, DataReport, Part, Row, Rows, TokenizedRows
+from fsdp_qlora.data.rows import NUMBERS_SHOWN, DataReport, Row, Rows, SourceFile, TokenizedRows
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Source, find_source
 from fsdp_qlora.errors import UserError
 
@@ -208,7 +208,7 @@ def tokenize_rows(
         num_truncated=sum(cut > 0 for cut in num_tokens_cut),
         num_tokens_cut=sum(num_tokens_cut),
         rejected=dict(rejected),
-        parts=rows.parts,
+        parts=rows.files,
     )
     return tokenized, report
 
@@ -228,7 +228,7 @@ def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int
         num_truncated=0,
         num_tokens_cut=0,
         rejected={},
-        parts=[Part(DUMMY, "row")],
+        parts=[SourceFile(DUMMY, "row")],
     )
     return tokenized, report
 

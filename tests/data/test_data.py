@@ -131,7 +131,9 @@ def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: An
     assert len(sources.find_source(str(folder)).read(4).rows) == 4  # of both files together
     tokenized, report = prepare(folder, max_bad_rows=0.5)
     assert tokenized.row_numbers.tolist() == [1, 2, 4]
-    assert report.describe_rejected() == ["3 x empty output: a.json row 3; b.jsonl line 2; c.csv line 2"]
+    assert report.describe_rejected() == [
+        f"3 x empty output: {folder}/a.json row 3; {folder}/b.jsonl:2; {folder}/c.csv:2"
+    ]
     assert [place for place, _ in report.places()] == [
         f"{folder}/a.json row 3",
         f"{folder}/b.jsonl:2",
@@ -185,7 +187,7 @@ MALFORMED = {
     "header.csv": (b"instruction,output\n", ": the dataset is empty"),
     # Others
     "random.parquet": (b"PAR1 is not enough", ": not a parquet file"),
-    "kind.txt": (b"text", "is of no known kind"),
+    "kind.txt": (b"text", "is not of a known kind"),
 }
 
 
@@ -389,7 +391,7 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
         tokenized, report = prepare(path, max_bad_rows=0.07)
     assert report.rejected == rejected
     assert len(tokenized) == report.num_used == 93
-    assert "3 x empty output: lines 1, 2, 7" in caplog.text
+    assert f"3 x empty output: {path}:1, 2, 7" in caplog.text
     # Now from the cache, whose file does not make the limit void.
     with pytest.raises(
         UserError, match=r"7 of 100 rows cannot be used, allowed are 6.9%(.|\n)*rows.jsonl:7: empty output"
