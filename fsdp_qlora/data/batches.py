@@ -1,15 +1,13 @@
 """Batches: rows of tokens become padded tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from fsdp_qlora.data.tokenization import TokenizedRows
+from fsdp_qlora.data.rows import TokenizedRows
 
-IGNORE_INDEX = -100  # the label that torch's cross entropy leaves out
+IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
 
 
 def collate(
@@ -17,14 +15,13 @@ def collate(
 ) -> dict[str, torch.Tensor]:
     """Pad rows on the right to the longest of them.
 
-    There is no attention mask: in a causal model no token sees the padding behind it, and padding has no
-    label.
+    There is no attention mask: in a causal model no token sees the padding after it, and padding has no label.
 
     Args:
-        rows: row indices; none gives one row of padding, for a rank that has nothing to do in this turn.
+        rows: row indices. Without any, the batch is one row of padding, for a rank that has no rows in this turn.
     Returns:
-        `input_ids` and `labels`, int64 [B, T]. Labels stand at their own token's place, -100 where the token
-        is masked, padding or first in its row, so `(labels != -100).sum()` is the number of targets.
+        `input_ids` and `labels`, int64 [B, T]. A label has the same position as its token and is -100 where the
+        token is masked, padding or first in its row, so `(labels != -100).sum()` is the number of targets.
     """
     starts, ends = tokenized.offsets[:-1][rows], tokenized.offsets[1:][rows]
     shape = (len(rows), int((ends - starts).max())) if len(rows) else (1, 2)

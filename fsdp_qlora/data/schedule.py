@@ -11,7 +11,7 @@ import numpy as np
 from fsdp_qlora.errors import UserError
 
 if TYPE_CHECKING:
-    from fsdp_qlora.data.tokenization import TokenizedRows
+    from fsdp_qlora.data.rows import TokenizedRows
 
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
 

@@ -18,7 +18,7 @@ from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.help import needless_lines
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
-from fsdp_qlora.data.prepare import RunData, prepare_data
+from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
@@ -76,19 +76,8 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
         log.info(line)
     model = plan_model(config, ranks, world_size)
     # Before the ranks meet, so that no collective waits for the tokenizer.
-    data = prepare_data(
-        model.tokenizer,
-        dataset=config.dataset,
-        eval_dataset=config.eval_dataset,
-        eval_fraction=config.eval_fraction,
-        context_length=config.context_length,
-        dataset_format=config.dataset_format,
-        dataset_samples=config.dataset_samples,
-        on_bad_row=config.on_bad_row,
-        max_bad_rows=config.max_bad_rows,
-        seed=config.seed,
-        vocab_size=model.meta.model.get_input_embeddings().num_embeddings,
-    )
+    vocab_size = model.meta.model.get_input_embeddings().num_embeddings
+    data = prepare_data(model.tokenizer, config.pick(DataOptions), vocab_size=vocab_size)
     schedule = config.pick(Schedule, num_rows=len(data.train_rows), world_size=world_size, rows_per_step=None)
     plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))

@@ -20,18 +20,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
+from fsdp_qlora.data.cache import tokenizer_identity
 from fsdp_qlora.data.formats import FORMATS, Format, Segment
+from fsdp_qlora.data.prepare import DataOptions, prepare_rows
+from fsdp_qlora.data.rows import DataReport, TokenizedRows
 from fsdp_qlora.data.schedule import epoch_order, split_eval, split_step, steps_per_epoch
-from fsdp_qlora.data.tokenization import (
-    DataReport,
-    TokenizedRows,
-    check_vocabulary,
-    describe_sample,
-    prepare_rows,
-    tokenizer_identity,
-)
+from fsdp_qlora.data.tokenization import check_vocabulary, describe_sample
 from fsdp_qlora.errors import UserError
 
 ROWS = [
@@ -69,9 +66,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def prepare(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[..., Any]:
     """prepare_rows with a tiny tokenizer and a cache of the test's own."""
 
-    def call(dataset: object, **options: Any) -> tuple[TokenizedRows, DataReport]:
-        settings = {"tokenizer": tokenizer, "context_length": 512, "cache_dir": tmp_path / "cache"}
-        return prepare_rows(str(dataset), **{**settings, **options})
+    def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
+        chosen, cache_dir = given.pop("tokenizer", tokenizer), given.pop("cache_dir", tmp_path / "cache")
+        return prepare_rows(chosen, TrainConfig(dataset=str(dataset), **given).pick(DataOptions), cache_dir=cache_dir)
 
     return call
 
@@ -445,7 +442,7 @@ def test_second_call_maps_the_cached_rows_without_tokenizing(
     monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_: pytest.fail("tokenized again"))
     with caplog.at_level(logging.INFO, "fsdp_qlora"):
         second, second_report = prepare(path)
-    assert "Tokenized rows are taken from" in caplog.text
+    assert "Tokenized rows are read from" in caplog.text
     assert second_report == first_report
     for name in ("input_ids", "learned", "offsets", "row_numbers"):
         assert np.array_equal(getattr(first, name), getattr(second, name))
