@@ -12,6 +12,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.layout import CHECKPOINTS, RUN, STATUS
 from fsdp_qlora.checkpointing.stores import Store, fetch
+from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.redact import redact
 from fsdp_qlora.storage.files import read_json, write_json
@@ -334,7 +335,7 @@ def _start_at(run: _Run, folder: Path, state: Mapping[str, Any]) -> Start:
             "The global batch stays at the %d rows that the run was started with: on %d rank(s) with --batch_size %d "
             "that is %d micro-batches per step instead of --gradient_accumulation_steps %d.",
             global_batch_size, about["world_size"], about["options"]["batch_size"],
-            -(-global_batch_size // (about["world_size"] * about["options"]["batch_size"])),
+            schedule.num_micro_batches(global_batch_size, about["options"]["batch_size"], about["world_size"]),
             about["options"]["gradient_accumulation_steps"],
         )  # fmt: skip
     return Start(
@@ -386,7 +387,7 @@ def _different_options(stored: Mapping[str, Any], request: StartRequest) -> list
 
 
 def _rows_per_step(options: Mapping[str, Any], world_size: int) -> int:
-    return int(options["batch_size"] * options["gradient_accumulation_steps"] * world_size)
+    return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], world_size)
 
 
 def _shown(value: object) -> str:

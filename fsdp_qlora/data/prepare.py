@@ -75,7 +75,7 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
 
     rejected: list[tuple[str, str]] = []
     train = evaluation = prepare(options)
-    train_rows, eval_rows = split_eval(train, fraction=options.eval_fraction, seed=options.seed)
+    train_rows, eval_rows = split_eval(len(train), fraction=options.eval_fraction, seed=options.seed)
     if options.eval_dataset is not None:
         evaluation = prepare(dataclasses.replace(options, dataset=options.eval_dataset, dataset_samples=None))
         eval_rows = np.arange(len(evaluation))

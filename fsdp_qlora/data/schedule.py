@@ -1,41 +1,53 @@
-"""The order of rows: pure functions of (seed, epoch), the same in every rank and every run."""
+"""The schedule: which rows an optimizer step takes, and which micro-batches of them a rank takes.
 
-from __future__ import annotations
+Pure functions of options, seed and epoch, the same on every rank and in every run.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fsdp_qlora.errors import UserError
 
-if TYPE_CHECKING:
-    from fsdp_qlora.data.rows import TokenizedRows
-
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
+
+
+def global_batch_size(batch_size: int, gradient_accumulation_steps: int, world_size: int) -> int:
+    """Rows of one optimizer step on all ranks, as the options ask for."""
+    return batch_size * gradient_accumulation_steps * world_size
+
+
+def num_micro_batches(num_rows: int, batch_size: int, world_size: int) -> int:
+    """Micro-batches of each rank for a step of `num_rows` rows."""
+    return -(-num_rows // (world_size * batch_size))
+
+
+def steps_per_epoch(num_rows: int, *, global_batch_size: int) -> int:
+    """Optimizer steps of one epoch. The last one takes the rows that are left."""
+    return -(-num_rows // global_batch_size)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How rows become optimizer steps.
-
-    batch_size: rows per rank and micro-batch. total_steps: optimizer steps of the whole run. rows_per_step: where a run
-    goes on that was started with another product of the three factors.
-    """
+    """How rows become optimizer steps."""
 
     num_rows: int
+    """Rows to train on."""
     batch_size: int
+    """Rows of a rank in one micro-batch."""
     gradient_accumulation_steps: int
     world_size: int
     num_epochs: int
     max_steps: int
     seed: int
     rows_per_step: int | None = None
+    """Replaces the product of the three factors, for a run that was started with another one."""
 
     @property
     def global_batch_size(self) -> int:
-        return self.rows_per_step or self.batch_size * self.gradient_accumulation_steps * self.world_size
+        asked = global_batch_size(self.batch_size, self.gradient_accumulation_steps, self.world_size)
+        return self.rows_per_step or asked
 
     @property
     def steps_per_epoch(self) -> int:
@@ -43,12 +55,13 @@ class Schedule:
 
     @property
     def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
         steps = self.steps_per_epoch * self.num_epochs
         return steps if self.max_steps < 0 else min(steps, self.max_steps)
 
     def describe(self, warmup_steps: int) -> str:
         """One line: rows, batch and steps."""
-        micro_batches = -(-self.global_batch_size // (self.world_size * self.batch_size))
+        micro_batches = num_micro_batches(self.global_batch_size, self.batch_size, self.world_size)
         return (
             f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.world_size} rank"
             f"{'s' * (self.world_size > 1)} x {self.batch_size} rows x {micro_batches} "
@@ -57,7 +70,7 @@ class Schedule:
         )
 
     def rows_of_steps(self, train_rows: np.ndarray, *, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """(step, its rows) for every step from `first` on: a pure function of (seed, epoch)."""
+        """Give (step, its rows) for every step, beginning with step `first`."""
         for step in range(first, self.total_steps):
             epoch, index = divmod(step, self.steps_per_epoch)
             if index == 0 or step == first:
@@ -65,21 +78,9 @@ class Schedule:
             yield step, order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
 
-def epoch_order(rows: int | np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-    """Shuffle the rows of one epoch.
-
-    Args:
-        rows: how many there are, or their indices (a subset, such as the training rows).
-    Returns:
-        Each row once, int64 [rows].
-    """
-    indices = np.arange(rows) if isinstance(rows, int) else rows
-    return indices[_permutation(len(indices), [seed, epoch])].astype(np.int64)
-
-
-def steps_per_epoch(num_rows: int, *, global_batch_size: int) -> int:
-    """Optimizer steps of one epoch; the last one takes what is left."""
-    return -(-num_rows // global_batch_size)
+def epoch_order(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+    """The indices of the rows in the order of one epoch: each once, int64 [rows]."""
+    return rows[_permutation(len(rows), [seed, epoch])].astype(np.int64)
 
 
 def split_step(
@@ -87,24 +88,24 @@ def split_step(
 ) -> list[np.ndarray]:
     """The micro-batches of one rank for the rows of one optimizer step.
 
-    Rows are sorted by length, longest first, cut into equal micro-batches and dealt one per rank in turn:
-    what ranks compute at the same time is about equally long, and memory peaks at the start of the step.
+    Rows are sorted by length, longest first, split into equal micro-batches and dealt to the ranks in turn. What
+    ranks compute at the same time is then about equally long, and memory peaks at the start of the step.
 
     Args:
         rows: indices of the step's rows, int64.
         lengths: tokens of every row of the dataset, so that lengths[rows] are the step's.
-        batch_size: most rows of a micro-batch.
+        batch_size: the most rows of a micro-batch.
     Returns:
-        As many micro-batches in every rank, their sizes at most one row apart. Some are empty when a last
-        step has fewer rows than micro-batches.
+        The same number of micro-batches on every rank, their sizes at most one row apart. Some are empty if the
+        last step has fewer rows than micro-batches.
     """
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
-    num_micro_batches = -(-len(rows) // (world_size * batch_size))
-    pieces = np.array_split(by_length, num_micro_batches * world_size) if num_micro_batches else []
+    num_pieces = world_size * num_micro_batches(len(rows), batch_size, world_size)
+    pieces = np.array_split(by_length, num_pieces) if num_pieces else []
     return pieces[rank::world_size]
 
 
-def split_eval(tokenized: TokenizedRows, *, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_eval(num_rows: int, *, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Hold out rows for evaluation: (training rows, evaluation rows), both sorted int64 indices.
 
     A fraction above 0 holds out at least one row.
@@ -112,7 +113,6 @@ def split_eval(tokenized: TokenizedRows, *, fraction: float, seed: int) -> tuple
     Raises:
         UserError: no row would be left for training.
     """
-    num_rows = len(tokenized)
     num_eval = max(1, round(num_rows * fraction)) if fraction > 0 else 0
     if num_eval >= num_rows:
         raise UserError(
@@ -123,6 +123,6 @@ def split_eval(tokenized: TokenizedRows, *, fraction: float, seed: int) -> tuple
 
 
 def _permutation(size: int, entropy: list[int]) -> np.ndarray:
-    """Sort raw random bits: NumPy promises these to stay the same over versions, a shuffle's order not."""
+    """Sort raw random bits. NumPy promises the same bits in every version, but not the same shuffle."""
     bits = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(size)
     return np.argsort(bits, kind="stable")

@@ -559,13 +559,13 @@ def test_cache_folder_that_cannot_be_made_is_a_clear_error(prepare: Any, tmp_pat
 
 
 def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
-    order = epoch_order(100, seed=1, epoch=2)
+    order = epoch_order(np.arange(100), seed=1, epoch=2)
     assert sorted(order.tolist()) == list(range(100))
-    assert (epoch_order(100, seed=1, epoch=2) == order).all()
-    assert (epoch_order(100, seed=1, epoch=3) != order).any()
-    assert (epoch_order(100, seed=2, epoch=2) != order).any()
+    assert (epoch_order(np.arange(100), seed=1, epoch=2) == order).all()
+    assert (epoch_order(np.arange(100), seed=1, epoch=3) != order).any()
+    assert (epoch_order(np.arange(100), seed=2, epoch=2) != order).any()
     # Fixed for good: a run that resumes after an upgrade goes on in the same order.
-    assert epoch_order(8, seed=42, epoch=0).tolist() == [0, 1, 4, 2, 6, 5, 7, 3]
+    assert epoch_order(np.arange(8), seed=42, epoch=0).tolist() == [0, 1, 4, 2, 6, 5, 7, 3]
     subset = np.array([3, 30, 5])
     assert sorted(epoch_order(subset, seed=0, epoch=0).tolist()) == [3, 5, 30]
 
@@ -611,20 +611,20 @@ def test_ranks_compute_rows_of_like_length_at_the_same_time_longest_first() -> N
 @pytest.mark.parametrize(("fraction", "num_eval"), [(0.0, 0), (0.001, 1), (0.1, 10), (0.5, 50)])
 def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(fraction: float, num_eval: int, prepare: Any) -> None:
     tokenized, _ = prepare("dummy", context_length=4, dataset_samples=100)
-    train, held_out = split_eval(tokenized, fraction=fraction, seed=1)
+    train, held_out = split_eval(len(tokenized), fraction=fraction, seed=1)
     assert len(held_out) == num_eval
     assert sorted([*train, *held_out]) == list(range(100))
-    again = split_eval(tokenized, fraction=fraction, seed=1)
+    again = split_eval(len(tokenized), fraction=fraction, seed=1)
     assert np.array_equal(again[0], train)
     assert np.array_equal(again[1], held_out)
     if num_eval:
-        assert not np.array_equal(split_eval(tokenized, fraction=fraction, seed=2)[1], held_out)
+        assert not np.array_equal(split_eval(len(tokenized), fraction=fraction, seed=2)[1], held_out)
 
 
 def test_holding_out_the_only_row_is_refused(prepare: Any) -> None:
     tokenized, _ = prepare("dummy", context_length=4, dataset_samples=1)
     with pytest.raises(UserError, match=r"eval_fraction: 0.1 of 1 rows"):
-        split_eval(tokenized, fraction=0.1, seed=0)
+        split_eval(len(tokenized), fraction=0.1, seed=0)
 
 
 def test_batch_is_padded_on_the_right_and_labels_only_what_is_learned() -> None:
