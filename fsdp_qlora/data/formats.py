@@ -62,7 +62,8 @@ def render_alpaca(row: Mapping[str, object]) -> list[Segment]:
     return [Segment(prompt, learned=False), Segment(response, learned=True)]
 
 
-# With dataset_format auto the first that fits is used: a format comes before those that need fewer of its columns.
+# With dataset_format auto the first that fits is used, so a format stands before those that need only some of its
+# columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
 FORMATS: dict[str, Format] = {
     "alpaca": Format(columns=("instruction", "output"), optional_columns=("input",), render=render_alpaca),
 }
