@@ -19,7 +19,7 @@ TEXTS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 
 
 class EncodedRow(NamedTuple):
-    """One row as tokens."""
+    """One row as tokens, cut at context_length."""
 
     number: int
     """The number of the row in the dataset."""
@@ -27,6 +27,8 @@ class EncodedRow(NamedTuple):
     """int32 [tokens]."""
     learned: np.ndarray
     """bool [tokens]."""
+    num_cut: int = 0
+    """Tokens that were cut off."""
 
 
 def tokenize_rows(
@@ -47,18 +49,15 @@ def tokenize_rows(
     for number, reason in rows.malformed.items():
         rejected[reason].append(number)
     used: list[EncodedRow] = []
-    num_tokens_cut: list[int] = []
     with tqdm(total=len(rows.rows), desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
         for start in range(0, len(rows.rows), TEXTS_PER_BATCH):
             batch = slice(start, start + TEXTS_PER_BATCH)
             rendered = _render(rows.rows[batch], rows.numbers[batch], FORMATS[dataset_format], rejected)
-            for whole in _encode(rendered, tokenizer):
-                row = EncodedRow(whole.number, whole.ids[:context_length], whole.learned[:context_length])
-                if not row.learned[1:].any():  # the first token has nothing to be predicted from
+            for row in _encode(rendered, tokenizer, context_length):
+                if row.learned[1:].any():  # the first token has nothing to be predicted from
+                    used.append(row)
+                else:
                     rejected[NO_ROOM].append(row.number)
-                    continue
-                used.append(row)
-                num_tokens_cut.append(len(whole.ids) - len(row.ids))
             bar.update(len(rows.rows[batch]))
     tokenized = _flatten(used)
     report = DataReport(
@@ -68,8 +67,8 @@ def tokenize_rows(
         num_used=len(tokenized),
         num_tokens=len(tokenized.input_ids),
         num_targets=int(tokenized.num_targets.sum()),
-        num_truncated=sum(cut > 0 for cut in num_tokens_cut),
-        num_tokens_cut=sum(num_tokens_cut),
+        num_truncated=sum(row.num_cut > 0 for row in used),
+        num_tokens_cut=sum(row.num_cut for row in used),
         rejected=dict(rejected),
         parts=rows.files,
     )
@@ -112,8 +111,10 @@ def _render(
     return rendered
 
 
-def _encode(rendered: list[tuple[int, list[Segment]]], tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodedRow]:
-    """Tokenize whole rows: the first segment as a text begins, the last with an end-of-sequence token."""
+def _encode(
+    rendered: list[tuple[int, list[Segment]]], tokenizer: PreTrainedTokenizerBase, context_length: int
+) -> Iterator[EncodedRow]:
+    """Tokenize rows: the first segment with the tokens that begin a text, the last with an end-of-sequence token."""
     eos = tokenizer.eos_token_id
     first = [segments[0].text for _, segments in rendered]
     later = [segment.text for _, segments in rendered for segment in segments[1:]]
@@ -125,8 +126,10 @@ def _encode(rendered: list[tuple[int, list[Segment]]], tokenizer: PreTrainedToke
             begin = begin[:-1]
         spans = [begin, *itertools.islice(later_ids, len(segments) - 1)]
         spans[-1] = [*spans[-1], eos]
+        ids = list(itertools.chain.from_iterable(spans))
         learned = np.repeat([segment.learned for segment in segments], [len(span) for span in spans])
-        yield EncodedRow(number, np.fromiter(itertools.chain(*spans), dtype=np.int32), learned)
+        kept = slice(context_length)
+        yield EncodedRow(number, np.array(ids[kept], dtype=np.int32), learned[kept].copy(), len(ids[context_length:]))
 
 
 def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[list[int]]:
