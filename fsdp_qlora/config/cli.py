@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 import yaml
 
 from fsdp_qlora.config.conflicts import check
-from fsdp_qlora.config.help import option_help
+from fsdp_qlora.config.help import option_help, type_text, value_text
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, option_types
 from fsdp_qlora.errors import UserError
 
@@ -251,9 +251,9 @@ def _parser() -> _Parser:
     for heading, options in option_help().items():
         group = parser.add_argument_group(heading)
         for name, text in options.items():
-            help_text = f"{text} (default: {_show(getattr(DEFAULTS, name))})".replace("%", "%%")
+            help_text = f"{text} (default: {value_text(getattr(DEFAULTS, name))})".replace("%", "%%")
             count = "+" if get_origin(_HINTS[name]) is tuple else 1
-            group.add_argument(f"--{name}", nargs=count, metavar=_metavar(_HINTS[name]), help=help_text)
+            group.add_argument(f"--{name}", nargs=count, metavar=type_text(_HINTS[name]), help=help_text)
     return parser
 
 
@@ -266,17 +266,3 @@ def _with_underscores(argv: list[str]) -> list[str]:
             word = "--" + flag.replace("-", "_") + equals + value
         words.append(word)
     return words
-
-
-def _metavar(hint: Any) -> str:
-    if get_origin(hint) is Literal:
-        return "{" + ",".join(get_args(hint)) + "}"
-    if get_origin(hint) in (tuple, Union, types.UnionType):
-        return _metavar(get_args(hint)[0])
-    return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
-
-
-def _show(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)

@@ -1,9 +1,11 @@
-"""The help of each option, which is the sentence under its field."""
+"""The help of each option, which is the sentence under its field; its type and default as text."""
 
 import ast
 import inspect
 import itertools
 import textwrap
+import types
+from typing import Any, Literal, Union, get_args, get_origin
 
 from fsdp_qlora.config.marks import NO_EFFECT
 from fsdp_qlora.config.options import TrainConfig, names_marked
@@ -21,6 +23,22 @@ def option_help() -> dict[str, dict[str, str]]:
             name, sentence = ast.unparse(field.target), ast.literal_eval(text.value)
             options[heading][name] = " ".join(sentence.split())
     return options
+
+
+def type_text(hint: Any) -> str:
+    """What a value looks like: INT, or {nf4,fp4}."""
+    if get_origin(hint) is Literal:
+        return "{" + ",".join(get_args(hint)) + "}"
+    if get_origin(hint) in (tuple, Union, types.UnionType):
+        return type_text(get_args(hint)[0])
+    return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
+
+
+def value_text(value: object) -> str:
+    """A value as it is given on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def needless_lines(config: TrainConfig) -> list[str]:

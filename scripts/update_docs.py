@@ -1,0 +1,81 @@
+"""Writes docs/options.md from the fields of TrainConfig; --check only tells whether it is up to date.
+
+python scripts/update_docs.py
+"""
+
+import sys
+import textwrap
+from pathlib import Path
+from typing import get_origin
+
+from fsdp_qlora.config.help import option_help, type_text, value_text
+from fsdp_qlora.config.marks import MAY_DIFFER, NOT_EMPTY, OF_ADAPTER, PER_NODE, Mark, of_quantizer
+from fsdp_qlora.config.options import DEFAULTS, LIMITS, names_marked, option_types
+from fsdp_qlora.train_types import TRAIN_TYPES
+
+OPTIONS = Path(__file__).resolve().parent.parent / "docs" / "options.md"
+
+INTRODUCTION = """\
+# Options
+
+The flags of `train.py`, and the keys of the YAML file that `--config` takes; flags win over the file. Lists are
+separated by commas or spaces. `python train.py --help` prints the same. This file is written by
+`python scripts/update_docs.py`.
+"""
+
+
+def options_page() -> str:
+    """docs/options.md: the options under the headings of --help, then what some of them may do."""
+    parts = [INTRODUCTION]
+    for heading, options in option_help().items():
+        parts.append(f"## {heading[0].upper()}{heading[1:]}\n")
+        parts += [_entry(name, text) for name, text in options.items()]
+    return "\n".join([*parts, *_marks()])
+
+
+def _entry(name: str, text: str) -> str:
+    """The option with its type, limit and default in a line; what it may be; its help."""
+    hint, limit = option_types()[name], LIMITS.get(name)
+    values, default = type_text(hint), value_text(getattr(DEFAULTS, name))
+    choices = values.strip("{}").split(",") if values.startswith("{") else []
+    allowed = f"{limit.allowed}; " if limit and limit != NOT_EMPTY and not choices else ""
+    lines = [f"**`--{name} {'NAME' if choices else values}`** ({allowed}default `{default}`)"]
+    if choices:
+        lines.append(_wrapped(f"{'One or more' if get_origin(hint) is tuple else 'One'} of {_names(choices)}."))
+    return "\\\n".join([*lines, _wrapped(text.replace("*", "\\*"))]) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, width=118, break_long_words=False, break_on_hyphens=False)
+
+
+def _marks() -> list[str]:
+    quantizers = sorted({kind.quantizer for kind in TRAIN_TYPES.values() if kind.quantizer})
+    same = [name for name in vars(DEFAULTS) if name not in names_marked(MAY_DIFFER)]
+    sentences = [
+        f"An unfinished run is resumed only with the same {_names(same)}. All other options may differ.",
+        f"The nodes of one run need the same options, except for {_marked(PER_NODE)}.",
+        f"Only train types with an adapter take {_marked(OF_ADAPTER)}.",
+        *(f"Only train types with the quantizer {name} take {_marked(of_quantizer(name))}." for name in quantizers),
+    ]
+    return ["## What options may do\n", *(_wrapped(sentence) + "\n" for sentence in sentences)]
+
+
+def _marked(mark: Mark) -> str:
+    return _names(names_marked(mark))
+
+
+def _names(names: list[str] | tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def main(argv: list[str]) -> int:
+    if "--check" in argv:
+        return int(not OPTIONS.is_file() or OPTIONS.read_text() != options_page())
+    OPTIONS.parent.mkdir(exist_ok=True)
+    OPTIONS.write_text(options_page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
