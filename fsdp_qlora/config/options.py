@@ -62,21 +62,21 @@ class TrainConfig:
     """Folder that scripts/block_expansion.py made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
     model_name."""
     attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
-    """Attention kernels; auto takes flash-attn where it is installed and the GPU is Ampere or newer, else
-    SDPA, or eager for models whose attention SDPA cannot compute."""
+    """Attention kernels; auto uses flash-attn if it is installed and the GPU is Ampere or newer, else SDPA, or eager
+    for models that SDPA does not support."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"] = (
         "auto"
     )
-    """Number format of the computation; auto is bf16 where the GPU computes in it, fp16 on older GPUs and fp32 on
-    the CPU. Weights that train are kept in fp32; with fp16 the loss is scaled, and a step whose gradients overflow
-    is skipped. Set fp32 to compare runs digit by digit."""
+    """Number format of the computation; auto is bf16 on GPUs that support it, fp16 on older GPUs and fp32 on the CPU.
+    Trainable weights are kept in fp32; with fp16 the loss is scaled, and a step whose gradients overflow is skipped.
+    Use fp32 to compare runs digit by digit."""
 
     # == training ==
     train_type: Annotated[str, one_of_names(TRAIN_TYPES)] = "qlora"
     """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
     (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), the blocks that
     block_expansion.py added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
-    names are the 2024 program's and mean the same as those without it."""
+    names of the 2024 program mean the same as those without it."""
     lora_rank: Annotated[int, at_least(1), OF_ADAPTER] = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: Annotated[int, at_least(1), OF_ADAPTER] = 32
@@ -95,19 +95,19 @@ class TrainConfig:
     use_rslora: Annotated[bool, OF_ADAPTER] = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
     init_lora_weights: Annotated[str, OF_ADAPTER] = "true"
-    """First values of the adapter: true (A random, B zero), or read off each weight: pissa or olora (its main
-    directions, which the base then lacks), pissa_niter_16 (pissa, approximate and much quicker), loftq (what
-    quantization lost)."""
+    """Initial values of the adapter: true (A random, B zero), or computed from each weight: pissa or olora (its main
+    directions, which are removed from the base), pissa_niter_16 (pissa, approximate and much faster), loftq (the
+    quantization error)."""
     rank_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Other ranks for some layers, such as down_proj=32,layers.0.self_attn.q_proj=4; a name is a regular expression
-    for the end of a path, as in PEFT, and the first that matches counts."""
+    for the end of a path, as in PEFT, and the first match wins."""
     alpha_pattern: Annotated[tuple[str, ...], OF_ADAPTER] = ()
     """Other values of lora_alpha for some layers, written like rank_pattern."""
     batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Rows per process in one forward pass; raise it until memory is full."""
     context_length: Annotated[int, at_least(2)] = 512
-    """Longest row in tokens; what is longer is cut, and a row whose prompt alone is as long is left out: the
-    report on the data counts both."""
+    """Longest row in tokens; longer rows are truncated, and a row whose prompt alone fills it is left out. The report
+    on the data counts both."""
     gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
     num_epochs: Annotated[int, at_least(1)] = 1
@@ -117,8 +117,7 @@ class TrainConfig:
     lr: Annotated[float | None, POSITIVE] = None
     """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up: constant, or falling so that it would be 0 after the last
-    step."""
+    """Learning rate after the warm-up: constant, or decreasing to 0 after the last step."""
     warmup_ratio: Annotated[float, SHARE] = 0.03
     """Share of the steps over which the learning rate rises from 0."""
     warmup_steps: Annotated[int, at_least(-1)] = -1
@@ -128,28 +127,29 @@ class TrainConfig:
         "lion_8bit", "adafactor", "muon", "schedule_free_adamw",
     ] = "adamw"  # fmt: skip
     """Optimizer; the fused ones are faster when many weights train on a GPU, the 8-bit ones and adafactor need less
-    memory, paged ones move what does not fit to the host, muon is for LoRA alone."""
+    memory, the paged ones move state that does not fit to the host, muon is for LoRA only."""
     loraplus_lr_ratio: Annotated[float, POSITIVE, OF_ADAPTER] = 1.0
     """Learning rate of the adapter's B over that of A (LoRA+); 16 with a lower lr often learns faster."""
     wd: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight decay; 0.01 to 0.1 is usual when all weights train."""
     apply_gradient_clipping: bool = True
-    """Scale gradients down whose global norm is above grad_norm."""
+    """Scale gradients down when their global norm is above grad_norm."""
     grad_norm: Annotated[float, POSITIVE] = 1.0
     """Largest global gradient norm; lower it when the loss jumps."""
     seed: Annotated[int, between(0, 2**32 - 1)] = 42
-    """Seed of the adapter's initial values, the dropout, the order of the rows and the choice of those held out."""
+    """Seed of the adapter's initial values, the dropout, the order of the rows and which of them are held out."""
     deterministic: bool = False
     """Use only kernels that give the same bits every time, so that a run on a GPU can be repeated and resumed to the
-    last bit; slower, and refused by operations that have no such kernel. A CPU run is always so."""
+    last bit; slower, and an operation that has no such kernel raises an error. Runs on a CPU are always
+    deterministic."""
 
     # == memory ==
     sharding_strategy: Annotated[
         Literal["full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"], MAY_DIFFER
     ] = "full_shard"
-    """How the model is spread: full_shard needs least memory, shard_grad_op keeps gathered weights until the
-    backward pass, ddp copies the model to every process, hybrid_ shards within a machine and copies
-    between machines."""
+    """How the model is distributed: full_shard needs the least memory, shard_grad_op keeps gathered weights until the
+    backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between
+    machines."""
     use_gradient_checkpointing: Annotated[bool, MAY_DIFFER] = True
     """Recompute activations in the backward pass; turn it off for speed when memory allows."""
     use_cpu_offload: Annotated[bool, MAY_DIFFER] = False
@@ -159,8 +159,8 @@ class TrainConfig:
     """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
 
     loading_buffer_mib: Annotated[int, at_least(1), MAY_DIFFER, PER_NODE] = 128
-    """Host memory per process, in MiB, for weights that are read from the files and not yet stored; raise it
-    when a network disk is slow to answer."""
+    """Host memory per process, in MiB, for weights that are read but not yet stored; raise it when a network disk has a
+    high latency."""
 
     # == quantization ==
     quant_type: Annotated[Literal["nf4", "fp4"], of_quantizer("bnb_4bit")] = "nf4"
@@ -170,39 +170,39 @@ class TrainConfig:
     n_bits: Annotated[int, one_of_numbers(8, 4, 3, 2), of_quantizer("hqq")] = 4
     """Bits per weight of an HQQ base: 8, 4, 3 or 2; fewer save memory and cost quality."""
     group_size: Annotated[int, multiple_of(32), of_quantizer("hqq")] = 64
-    """Weights that share a scale and a zero in an HQQ base, a multiple of 32; smaller groups are more exact and take
-    32 bits each."""
+    """Weights that share a scale and a zero point in an HQQ base, a multiple of 32; smaller groups are more accurate,
+    and each takes 32 bits."""
     int8_threshold: Annotated[float, NOT_NEGATIVE, of_quantizer("int8")] = 6.0
-    """Activations as large as this are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0 rounds
-    all, which is faster and less exact."""
+    """Activations of at least this magnitude are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0
+    rounds all of them, which is faster and less accurate."""
     quant_storage: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Type under which packed weights are sharded; it has to be the compute dtype, which auto takes."""
+    """Dtype in which packed weights are sharded; it must be the compute dtype, which is what auto means."""
     allow_unquantized: Annotated[bool, MAY_DIFFER] = False
-    """Go on when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head are
-    not counted); needs memory for the rest."""
+    """Continue when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head do not
+    count); the rest takes its full memory."""
     quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
-    """Folder that keeps the quantized weights (in 4 bits a quarter of the model's size) for the next start, with any
-    number of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off keeps nothing."""
+    """Folder that caches the quantized weights (in 4 bits a quarter of the model's size) for the next start, with any
+    number of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off disables the cache."""
 
     # == data ==
     dataset: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "alpaca_sample"
     """Rows to train on: alpaca, alpaca_sample, alpaca_demo (no network needed), dummy (to measure speed),
     owner/name on the Hugging Face hub, or a .json, .jsonl, .csv or .parquet file or a folder of them."""
     dataset_samples: Annotated[int | None, at_least(1)] = None
-    """Use only the first so many rows; by default all of them (alpaca_sample and dummy have a size of their own)."""
+    """Use only the first rows, this many; by default all of them (alpaca_sample and dummy have sizes of their own)."""
     dataset_format: Literal["auto", "alpaca"] = "auto"
-    """Meaning of the columns; auto tells it from their names."""
+    """Format of the rows; auto detects it from the names of the columns."""
     on_bad_row: Annotated[Literal["skip", "error"], MAY_DIFFER] = "skip"
-    """What to do with a row that cannot be used (malformed, no output, or no room for one): skip leaves it out and
-    lists it in rejected.jsonl, error stops."""
+    """What to do with a row that cannot be used (malformed, or with no output or no room for it): skip leaves it out
+    and lists it in rejected.jsonl, error ends the run."""
     max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
-    """Share of the rows that on_bad_row skip may leave out before the run refuses."""
+    """Largest share of the rows that on_bad_row skip may leave out; with more the run does not start."""
     eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
-    """Share of the rows held out to measure the loss on."""
+    """Share of the rows that is held out for evaluation."""
     eval_dataset: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
-    """Dataset to measure the loss on, named as in dataset."""
+    """Dataset for evaluation, named as in dataset."""
     eval_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Measure the held-out loss every so many optimizer steps; 0 is only before and after training."""
+    """Evaluate every this many optimizer steps; 0 evaluates only before and after training."""
 
     # == output ==
     save_model: Annotated[bool, MAY_DIFFER] = True
@@ -211,8 +211,8 @@ class TrainConfig:
     output_dir: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "output"
     """Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."""
     overwrite_output_dir: Annotated[bool, MAY_DIFFER, PER_NODE] = False
-    """Allow output_dir to hold the results of a finished or another run, which are replaced; this run's own,
-    unfinished, is gone on with all the same, unless resume is off."""
+    """Replace the results of a finished run or of another run in output_dir; an unfinished run with the same options is
+    resumed anyway, unless resume is off."""
     log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = ("tqdm",)
     """Where metrics go, one or more; metrics.jsonl in output_dir is always written."""
     project_name: Annotated[str, MAY_DIFFER] = "fsdp_qlora"
@@ -224,36 +224,36 @@ class TrainConfig:
     entity: Annotated[str | None, MAY_DIFFER] = None
     """User or team on wandb that owns the run."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
-    """Print the model's structure too."""
+    """Print the structure of the model too."""
     dry_run: Annotated[bool, MAY_DIFFER] = False
-    """Build everything without weights, print sizes, memory per process and steps, and stop."""
+    """Build everything without weights, print the sizes, the memory per process and the steps, and stop."""
 
     # == never losing a run ==
     resume: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
-    """Where to begin: auto goes on from the newest good checkpoint of this run in output_dir, off starts at zero, and
-    a checkpoint's or another run's folder goes on from there."""
+    """Where to start: auto resumes this run from its newest intact checkpoint in output_dir, off starts from scratch,
+    and the folder of a checkpoint or of another run starts from there."""
     save_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Save a checkpoint every so many optimizer steps, besides save_minutes; 0 is by the clock alone. There is one at
-    the end, at a stop, and after each evaluation that is the best so far, in any case."""
+    """Save a checkpoint every this many optimizer steps, besides save_minutes; 0 saves by the clock only. One is always
+    saved at the end, at a stop, and after each evaluation that is the best so far."""
     save_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
-    """Save a checkpoint every so many minutes; raise it when all weights train and the disk is slow, 0 is never."""
+    """Save a checkpoint every this many minutes; raise it when all weights train and the disk is slow. 0 is never."""
     save_total_limit: Annotated[int, at_least(1), MAY_DIFFER] = 3
-    """Newest checkpoints that are kept, besides the one with the lowest held-out loss."""
+    """How many of the newest checkpoints are kept, besides the one with the lowest evaluation loss."""
     mirror: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
-    """Where each checkpoint is copied while training goes on: a folder on another disk or machine, rclone:REMOTE, or
-    hf:OWNER/NAME (a private repository); an empty output_dir, as on a new machine, is filled from it."""
+    """Where each checkpoint is copied during training: a folder on another disk or machine, rclone:REMOTE, or
+    hf:OWNER/NAME (a private repository). An empty output_dir, as on a new machine, is filled from it."""
     max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
-    """Stop with a checkpoint before the run has taken so many hours, earlier starts of it included."""
+    """Stop with a checkpoint before the run has taken this many hours, including its earlier starts."""
     max_cost_usd: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
-    """Stop with a checkpoint before the run has cost so much, at price_per_hour."""
+    """Stop with a checkpoint before the run has cost this many US dollars, at price_per_hour."""
     price_per_hour: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
     """US dollars per hour for all machines of the run."""
     on_nonfinite: Annotated[Literal["halt", "skip"], MAY_DIFFER] = "halt"
-    """What to do when a loss or gradient is not a finite number: end the run, or leave out the step (10 steps or 1% at
+    """What to do when a loss or gradient is not finite: halt ends the run, skip leaves out the step (10 steps or 1% at
     most)."""
     hang_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
-    """End the run when a process has not moved for so long, and say which; raise it when one micro-batch, or
-    saving, takes longer, 0 is never."""
+    """End the run when a process makes no progress for this long, and name the process; raise it when a micro-batch or
+    a checkpoint takes longer. 0 is never."""
 
     # == profiling ==
     profile_memory: Annotated[bool, MAY_DIFFER] = False
@@ -270,11 +270,11 @@ class TrainConfig:
     export_trace: Annotated[bool, MAY_DIFFER] = True
     """Write a trace that chrome://tracing and Perfetto open."""
     export_memory_timeline: Annotated[bool, MAY_DIFFER] = False
-    """Write the memory in use over time by category."""
+    """Write a timeline of the memory in use, by category."""
     wait_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Steps that the profiler skips at the start of a cycle; used when repeat is above 0."""
     profiling_warmup_steps: Annotated[int, at_least(0), MAY_DIFFER] = 1
-    """Steps that the profiler runs and throws away before it records (warmup_steps in the 2024 program; that
+    """Steps that the profiler runs and discards before it records (warmup_steps in the 2024 program; that
     name is now the learning rate's)."""
     active_steps: Annotated[int, at_least(1), MAY_DIFFER] = 2
     """Steps that the profiler records in a cycle."""
