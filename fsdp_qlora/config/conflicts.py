@@ -43,33 +43,30 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
         )
 
 
-def _model_conflicts(c: TrainConfig) -> Iterator[str]:
+def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
-    quantization = _changed(c, "quant_storage", "allow_unquantized")
+    given = _changed(c, "quant_storage", "allow_unquantized")
     if c.quant_cache not in ("auto", "off"):
-        quantization.append("quant_cache")
-    if quantization and kind.quantizer is None:
-        yield (
-            f"--train_type {c.train_type} does not quantize: leave out {_flags(quantization)}, "
-            "or use --train_type qlora."
-        )
+        given.append("quant_cache")
+    if given and kind.quantizer is None:
+        yield f"--train_type {c.train_type} does not quantize: leave out {_flags(given)}, or use --train_type qlora."
     for quantizer in sorted({other.quantizer for other in TRAIN_TYPES.values() if other.quantizer}):
         given = _changed(c, *names_marked(of_quantizer(quantizer)))
         if given and kind.quantizer != quantizer:
             takers = [name for name, other in TRAIN_TYPES.items() if other.quantizer == quantizer]
             yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
-    if c.llama_pro_path is not None and not kind.trains_new_blocks:
-        yield (
-            f"--train_type {c.train_type} does not know --llama_pro_path: that is for bnb_llama_pro and hqq_llama_pro."
-        )
     if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
         yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
     # The name of a precision starts with its compute dtype. What auto comes to is known with the device.
     compute_dtype = c.precision.split("_")[0]
     if kind.quantizer is not None and compute_dtype != "auto":
         yield from filter(None, [quant_storage_error(c.quant_storage, compute_dtype)])
-    if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
-        yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
+
+
+def _model_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.llama_pro_path is not None and not TRAIN_TYPES[c.train_type].trains_new_blocks:
+        takers = [name for name, kind in TRAIN_TYPES.items() if kind.trains_new_blocks]
+        yield f"--train_type {c.train_type} does not know --llama_pro_path: that is for {' and '.join(takers)}."
     if c.use_activation_cpu_offload and not c.use_gradient_checkpointing:
         yield (
             "--use_activation_cpu_offload moves the activations that checkpointing keeps: it needs "
@@ -81,7 +78,7 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = TRAIN_TYPES[c.train_type]
     given = _changed(c, *names_marked(OF_ADAPTER))
     if given and not kind.has_adapter:
-        yield (f"--train_type {c.train_type} has no adapter: leave out {_flags(given)}, or use --train_type lora.")
+        yield f"--train_type {c.train_type} has no adapter: leave out {_flags(given)}, or use --train_type lora."
     if c.lora_target_parameters and c.lora_dropout:
         yield (
             f"--lora_dropout is {c.lora_dropout}, but --lora_target_parameters needs it to be 0: PEFT adapts experts "
@@ -170,6 +167,8 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
             f"--optimizer schedule_free_adamw takes the place of a schedule, but --lr_scheduler is {c.lr_scheduler}: "
             "give --lr_scheduler constant (the warm-up stays)."
         )
+    if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
+        yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
     if c.optimizer.startswith("paged_") and c.use_cpu_offload and (c.modules_to_save or not kind.has_adapter):
         yield (
             f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
@@ -205,6 +204,7 @@ def _flags(names: list[str]) -> str:
 _RULES = (
     _launch_conflicts,
     _model_conflicts,
+    _quantization_conflicts,
     _adapter_conflicts,
     _optimizer_conflicts,
     _data_conflicts,
