@@ -243,9 +243,9 @@ def test_every_option_is_read():
     for path in ("run", "planning.plan", "launch"):
         module = importlib.import_module(f"fsdp_qlora.{path}")
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "config":
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config"):
                 read.add(node.attr)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.pick":
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("config.pick", "self.config.pick"):
                 read |= picked(node, module)
             if isinstance(node, ast.Call) and ast.unparse(node) == "names_marked(of_quantizer(quantizer))":
                 read |= {name for kind in TRAIN_TYPES.values() for name in names_marked(of_quantizer(kind.quantizer))}
