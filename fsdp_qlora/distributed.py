@@ -1,11 +1,14 @@
 """Process group, device mesh, seeds, reductions over ranks and rank 0's log."""
 
+import contextlib
 import datetime
 import hashlib
+import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import LostRank, UserError
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -89,37 +92,97 @@ def make_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
 
 
-def start_process_group(ranks: Ranks, *, timeout_minutes: float = 30.0) -> dist.Store:
+def connect(ranks: Ranks, *, timeout_minutes: float = 30.0) -> dist.Store:
+    """The store of this start, through which ranks talk before they are a process group. Rank 0's process holds it.
+
+    Nobody waits here but for rank 0. One thread at a time may use the store; another one needs a `clone()`.
+    """
+    if ranks.world_size == 1:  # a lone process needs no server, hence no free port
+        return dist.HashStore()
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=ranks.is_rank_0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+        wait_for_workers=False,
+    )
+    # torchrun keeps its store when it restarts the workers; without a prefix they would read each other's addresses
+    # of before (measured: 3 of 8 restarts came up, with it 16 of 16).
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def start_process_group(ranks: Ranks, store: dist.Store | None = None, *, timeout_minutes: float = 30.0) -> dist.Store:
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 
+    Args:
+        store: of `connect`, which is called where there is none yet. From now on it belongs to the group.
     Returns:
-        A store that all ranks of this start see, through a connection of its own: for a thread beside the training.
+        The store through a connection of its own: for a thread beside the training.
     """
     if ranks.device.type == "cuda":
         # NCCL's flight recorder: the last collectives, which it writes down when one does not end.
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    is_host = ranks.is_rank_0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    timeout = datetime.timedelta(minutes=timeout_minutes)
-    store = _connect(ranks, timeout, is_host=is_host)
+    store = store or connect(ranks, timeout_minutes=timeout_minutes)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo",
-        timeout=timeout,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
         store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    return store if ranks.world_size == 1 else _connect(ranks, timeout, is_host=False)
+    return store.clone()  # type: ignore[attr-defined,no-any-return]  # its annotations lack it
 
 
-def _connect(ranks: Ranks, timeout: datetime.timedelta, *, is_host: bool) -> dist.Store:
-    if ranks.world_size == 1:  # a lone process needs no server, hence no free port
-        return dist.HashStore()
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
-    # torchrun keeps its store when it restarts the workers; without a prefix they would read each other's addresses
-    # of before (measured: 3 of 8 restarts came up, with it 16 of 16).
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: dist.Store, *, hours: float) -> str:
+    """What `work` returns: local rank 0 calls it, and the other ranks of its machine wait for the result.
+
+    Args:
+        what: words for messages, as in "the download of owner/model"; not used before in this start.
+        hours: after which the others wait no longer.
+    Raises:
+        UserError: `work` raised it on local rank 0; the same on every rank of the machine.
+        LostRank: local rank 0 failed in another way, has ended, or takes too long.
+    """
+    first = ranks.rank - ranks.local_rank  # a machine's ranks are numbered one after another
+    if ranks.local_rank == 0:
+        try:
+            result = work()
+        except Exception as error:
+            outcome = "refused" if isinstance(error, UserError) else "failed"
+            _tell_machine([outcome, str(error) or repr(error)], what, ranks, store)
+            raise
+        _tell_machine(["done", result], what, ranks, store)
+        return result
+    try:
+        is_over = _becomes_true(lambda: store.check([f"{what}/{first}"]), seconds=3600 * hours)
+        late = ["failed", f"it takes more than {hours:g} hours, so its process may be stuck."]
+        outcome, text = json.loads(store.get(f"{what}/{first}")) if is_over else late
+    except RuntimeError as error:
+        raise LostRank(f"Rank 0 has ended while rank {ranks.rank} waited for {what}.") from error
+    with contextlib.suppress(RuntimeError):
+        store.add(f"{what}/{first}/heard", 1)
+    if outcome == "refused":
+        raise UserError(text)
+    if outcome == "failed":
+        raise LostRank(f"Rank {first} has failed at {what}: {text}")
+    return str(text)
+
+
+def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store) -> None:
+    """Set the answer, and stay until it is heard: the store may end with this process."""
+    with contextlib.suppress(RuntimeError):  # rank 0 has ended, and with it the store
+        store.set(f"{what}/{ranks.rank}", json.dumps(answer))
+        heard = f"{what}/{ranks.rank}/heard"
+        _becomes_true(lambda: store.add(heard, 0) >= ranks.local_world_size - 1, seconds=60)
+
+
+def _becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
+    """Look ten times a second, so that a signal is served meanwhile; False when the time is over."""
+    end = time.monotonic() + seconds
+    while not (is_true := condition()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return is_true
 
 
 def num_shards(ranks: Ranks, world_size: int, *, sharding_strategy: str) -> int:

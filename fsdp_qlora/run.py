@@ -50,22 +50,24 @@ def run(config: TrainConfig) -> None:
     ranks = distributed.read_ranks()
     distributed.set_up_logging(ranks, verbose=config.verbose)
     if config.dry_run:
-        make_plan(config, ranks)
+        make_plan(config, ranks, None)
         log.info("Options:\n%s", resolved_yaml(config))
         return
     with RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed() as folder:
-        plan = make_plan(config, ranks)
+        timeout_minutes = max(30, 2 * config.hang_minutes)
+        store = distributed.connect(ranks, timeout_minutes=timeout_minutes)
+        plan = make_plan(config, ranks, store)
         folder.check_keeps_model(plan.model.folder)
         weights = open_weights(plan.model)
         check_resources(config, ranks, plan.model)
-        store = distributed.start_process_group(ranks, timeout_minutes=max(30, 2 * config.hang_minutes))
+        own_store = distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
         start = folder.choose_start(identity)
         if start.is_finished:
             log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
         else:
             identity |= {"run_id": start.run_id}
-            train_and_export(config, plan, weights, identity, Supervision(config, folder, start, store))
+            train_and_export(config, plan, weights, identity, Supervision(config, folder, start, own_store))
     distributed.stop_process_group()
 
 

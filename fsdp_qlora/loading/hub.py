@@ -1,22 +1,20 @@
 """Models and datasets on the Hugging Face hub: whether it answers, why not, and a model's files."""
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
+import torch.distributed as dist
 from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
+from fsdp_qlora.distributed import Ranks, once_per_machine
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import free_disk
 
@@ -25,8 +23,7 @@ log = logging.getLogger("fsdp_qlora")
 HUB_TIMEOUT_SECONDS = 10
 # Copies of the weights in other layouts, which some repositories hold beside the usual files.
 _NOT_NEEDED = ["consolidated*", "*/*"]
-# What torchrun sets besides, of one launch on a machine.
-_ELASTIC = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_DOWNLOAD_HOURS = 24.0
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 # The first row that fits an error is taken.
@@ -88,8 +85,8 @@ def find_model_folder(
     *,
     with_weights: bool,
     with_code: bool = False,
-    local_rank: int = 0,
-    show_progress: bool = True,
+    ranks: Ranks | None = None,
+    store: dist.Store | None = None,
 ) -> Path:
     """The local folder of a model: the given one, or the hub's snapshot, downloaded when it is not there.
 
@@ -98,10 +95,11 @@ def find_model_folder(
 
     Args:
         with_code: get the Python files too.
-        show_progress: of a download.
+        ranks, store: of a run of several processes; without them this one downloads by itself.
     Raises:
         UserError: there is no such model, it needs a licence click, its weights are pickled, the disk is too small,
-            or the hub is out of reach.
+            or the hub is out of reach; the same on every rank of a machine.
+        LostRank: local rank 0 has ended, or the download takes longer than _DOWNLOAD_HOURS.
     """
     folder = Path(model_name).expanduser()
     if folder.is_dir():
@@ -111,22 +109,15 @@ def find_model_folder(
     if model_name.startswith((".", "/", "~")) or model_name.count("/") > 1:
         raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
     patterns = [*SMALL_FILES, *["*.safetensors"] * with_weights, *["*.py"] * with_code]
-    if local_rank == 0:
-        try:
-            with _turn(model_name):
-                return _snapshot(model_name, patterns, show_progress=show_progress)
-        finally:
-            _sign().touch()
-            _remove_old_signs()
-    while not _is_fresh(_sign()):
-        time.sleep(0.1)
-    try:
-        return Path(
-            snapshot_download(model_name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED, local_files_only=True)
-        )
-    except Exception:  # local rank 0 could not get it: say why, as it does
+
+    def download() -> str:
         with _turn(model_name):
-            return _snapshot(model_name, patterns, show_progress=False)
+            return _snapshot(model_name, patterns, show_progress=ranks is None or ranks.is_rank_0)
+
+    if ranks is None or store is None:
+        return Path(download())
+    what = f"the download of {model_name}"
+    return Path(once_per_machine(download, what, ranks, store, hours=_DOWNLOAD_HOURS))
 
 
 @contextlib.contextmanager
@@ -148,37 +139,7 @@ def _turn(model_name: str) -> Iterator[None]:
         lock.release()
 
 
-def _sign() -> Path:
-    """A file by which local rank 0 tells the other ranks of its machine that the download is over."""
-    launch = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", *_ELASTIC)]
-    name = hashlib.sha256(repr([*launch, os.getuid()]).encode()).hexdigest()[:24]
-    return Path(tempfile.gettempdir()) / f"fsdp_qlora-{name}.downloaded"
-
-
-def _is_fresh(sign: Path) -> bool:
-    """Whether a sign is this launch's. Launches may have the same name: torchrun's default port and run id are fixed.
-
-    What starts the ranks begins after an earlier launch has ended. Where it serves several, ranks start within minutes.
-    """
-    try:
-        touched = sign.stat().st_mtime
-    except OSError:
-        return False
-    began = psutil.Process().create_time() - 600
-    with contextlib.suppress(psutil.Error):  # a parent that is not seen from here
-        began = max(began, psutil.Process(os.getppid()).create_time() - 1)
-    return touched > began
-
-
-def _remove_old_signs() -> None:
-    """Nobody knows which rank is the last to look at a sign, so they are left for a day."""
-    for path in Path(tempfile.gettempdir()).glob("fsdp_qlora-*.downloaded"):
-        with contextlib.suppress(OSError):  # another user's
-            if path.stat().st_mtime < time.time() - 86400:
-                path.unlink()
-
-
-def _snapshot(model_name: str, patterns: list[str], *, show_progress: bool) -> Path:
+def _snapshot(model_name: str, patterns: list[str], *, show_progress: bool) -> str:
     refusal: Exception | None = None
     try:
         info = HfApi().model_info(model_name, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True)
@@ -190,10 +151,8 @@ def _snapshot(model_name: str, patterns: list[str], *, show_progress: bool) -> P
     if not show_progress:
         disable_progress_bars()
     try:
-        return Path(
-            snapshot_download(
-                model_name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED, local_files_only=refusal is not None
-            )
+        return snapshot_download(
+            model_name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED, local_files_only=refusal is not None
         )
     except Exception as error:  # of the HTTP library, the hub's client or the file system
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_qlora import distributed, models
@@ -66,16 +67,20 @@ class Plan:
     warmup_steps: int
 
 
-def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
-    """Build the model without weights, tokenize the rows, and say what is going to happen."""
+def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
+    """Build the model without weights, tokenize the rows, and say what is going to happen.
+
+    Args:
+        store: of `distributed.connect`; None for a dry run, which is one process.
+    """
     check_optimizer(config.optimizer, ranks.device)
     refuse_sinks(config.log_to)
     world_size = planned_processes(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(ranks.device, world_size))
     for line in needless_lines(config):
         log.info(line)
-    model = plan_model(config, ranks, world_size)
-    # Before the ranks meet, so that no collective waits for the tokenizer.
+    model = plan_model(config, ranks, store, world_size)
+    # Before the process group starts, so that no collective waits for the tokenizer.
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     data = prepare_data(model.tokenizer, config.pick(DataOptions), vocab_size=vocab_size)
     schedule = config.pick(Schedule, num_rows=len(data.train_rows), world_size=world_size, rows_per_step=None)
@@ -85,14 +90,14 @@ def make_plan(config: TrainConfig, ranks: Ranks) -> Plan:
     return plan
 
 
-def plan_model(config: TrainConfig, ranks: Ranks, world_size: int) -> ModelPlan:
+def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, world_size: int) -> ModelPlan:
     """Find the model, and build it without weights as the train type says."""
     folder = hub.find_model_folder(
         config.model,
         with_weights=not config.dry_run,
         with_code=config.trust_remote_code,
-        local_rank=ranks.local_rank,
-        show_progress=ranks.is_rank_0,
+        ranks=ranks,
+        store=store,
     )
     model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)

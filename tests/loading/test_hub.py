@@ -12,31 +12,41 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from fsdp_qlora.loading.hub import _is_fresh, conversion_advice
-from tests.tiny import ROOT
+from fsdp_qlora.loading.hub import conversion_advice
+from tests.tiny import ROOT, _free_port
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, "original/other.safetensors": b"no"}
 FIND = """
-import logging, os, sys
-from fsdp_qlora.errors import UserError
+import logging, sys
+from fsdp_qlora import distributed
+from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.loading.hub import find_model_folder
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+ranks = distributed.read_ranks()
+store = distributed.connect(ranks)
+print("CONNECTED", flush=True)
 try:
-    print("FOLDER", find_model_folder("owner/model", with_weights=True, local_rank=int(os.environ["LOCAL_RANK"])))
+    print("FOLDER", find_model_folder("owner/model", with_weights=True, ranks=ranks, store=store))
 except UserError as error:
     print("REFUSED", error)
+except LostRank as error:
+    print("LOST", error)
 """
 
 
 class Hub:
-    """files: of owner/model. cut: bytes after which the first connection for the weights is closed."""
+    """files: of owner/model. cut: bytes after which the first connection for the weights is closed.
+
+    It answers nothing while `may_answer` is not set.
+    """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files, self.cut, self.gated = files, 0, False
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+        self.may_answer.set()
         self.requests: Counter[str] = Counter()
         self.ranges: list[str] = []
         hub = self
@@ -55,6 +65,8 @@ class Hub:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        self.is_asked.set()
+        self.may_answer.wait(60)
         path = request.path.partition("?")[0]
         if self.gated:
             self.send(request, 403, b"{}", {"X-Error-Code": "GatedRepo"})
@@ -111,27 +123,34 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def find(hub: Hub, tmp_path: Path) -> Callable[..., list[str]]:
-    """find(ranks, **environment): what each rank of one launch prints."""
+def start(hub: Hub, tmp_path: Path) -> Callable[..., list[subprocess.Popen[str]]]:
+    """start(ranks, **environment): the processes of one launch, rank 0 the last to be started."""
 
-    def find(ranks: int, **environment: str) -> list[str]:
+    def start(ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(tmp_path / "hub")}
-        clean |= {"MASTER_PORT": str(hub.server.server_port), "TMPDIR": str(tmp_path), **environment}
+        clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        clean |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TMPDIR": str(tmp_path), **environment}
         processes = [
             subprocess.Popen(
                 [sys.executable, "-c", FIND],
                 cwd=ROOT,
-                env={**clean, "LOCAL_RANK": str(rank)},
+                env={**clean, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
             for rank in reversed(range(ranks))
         ]
-        return [process.communicate(timeout=60)[0] for process in reversed(processes)]
+        return processes[::-1]
 
-    return find
+    return start
+
+
+@pytest.fixture
+def find(start: Callable[..., list[subprocess.Popen[str]]]) -> Callable[..., list[str]]:
+    """find(ranks, **environment): what each rank of one launch prints."""
+    return lambda ranks, **environment: [process.communicate(timeout=60)[0] for process in start(ranks, **environment)]
 
 
 def test_two_ranks_fetch_each_file_once_and_offline_finds_it_again(
@@ -180,18 +199,14 @@ def test_a_download_that_the_disk_has_no_room_for_is_refused(hub: Hub, find: Cal
     assert not hub.requests
 
 
-def test_the_sign_of_an_earlier_launch_of_the_same_name_is_not_taken_for_this_one_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (sign := tmp_path / "sign").touch()
-    began = psutil.Process().create_time()
-
-    def is_fresh(touched: float, parent: int) -> bool:
-        os.utime(sign, (touched, touched))
-        monkeypatch.setattr(os, "getppid", lambda: parent)
-        return _is_fresh(sign)
-
-    assert is_fresh(began + 1, os.getpid()) and not is_fresh(began - 2, os.getpid())
-    # The parent says nothing where it serves several launches or is not seen.
-    assert is_fresh(began - 2, 2**30) and not is_fresh(began - 601, 2**30)
-    assert not is_fresh(began - 601, 1) and not _is_fresh(tmp_path / "absent")
+def test_a_rank_whose_downloader_is_killed_says_so(hub: Hub, start: Callable[..., list[subprocess.Popen[str]]]) -> None:
+    hub.may_answer.clear()
+    downloader, waiting = start(2)
+    assert waiting.stdout and waiting.stdout.readline() == "CONNECTED\n" and hub.is_asked.wait(60)
+    downloader.kill()
+    downloader.wait()
+    assert (
+        "LOST Rank 0 has ended while rank 1 waited for the download of owner/model."
+        in waiting.communicate(timeout=60)[0]
+    )
+    hub.may_answer.set()
