@@ -4,19 +4,22 @@ Each holds what a run folder holds of its checkpoints: run.json, status.json, me
 checkpoint is there when its manifest is, which comes last (on the hub, with the rest in one commit).
 """
 
+import contextlib
 import json
 import logging
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.checkpoint import MANIFEST
 from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED, RUN, STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
@@ -25,151 +28,160 @@ from fsdp_qlora.storage.files import flush, read_json, write_json
 
 log = logging.getLogger("fsdp_qlora")
 
+_SMALL_FILES = (METRICS_FILE, STATUS, RUN)  # run.json, which makes a folder a run's, last
 # A remote that does not answer must not hold up the end of a run.
 _RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
 
 
-class Store(Protocol):
-    """A place for the copies. Every method raises OSError where the place is out of reach or full."""
+class Store(ABC):
+    """A place for the copies: a few operations on files, and above them, once, what a mirror does.
 
-    name: str
+    A path there is relative, with slashes, "" for the place itself. Every method raises OSError where the place is
+    out of reach or full.
+    """
+
+    name: str  # as --mirror gives it
+
+    # --- what a kind of store defines ---
+
+    @abstractmethod
+    def files(self, folder: str) -> list[str]:
+        """The paths below a folder of all files there, relative to it; empty where it is not there."""
+
+    @abstractmethod
+    def read(self, file: str) -> str:
+        """The text of a small file. Raises FileNotFoundError where it is not there."""
+
+    @abstractmethod
+    def put(self, source: Path, folder: str) -> None:
+        """Copy the files of `source` into a folder there; a manifest after all others."""
+
+    @abstractmethod
+    def get(self, folder: str, root: Path) -> None:
+        """Copy a folder to the same path below `root`; a part of it may be there already."""
+
+    @abstractmethod
+    def delete(self, folder: str) -> None:
+        """Delete a folder that is there, with all that is in it."""
+
+    def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
+        """Put folders (path there -> source) in their order, then delete others. One commit where there are such."""
+        for folder, source in folders.items():
+            try:
+                self.put(source, folder)
+            except OSError:
+                if source.exists():
+                    raise  # else the run has deleted it meanwhile, as too old; a newer one is copied
+        for folder in outdated:
+            self.delete(folder)
+
+    # --- what a mirror does ---
 
     def run(self) -> dict[str, Any]:
         """What run.json there says; empty where there is none."""
+        try:
+            about: dict[str, Any] = json.loads(self.read(RUN))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise OSError(f"{RUN} there cannot be read ({error})") from error
+        return about
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there whole, in any order."""
+        """Of the checkpoints that are there whole, oldest first."""
+        found = [path.split("/") for path in self.files(CHECKPOINTS)]
+        names = [parts[0].removeprefix("step_") for parts in found if parts[1:] == [MANIFEST]]
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def update(self, output_dir: Path) -> None:
         """Bring the checkpoints there up to those in a run's folder: new ones are copied, deleted ones deleted.
 
         Those later than any in the folder stay, since they are of a start that has got further elsewhere.
         """
-
-    def copy_step(self, step: int, target: Path) -> None:
-        """Copy a checkpoint from there into a run's folder, in which a part of it may be already."""
-
-    def copy_small_files(self, target: Path) -> None:
-        """Copy run.json, status.json and metrics.jsonl from there into a folder."""
+        wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self.steps()
+        outdated = [_path(step) for step in there if step not in wanted and step < max(wanted, default=-1)]
+        with tempfile.TemporaryDirectory() as small:
+            _write_small_files(output_dir, Path(small))
+            # run.json first: checkpoints without it would be nobody's
+            folders = {"": Path(small)}
+            folders |= {_path(step): folder for step, folder in reversed(wanted.items()) if step not in there}
+            self.put_all(folders, outdated, f"Checkpoints up to step {max(wanted, default='none')}")
 
     def forget(self, *, later_than: int = -1) -> None:
         """Delete the checkpoints there that are later than a step: another run's, or of a course that is given up."""
+        outdated = [_path(step) for step in self.steps() if step > later_than]
+        message = f"Back to step {later_than}"
+        if later_than < 0:  # parts of checkpoints too
+            names = {path.partition("/")[0] for path in self.files(CHECKPOINTS)}
+            outdated, message = [f"{CHECKPOINTS}/{name}" for name in sorted(names)], "Another run"
+        if outdated:
+            self.put_all({}, outdated, message)
 
 
-def open_store(target: str) -> Store:
-    """The place that `--mirror` means: rclone:REMOTE, hf:OWNER/NAME, or a folder.
-
-    Raises:
-        UserError: rclone is not installed, or the name is none of the hub.
-    """
-    kind, _, rest = target.partition(":")
-    if kind == "rclone":
-        if shutil.which("rclone") is None:
-            raise UserError(f"--mirror {target} needs the program rclone, which is not installed (rclone.org/install).")
-        return RcloneStore(rest)
-    if kind == "hf":
-        if rest.count("/") != 1:
-            raise UserError(f"--mirror {target}: give the repository as hf:OWNER/NAME.")
-        return HubStore(rest)
-    return FolderStore(Path(target).expanduser())
-
-
-class FolderStore:
+class FolderStore(Store):
     """A folder on another disk, or of another machine."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.name = folder, str(folder)
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        self.name = str(self.folder)
 
-    def run(self) -> dict[str, Any]:
-        return read_json(self.folder / RUN)
+    def files(self, folder: str) -> list[str]:
+        root = self.folder / folder
+        return [path.relative_to(root).as_posix() for path in root.glob("**/*") if path.is_file()]
 
-    def update(self, output_dir: Path) -> None:
-        copy_run(output_dir, self.folder)
+    def read(self, file: str) -> str:
+        return (self.folder / file).read_text()
 
-    def steps(self) -> list[int]:
-        return list(checkpoint.published(self.folder / CHECKPOINTS))
+    def put(self, source: Path, folder: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _copy_folder(source, self.folder / folder)
 
-    def copy_step(self, step: int, target: Path) -> None:
-        if step not in checkpoint.published(target / CHECKPOINTS):
-            (target / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-            _copy_checkpoint(checkpoint.step_folder(self.folder / CHECKPOINTS, step), target / CHECKPOINTS, step)
+    def get(self, folder: str, root: Path) -> None:
+        if not (root / folder).exists():
+            _copy_folder(self.folder / folder, root / folder)
 
-    def copy_small_files(self, target: Path) -> None:
-        _write_small_files(self.folder, target)
-
-    def forget(self, *, later_than: int = -1) -> None:
-        checkpoint.remove_leftovers(self.folder / CHECKPOINTS)
-        for step, folder in checkpoint.published(self.folder / CHECKPOINTS).items():
-            if step > later_than:
-                checkpoint.remove(folder)
+    def delete(self, folder: str) -> None:
+        checkpoint.remove(self.folder / folder)
 
 
-class RcloneStore:
+class RcloneStore(Store):
     """A remote of the program rclone, such as s3:bucket/run."""
 
     def __init__(self, remote: str) -> None:
+        if shutil.which("rclone") is None:
+            raise UserError(
+                f"--mirror rclone:{remote} needs the program rclone, which is not installed (rclone.org/install)."
+            )
         self.remote, self.name = remote.rstrip("/"), f"rclone:{remote}"
 
-    def run(self) -> dict[str, Any]:
-        if RUN not in self._list(""):
-            return {}
-        try:
-            about: dict[str, Any] = json.loads(self._rclone("cat", self._at(RUN)))
-        except ValueError as error:
-            raise OSError(f"{RUN} there cannot be read ({error})") from error
-        return about
+    def files(self, folder: str) -> list[str]:
+        return [path for path in self._lines("lsf", "-R", self._at(folder)) if not path.endswith("/")]
 
-    def update(self, output_dir: Path) -> None:
-        wanted = checkpoint.published(output_dir / CHECKPOINTS)
-        # run.json first: checkpoints without it would be nobody's
-        with tempfile.TemporaryDirectory() as small:
-            _write_small_files(output_dir, Path(small))
-            self._rclone("copy", small, self.remote)
-        there = self.steps()
-        for step, folder in reversed(wanted.items()):
-            if step in there:
-                continue
-            name = folder.name
-            try:
-                self._rclone("copy", "--exclude", checkpoint.MANIFEST, str(folder), self._at(CHECKPOINTS, name))
-                manifest = self._at(CHECKPOINTS, name, checkpoint.MANIFEST)
-                self._rclone("copyto", str(folder / checkpoint.MANIFEST), manifest)
-            except OSError:
-                if folder.exists():
-                    raise  # else the run has deleted it meanwhile, as too old; a newer one is copied
-        for step in _outdated(there, wanted):
-            self._purge(step)
+    def read(self, file: str) -> str:
+        if file not in self._lines("lsf", self.remote):  # some remotes answer `cat` with nothing
+            raise FileNotFoundError(f"{self._at(file)} is not there")
+        return self._rclone("cat", self._at(file))
 
-    def steps(self) -> list[int]:
-        found = [path.split("/") for path in self._list(CHECKPOINTS, "-R", "--include", f"*/{checkpoint.MANIFEST}")]
-        return _numbers(parts[0] for parts in found if parts[-1] == checkpoint.MANIFEST)
+    def put(self, source: Path, folder: str) -> None:
+        self._rclone("copy", "--exclude", MANIFEST, str(source), self._at(folder))
+        if (source / MANIFEST).exists():
+            self._rclone("copyto", str(source / MANIFEST), self._at(folder, MANIFEST))
 
-    def copy_step(self, step: int, target: Path) -> None:
-        folder = checkpoint.step_folder(target / CHECKPOINTS, step)
-        self._rclone("copy", self._at(CHECKPOINTS, folder.name), str(folder))
+    def get(self, folder: str, root: Path) -> None:
+        self._rclone("copy", self._at(folder), str(root / folder))
 
-    def copy_small_files(self, target: Path) -> None:
-        self._rclone("copy", "--exclude", f"/{CHECKPOINTS}/**", self.remote, str(target))
-
-    def forget(self, *, later_than: int = -1) -> None:
-        if later_than < 0 and self._list(CHECKPOINTS):  # parts of checkpoints too
-            self._rclone("purge", self._at(CHECKPOINTS))
-        for step in self.steps():
-            if step > later_than:
-                self._purge(step)
-
-    def _purge(self, step: int) -> None:
-        self._rclone("purge", self._at(CHECKPOINTS, checkpoint.step_folder(Path(), step).name))
-
-    def _list(self, folder: str, *options: str) -> list[str]:
-        try:
-            return self._rclone("lsf", *options, self._at(folder)).splitlines()
-        except FileNotFoundError:
-            return []
+    def delete(self, folder: str) -> None:
+        self._rclone("purge", self._at(folder))
 
     def _at(self, *parts: str) -> str:
         separator = "" if self.remote.endswith(":") else "/"
         return self.remote + separator + "/".join(parts) if any(parts) else self.remote
+
+    def _lines(self, *words: str) -> list[str]:
+        try:
+            return self._rclone(*words).splitlines()
+        except FileNotFoundError:
+            return []
 
     def _rclone(self, *words: str) -> str:
         done = subprocess.run(["rclone", *words, *_RCLONE_OPTIONS], capture_output=True, text=True, errors="replace")
@@ -180,68 +192,60 @@ class RcloneStore:
         return done.stdout
 
 
-class HubStore:
-    """A private repository on the Hugging Face hub; each update is one commit."""
+class HubStore(Store):
+    """A private repository on the Hugging Face hub; each change is one commit."""
 
     def __init__(self, repo: str) -> None:
+        if repo.count("/") != 1:
+            raise UserError(f"--mirror hf:{repo}: give the repository as hf:OWNER/NAME.")
         self.repo, self.name = repo, f"hf:{repo}"
 
-    def run(self) -> dict[str, Any]:
+    def files(self, folder: str) -> list[str]:
         try:
-            about: dict[str, Any] = json.loads(Path(hf_hub_download(self.repo, RUN)).read_text())
-        except (EntryNotFoundError, RepositoryNotFoundError):
-            return {}
-        except Exception as error:  # of the HTTP library
-            raise _as_os_error(error) from error
-        return about
+            with _as_os_error():
+                paths = HfApi().list_repo_files(self.repo)
+        except FileNotFoundError:
+            return []
+        return [path.removeprefix(f"{folder}/") for path in paths if path.startswith(f"{folder}/")]
 
-    def update(self, output_dir: Path) -> None:
-        wanted = checkpoint.published(output_dir / CHECKPOINTS)
-        with tempfile.TemporaryDirectory() as small:
-            _write_small_files(output_dir, Path(small))
-            files = {path.name: path for path in Path(small).iterdir()}
-            try:
-                HfApi().create_repo(self.repo, private=True, exist_ok=True)
-                there = self.steps()
-                for step, folder in wanted.items():
-                    if step not in there:
-                        files |= {f"{CHECKPOINTS}/{folder.name}/{path.name}": path for path in folder.iterdir()}
-                self._commit(files, _outdated(there, wanted), f"Checkpoints up to step {max(wanted, default='none')}")
-            except Exception as error:
-                raise _as_os_error(error) from error
+    def read(self, file: str) -> str:
+        with _as_os_error():
+            return Path(hf_hub_download(self.repo, file)).read_text()
 
-    def steps(self) -> list[int]:
-        try:
-            paths = [path.split("/") for path in HfApi().list_repo_files(self.repo)]
-        except Exception as error:
-            raise _as_os_error(error) from error
-        return _numbers(parts[1] for parts in paths if len(parts) == 3 and parts[0] == CHECKPOINTS)
+    def put(self, source: Path, folder: str) -> None:
+        self.put_all({folder: source}, [], f"Add {folder}")
 
-    def copy_step(self, step: int, target: Path) -> None:
-        self._download(target, f"{checkpoint.step_folder(Path(CHECKPOINTS), step)}/*")
+    def get(self, folder: str, root: Path) -> None:
+        with _as_os_error():
+            snapshot_download(self.repo, local_dir=root, allow_patterns=[f"{folder}/*"])
 
-    def copy_small_files(self, target: Path) -> None:
-        self._download(target, RUN, STATUS, METRICS_FILE)
+    def delete(self, folder: str) -> None:
+        self.put_all({}, [folder], f"Delete {folder}")
 
-    def forget(self, *, later_than: int = -1) -> None:
-        steps = [step for step in self.steps() if step > later_than]
-        try:
-            self._commit({}, steps, "Another run" if later_than < 0 else f"Back to step {later_than}")
-        except Exception as error:
-            raise _as_os_error(error) from error
+    def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
+        with _as_os_error():
+            HfApi().create_repo(self.repo, private=True, exist_ok=True)
+            added = [
+                CommitOperationAdd(f"{folder}/{path.name}".lstrip("/"), path)
+                for folder, source in folders.items()
+                for path in source.iterdir()
+            ]
+            gone = [CommitOperationDelete(f"{folder}/", is_folder=True) for folder in outdated]
+            HfApi().create_commit(self.repo, [*added, *gone], commit_message=message)
 
-    def _download(self, target: Path, *names: str) -> None:
-        try:
-            snapshot_download(self.repo, local_dir=target, allow_patterns=list(names))
-        except Exception as error:
-            raise _as_os_error(error) from error
 
-    def _commit(self, files: dict[str, Path], removed: Iterable[int], message: str) -> None:
-        operations = [CommitOperationAdd(name, path) for name, path in files.items()]
-        folders = [checkpoint.step_folder(Path(CHECKPOINTS), step) for step in sorted(removed)]
-        gone = [CommitOperationDelete(f"{folder}/", is_folder=True) for folder in folders]
-        if operations or gone:
-            HfApi().create_commit(self.repo, [*operations, *gone], commit_message=message)
+# What stands before the colon of --mirror; anything else is a folder.
+_STORES: dict[str, type[RcloneStore | HubStore]] = {"rclone": RcloneStore, "hf": HubStore}
+
+
+def open_store(target: str) -> Store:
+    """The place that `--mirror` means: rclone:REMOTE, hf:OWNER/NAME, or a folder.
+
+    Raises:
+        UserError: rclone is not installed, or the name is none of the hub.
+    """
+    kind, _, rest = target.partition(":")
+    return _STORES[kind](rest) if kind in _STORES else FolderStore(target)
 
 
 def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
@@ -253,54 +257,33 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
         False where none of them is whole; the folder is then as it was.
     """
     partial = output_dir / FETCHED
-    steps = sorted((step for step in store.steps() if step > later_than), reverse=True)
-    for step in steps:
-        folder = checkpoint.step_folder(partial / CHECKPOINTS, step)
-        for other in (partial / CHECKPOINTS).glob("*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
-        store.copy_step(step, partial)
-        try:
-            checkpoint.verify(folder)
-            break
-        except checkpoint.DamagedCheckpoint as error:
-            log.warning("The copy of step %d on the mirror %s is damaged (%s).", step, store.name, error)
-            shutil.rmtree(folder, ignore_errors=True)
-    else:
-        if steps:
-            shutil.rmtree(partial, ignore_errors=True)
-            return False
+    steps = [step for step in reversed(store.steps()) if step > later_than]
+    if steps and not any(_fetch_step(store, step, partial) for step in steps):
+        shutil.rmtree(partial, ignore_errors=True)
+        return False
     partial.mkdir(parents=True, exist_ok=True)
-    store.copy_small_files(partial)
+    for name in _SMALL_FILES:
+        with contextlib.suppress(FileNotFoundError):
+            (partial / f".{name}.partial").write_text(store.read(name))
+            (partial / f".{name}.partial").replace(partial / name)
     _move_run(partial, output_dir)
     return True
 
 
-def _numbers(names: Iterable[str]) -> list[int]:
-    """The steps that folders of checkpoints are called after."""
-    return sorted({int(name.removeprefix("step_")) for name in names if name.removeprefix("step_").isdecimal()})
-
-
-def _outdated(there: Iterable[int], wanted: Collection[int]) -> list[int]:
-    """The steps that are no longer wanted; not those that come later than all that are."""
-    return [step for step in there if step not in set(wanted) and step < max(wanted, default=-1)]
-
-
-def _as_os_error(error: Exception) -> OSError:
-    text = str(error).strip().splitlines()
-    return OSError(redact(f"{type(error).__name__}: {text[0] if text else ''}"))
-
-
-def _write_small_files(output_dir: Path, target: Path) -> None:
-    """What goes with the checkpoints: run.json, metrics.jsonl and status.json."""
-    if (output_dir / RUN).is_file():
-        write_json(target / RUN, read_json(output_dir / RUN))
-    if (output_dir / METRICS_FILE).is_file():
-        partial = target / f".{METRICS_FILE}.partial"
-        shutil.copyfile(output_dir / METRICS_FILE, partial)
-        partial.replace(target / METRICS_FILE)
-    # A new box has none of the results, so there the run is never finished.
-    write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running"})
+def _fetch_step(store: Store, step: int, partial: Path) -> bool:
+    """Copy a checkpoint, in place of any other; whether it is whole."""
+    folder = partial / _path(step)
+    for other in folder.parent.glob("*"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    store.get(_path(step), partial)
+    try:
+        checkpoint.verify(folder)
+    except checkpoint.DamagedCheckpoint as error:
+        log.warning("The copy of step %d on the mirror %s is damaged (%s).", step, store.name, error)
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
 
 
 def _move_run(fetched: Path, output_dir: Path) -> None:
@@ -310,45 +293,57 @@ def _move_run(fetched: Path, output_dir: Path) -> None:
         target = output_dir / CHECKPOINTS / folder.name
         shutil.rmtree(target, ignore_errors=True)  # moved before, by a start that was killed meanwhile
         folder.rename(target)
-    for name in (METRICS_FILE, STATUS, RUN):
+    for name in _SMALL_FILES:
         if (fetched / name).is_file():
             (fetched / name).replace(output_dir / name)
     flush(output_dir)
     shutil.rmtree(fetched, ignore_errors=True)
 
 
-def copy_run(source: Path, target: Path) -> None:
-    """Bring the checkpoints in `target`, and what goes with them, up to those in `source`.
-
-    Raises:
-        OSError: a copy could not be made; those that are there stay.
-    """
-    root = target / CHECKPOINTS
-    root.mkdir(parents=True, exist_ok=True)
-    wanted = checkpoint.published(source / CHECKPOINTS)
-    _write_small_files(source, target)  # run.json first: checkpoints without it would be nobody's
-    for step, folder in reversed(wanted.items()):
-        if step not in checkpoint.published(root):
-            _copy_checkpoint(folder, root, step)
-    there = checkpoint.published(root)
-    for step in _outdated(there, wanted):
-        checkpoint.remove(there[step])
+def _path(step: int) -> str:
+    """Of a checkpoint there."""
+    return checkpoint.step_folder(Path(CHECKPOINTS), step).as_posix()
 
 
-def _copy_checkpoint(folder: Path, root: Path, step: int) -> None:
-    """A checkpoint is copied under another name, flushed and renamed, as it was made."""
-    staging = checkpoint.staging_folder(root, step)
-    shutil.rmtree(staging, ignore_errors=True)
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Turn an error of the hub's client or its HTTP library into the one line of an OSError."""
     try:
-        staging.mkdir()
-        for path in sorted(folder.iterdir()):
-            shutil.copyfile(path, staging / path.name)
-            flush(staging / path.name)
-        flush(staging)
-        staging.rename(checkpoint.step_folder(root, step))
-        flush(root)
-    except OSError:
+        yield
+    except Exception as error:
+        lines = [*str(error).strip().splitlines(), ""]
+        is_absent = isinstance(error, (EntryNotFoundError, RepositoryNotFoundError))
+        kind = FileNotFoundError if is_absent and not isinstance(error, LocalEntryNotFoundError) else OSError
+        raise kind(redact(f"{type(error).__name__}: {lines[0]}")) from error
+
+
+def _write_small_files(output_dir: Path, target: Path) -> None:
+    """What goes with the checkpoints: run.json, metrics.jsonl and status.json."""
+    if (output_dir / RUN).is_file():
+        write_json(target / RUN, read_json(output_dir / RUN))
+    if (output_dir / METRICS_FILE).is_file():
+        shutil.copyfile(output_dir / METRICS_FILE, target / METRICS_FILE)
+    # A new box has none of the results, so there the run is never finished.
+    write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running"})
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder's files, the manifest last, each whole or not at all; a new folder appears as a whole too."""
+    staging = target if target.exists() else target.with_name(f".{target.name}.writing")
+    if staging != target:
         shutil.rmtree(staging, ignore_errors=True)
-        if folder.exists():
-            raise
-        # The run has deleted it meanwhile, as too old; a newer one is copied.
+        staging.mkdir(parents=True)
+    try:
+        for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
+            partial = staging / f".{path.name}.partial"
+            shutil.copyfile(path, partial)
+            flush(partial)
+            partial.replace(staging / path.name)
+        flush(staging)
+        if staging != target:
+            staging.rename(target)
+            flush(target.parent)
+    except OSError:
+        if staging != target:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise

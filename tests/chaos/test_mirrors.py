@@ -38,7 +38,7 @@ if command == "lsf":
     found = [str(path.relative_to(paths[0])) for path in paths[0].rglob("*") if path.is_file()]
     print("\\n".join(name for name in found if not options or fnmatch.fnmatch(name, options[0])))
 elif command == "cat":
-    print(paths[0].read_text())
+    print(paths[0].read_text(), end="")
 elif command == "purge":
     shutil.rmtree(paths[0])
 else:
