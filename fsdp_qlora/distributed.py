@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -231,6 +231,18 @@ def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     return shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_shard_of(local: torch.Tensor, whole: DTensor, shape: Sequence[int] | None = None) -> DTensor:
+    """`local` as this rank's rows of a tensor that is sharded as `whole` is. shape: of that tensor, if another."""
+    size = torch.Size(whole.shape if shape is None else shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(local, whole.device_mesh, whole.placements, run_check=False, shape=size, stride=stride)
+
+
 @torch.no_grad()
 def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Keep `values`, this rank's rows of a sharded parameter."""
@@ -256,6 +268,11 @@ def gather_numbers(values: list[float], device: torch.device, group: dist.Proces
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
     _all_gather(everyone, mine, group=group)
     return everyone.view(-1, mine.numel()).cpu()
+
+
+def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
+    """What went wrong on the first rank that has a failure, on every rank of the group; None where none has."""
+    return next(filter(None, gather_texts(failure or "", device, group)), None)
 
 
 def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.distributed import as_shard_of
 from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
 
 
@@ -33,15 +34,11 @@ class KeptShard:
 
     def __init__(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, DTensor)
-        self._local = parameter.to_local().to("cpu", copy=True)
-        self._device, self._mesh = parameter.to_local().device, parameter.device_mesh
-        self._placements, self._shape, self._stride = parameter.placements, parameter.shape, parameter.stride()
+        self._parameter, self._local = parameter, parameter.to_local().to("cpu", copy=True)
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, on the parameter's device. Every rank calls it."""
-        local = self._local.to(self._device)
-        sharded = DTensor.from_local(local, self._mesh, self._placements, shape=self._shape, stride=self._stride)
-        return sharded.full_tensor()
+        return as_shard_of(self._local.to(self._parameter.to_local().device), self._parameter).full_tensor()
 
 
 class LoraLinear(nn.Module):

@@ -24,7 +24,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import FileRecord, TensorForm, TensorReader
-from fsdp_qlora.distributed import Ranks, gather_numbers, gather_texts, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.distributed import (
+    Ranks,
+    as_shard_of,
+    gather_numbers,
+    gather_texts,
+    local_part,
+    own_rows,
+    shard_bounds,
+    shard_rank,
+    shard_size,
+)
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.models import canonical_name
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
@@ -113,10 +123,10 @@ class TrainState:
         names = list(self.parameters)
         bad = [
             index
-            for index, name in enumerate(names)
+            for index, parameter in enumerate(self.parameters.values())
             if not all(
                 bool(value.isfinite().all())
-                for value in (_local(self.parameters[name]), *self.optimizer.state_of(self.parameters[name]).values())
+                for value in (local_part(parameter), *self.optimizer.state_of(parameter).values())
                 if isinstance(value, torch.Tensor) and value.is_floating_point()
             )
         ]
@@ -131,7 +141,7 @@ class TrainState:
         """What is stored of each parameter. A rank without rows of it knows only from the others."""
         own: _Layout = {}
         for name, parameter in self.parameters.items():
-            local = _local(parameter)
+            local = local_part(parameter)
             if local.numel():
                 state = {_PARAMETER: local, **self.optimizer.state_of(parameter)}
                 kinds = self.optimizer.stored_as
@@ -158,7 +168,7 @@ class TrainState:
     def _own(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
         """This rank's value of an entry; no rows where it has none."""
         self.beat()
-        local = _local(self.parameters[name])
+        local = local_part(self.parameters[name])
         if key == _PARAMETER:
             return local.detach()
         value = self.optimizer.state_of(self.parameters[name]).get(key)
@@ -170,11 +180,7 @@ class TrainState:
         """The whole of an entry, on the CPU; it counts on rank 0 only."""
         parameter, own = self.parameters[name], self._own(name, key, entry)
         if entry["kind"] == "rows" and isinstance(parameter, DTensor):
-            shape = torch.Size(self._whole_shape(name, entry))
-            stride = torch.empty(shape, device="meta").stride()
-            own = DTensor.from_local(
-                own, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-            ).full_tensor()
+            own = as_shard_of(own, parameter, self._whole_shape(name, entry)).full_tensor()
         return own.cpu()
 
     # --- reading ---
@@ -220,7 +226,7 @@ class TrainState:
         else:
             whole = torch.empty(self._whole_shape(name, entry), dtype=_DTYPES[entry["dtype"]], device=self.ranks.device)
         dist.broadcast(whole, src=0)
-        return whole[slice(*self._own_rows(name))] if entry["kind"] == "rows" else whole
+        return whole[slice(*own_rows(self.parameters[name], self.mesh))] if entry["kind"] == "rows" else whole
 
     def _fill_from_shards(
         self, readers: Sequence[TensorReader], name: str, key: str, entry: Mapping[str, Any]
@@ -230,7 +236,7 @@ class TrainState:
             return readers[0].whole(stored)
         if entry["kind"] == "local":
             return readers[shard_rank(self.mesh)].whole(stored)
-        start, stop = self._own_rows(name)
+        start, stop = own_rows(self.parameters[name], self.mesh)
         num_rows, parts = self.parameters[name].shape[0], []
         for index, reader in enumerate(readers):
             first, end = shard_bounds(num_rows, rank=index, size=len(readers))
@@ -240,11 +246,8 @@ class TrainState:
             return torch.cat(parts)
         return torch.empty((0, *entry["dims"]), dtype=_DTYPES[entry["dtype"]])
 
-    def _own_rows(self, name: str) -> tuple[int, int]:
-        return shard_bounds(self.parameters[name].shape[0], rank=shard_rank(self.mesh), size=shard_size(self.mesh))
-
     def _put(self, parameter: nn.Parameter, key: str, entry: Mapping[str, Any], value: Any) -> None:
-        local = _local(parameter)
+        local = local_part(parameter)
         if not local.numel():
             return
         if key == _PARAMETER:
@@ -288,7 +291,3 @@ def _file_name(name: str, key: str) -> str:
 
 def _file(index: int) -> str:
     return f"state_{index:05d}.safetensors"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_qlora.distributed import own_rows
+from fsdp_qlora.distributed import as_shard_of, own_rows
 
 
 class MatrixOptimizer(Optimizer):
@@ -145,12 +145,8 @@ class Muon(MatrixOptimizer):
         direction = gradient.lerp(state["momentum_buffer"], group["momentum"])
         sharded = self.whole.get(local)
         if isinstance(sharded, DTensor):
-            mesh = sharded.device_mesh
-            placed = DTensor.from_local(
-                direction, mesh, sharded.placements, shape=sharded.shape, stride=sharded.stride()
-            )
-            first, last = own_rows(sharded, mesh)
-            update = orthogonal(placed.full_tensor())[first:last]
+            first, last = own_rows(sharded, sharded.device_mesh)
+            update = orthogonal(as_shard_of(direction, sharded).full_tensor())[first:last]
         else:
             update = orthogonal(direction)
         local.mul_(1 - group["lr"] * group["weight_decay"])

@@ -9,8 +9,8 @@ from typing import Any
 import bitsandbytes
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.distributed import local_part
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers.matrix import Adafactor, MatrixOptimizer, Muon
 
@@ -95,9 +95,9 @@ class ShardedOptimizer:
         keep_empty = isinstance(build, type) and issubclass(build, MatrixOptimizer)
         with torch.no_grad():
             trained = {
-                path: (parameter, nn.Parameter(_local(parameter)))
+                path: (parameter, nn.Parameter(local_part(parameter)))
                 for path, parameter in model.named_parameters()
-                if parameter.requires_grad and (keep_empty or _local(parameter).numel() > 0)
+                if parameter.requires_grad and (keep_empty or local_part(parameter).numel() > 0)
             }
         self.sharded = [parameter for parameter, _ in trained.values()]
         self.local = [local for _, local in trained.values()]
@@ -136,7 +136,7 @@ class ShardedOptimizer:
     def take_gradients(self) -> None:
         """Point the local parameters at the gradients that FSDP2 has reduced onto this rank."""
         for sharded, local in zip(self.sharded, self.local, strict=True):
-            local.grad = None if sharded.grad is None else _local(sharded.grad)
+            local.grad = None if sharded.grad is None else local_part(sharded.grad)
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradients."""
@@ -202,10 +202,6 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _norms(gradients: Iterable[torch.Tensor]) -> Sequence[float]:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.distributed import shard_bounds, shard_rank, shard_size
+from fsdp_qlora.distributed import local_part, own_rows, shard_bounds
 from fsdp_qlora.quantizers.experts import ExpertMatrix
 from fsdp_qlora.storage.safetensors_files import Form
 
@@ -64,7 +63,7 @@ class QuantizedWeight(nn.Module):
 
     def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
         """Elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""
-        first, last = shard_bounds(self.weight.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+        first, last = own_rows(self.weight, mesh)
         num_weights = math.prod(self.shape)
         return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
 
@@ -106,13 +105,13 @@ class QuantizedWeight(nn.Module):
         """Bytes [start, stop) of the stored tensor that this rank's shard of the parameter consists of."""
         parameter = getattr(self, stored.parameter)
         row_bytes = parameter.shape[1] * parameter.element_size()
-        first, last = shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+        first, last = own_rows(parameter, mesh)
         return min(first * row_bytes, stored.num_bytes), min(last * row_bytes, stored.num_bytes)
 
     def stored_bytes(self, stored: Stored) -> torch.Tensor:
         """The bytes of this rank's shard, uint8; at the tensor's end there may be more than in `stored_range`."""
         parameter = getattr(self, stored.parameter)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_part(parameter)
         return local.detach().reshape(-1).view(torch.uint8)
 
 
@@ -203,7 +202,7 @@ class DecodedMatmul(torch.autograd.Function):
 
 def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Store the bytes of `values` in this rank's part of a parameter; the rest of it is zeroed."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     target = local.view(-1).view(torch.uint8)
     source = values.reshape(-1).view(torch.uint8)
     target[: source.numel()] = source.to(target.device)

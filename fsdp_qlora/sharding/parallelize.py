@@ -26,7 +26,7 @@ from fsdp_qlora.adapters.insert import (
     adapter_modules,
     magnitudes,
 )
-from fsdp_qlora.distributed import SHARDING_STRATEGIES, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.distributed import SHARDING_STRATEGIES, as_shard_of, own_rows, shard_bounds, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.host_arena import split_arena
@@ -116,14 +116,7 @@ def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -
     for (key, shape), part in zip(shapes.items(), split_arena(sizes, pinned=pinned), strict=True):
         parameter = parameters[key]
         assert isinstance(parameter, DTensor)
-        places[key] = DTensor.from_local(
-            part.view(parameter.dtype).view(shape),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        places[key] = as_shard_of(part.view(parameter.dtype).view(shape), parameter)
     return places
 
 
@@ -137,8 +130,7 @@ def _padded_rows(parameter: torch.Tensor) -> int:
 def _leave_out_padding(parameter: torch.Tensor) -> None:
     """Make the local tensor of a shard the rows that are its own; FSDP2 keeps its own view with the padding."""
     assert isinstance(parameter, DTensor)
-    mesh = parameter.device_mesh
-    first, last = shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
+    first, last = own_rows(parameter, parameter.device_mesh)
     parameter._local_tensor = parameter._local_tensor[: last - first]  # as FSDP2 does it
 
 

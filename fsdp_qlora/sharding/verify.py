@@ -6,11 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.lora import LoraLinear
-from fsdp_qlora.distributed import gather_numbers, shard_size
+from fsdp_qlora.distributed import gather_numbers, local_part, shard_size
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.quantizers.base import QuantizedWeight
@@ -58,7 +57,7 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     return local.numel() * local.element_size()
 
 
