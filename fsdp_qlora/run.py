@@ -176,14 +176,14 @@ def save_result(config: TrainConfig, plan: ModelPlan, trainer: Trainer) -> None:
     Raises:
         TrainingError: it could not be written; the same on every rank.
     """
-    failure = ""
+    failure = None
     try:
         with trainer.optimizer.averaged():
             write_result(config, plan, is_rank_0=trainer.ranks.is_rank_0)
     except TrainingError as error:
         failure = str(error)
-    for reason in filter(None, distributed.gather_texts(failure, trainer.ranks.device)):
-        raise TrainingError(reason)
+    if failure := distributed.first_failure(failure, trainer.ranks.device):
+        raise TrainingError(failure)
 
 
 def write_result(config: TrainConfig, plan: ModelPlan, *, is_rank_0: bool) -> None:

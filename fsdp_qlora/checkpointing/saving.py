@@ -14,7 +14,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import FileRecord
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.train_state import TrainState
-from fsdp_qlora.distributed import Ranks, gather_numbers, gather_texts
+from fsdp_qlora.distributed import Ranks, first_failure, gather_numbers, gather_texts
 from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
@@ -124,8 +124,7 @@ class Saver:
         if not any(codes):
             return None
         text = "" if error is None else f"{error.filename or self.root}: {error.strerror or error}"
-        texts = gather_texts(text, self.ranks.device)
-        return 1.0 in codes, next(text for text in texts if text)
+        return 1.0 in codes, first_failure(text, self.ranks.device) or ""
 
     def _discard(self, staging: Path) -> None:
         if self.ranks.is_rank_0:

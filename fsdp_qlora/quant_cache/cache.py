@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed import Ranks, gather_texts, shard_size
+from fsdp_qlora.distributed import Ranks, first_failure, gather_texts, shard_size
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quant_cache.entries import (
     CHECKSUMS,
@@ -30,7 +30,7 @@ from fsdp_qlora.quant_cache.entries import (
     damaged,
     device_kernels,
 )
-from fsdp_qlora.quant_cache.writer import EntryWriter, Unavailable, from_every_rank
+from fsdp_qlora.quant_cache.writer import EntryWriter, Unavailable
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.units import format_bytes
 
@@ -75,7 +75,7 @@ class QuantCache:
 
     def _is_everywhere(self) -> bool:
         """Whether every rank sees the entry: without a shared folder, not all nodes need have it."""
-        return not from_every_rank(None if (self.folder / CHECKSUMS).is_file() else "absent", self.ranks.device)
+        return not first_failure(None if (self.folder / CHECKSUMS).is_file() else "absent", self.ranks.device)
 
     def _load_entry(self, load_weights: Callable[..., None]) -> bool:
         """Read the entry. False when a rank finds it damaged: it is then set aside."""
@@ -88,15 +88,15 @@ class QuantCache:
             load_weights(weight_files=cached, sources={**self.sources, **own}, packed=True, keep=None)
         except DamagedEntry as error:
             failure = str(error)
-        failures = from_every_rank(failure, self.ranks.device)
-        if not failures:
+        failure = first_failure(failure, self.ranks.device)
+        if not failure:
             with contextlib.suppress(OSError):  # a cache that may only be read
                 os.utime(self.folder / CHECKSUMS)  # for `last_used`
             log.info("  its quantized weights come from the cache, checked: %s", self.folder)
             return True
         log.warning(
             "The quantized cache %s is damaged (%s). It is set aside, and made again from the model's own weights.",
-            self.folder, failures[0],
+            self.folder, failure,
         )  # fmt: skip
         if self.ranks.local_rank == 0:
             with contextlib.suppress(OSError):  # another run may have done it

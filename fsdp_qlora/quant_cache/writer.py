@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed import gather_texts, shard_rank, shard_size
+from fsdp_qlora.distributed import first_failure, shard_rank, shard_size
 from fsdp_qlora.quant_cache.entries import CHECKSUMS, chunk_bytes, damaged, own_hash
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.storage.files import flush
@@ -151,8 +150,8 @@ class EntryWriter:
             self._failure = self._failure or f"{self.target.parent} cannot be written ({reason})"
 
     def _stop_if_any_failed(self) -> None:
-        if failures := from_every_rank(self._failure, torch.device(self.mesh.device_type), self.group):
-            raise Unavailable(failures[0])
+        if failure := first_failure(self._failure, torch.device(self.mesh.device_type), self.group):
+            raise Unavailable(failure)
 
 
 def hold(target: Path) -> FileLock | None:
@@ -173,8 +172,3 @@ def _remove_leftovers(root: Path) -> None:
         if lock is not None:
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()
-
-
-def from_every_rank(message: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
-    """The messages of all ranks that have one, on every rank."""
-    return [text for text in gather_texts(message or "", device, group) if text]
