@@ -1,0 +1,85 @@
+/* What the files of the stand-in share. ../README.md says what it is and which environment variables it reads. */
+#ifndef PHANTOM_H
+#define PHANTOM_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <cuda_runtime_api.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Contents of at most this many bytes are really copied, exchanged between ranks and read back. */
+#define SMALL (1 << 16)
+
+/* ---- settings.c: what the environment asks for, read once */
+
+struct settings {
+    size_t memory;             /* bytes of one device: PHANTOM_GIB */
+    int devices;               /* PHANTOM_DEVICES, less what CUDA_VISIBLE_DEVICES hides */
+    int cc_major, cc_minor;    /* PHANTOM_CC */
+    const char *exchange_dir;  /* PHANTOM_DIR: where ranks leave their messages */
+    int exchange_seconds;      /* PHANTOM_NCCL_SECONDS: how long a rank waits for another one's */
+    long nccl_calls_until_failure; /* PHANTOM_NCCL_FAIL=CALLS[:CODE[:TEXT]], -1: never */
+    int nccl_failure;
+    const char *nccl_failure_text;
+};
+
+const struct settings *settings(void);
+
+/* ---- recorder.c: what was called, in its order. counts.py mirrors `struct record` and the numbers. */
+
+enum operation { KERNEL, GEMM, MEMSET, COPY, SYNC, COLLECTIVE, MALLOC, FREE, PIN, EVENT_RECORD, EVENT_WAIT };
+
+/* The detail of a COPY: one of the directions, plus the flags. */
+enum { TO_DEVICE, TO_HOST, ON_DEVICE, ON_HOST, COPY_DIRECTIONS = 3, COPY_PINNED = 4, COPY_BLOCKING = 8 };
+
+struct record {
+    const char *name;    /* of the kernel, the call or the collective */
+    long long size;      /* bytes; multiply-adds of a GEMM */
+    long long host_ns;   /* CPU time of the process so far */
+    uint64_t stream;
+    int operation;
+    int detail;          /* COPY: see above; COLLECTIVE: number of the communicator, in order of creation */
+    int ranks;           /* COLLECTIVE: size of the communicator */
+    int place;           /* what the place callback returned for it, else -1 */
+};
+
+/* Does nothing unless a recording is on. */
+void note(enum operation operation, const char *name, long long size, const void *stream, int detail, int ranks);
+
+/* The host waits for `stream`, or for all of them: EVERYTHING. A second wait of the same thread with nothing between
+   them waits for nothing and is not noted: torch's blocking copies to pageable memory wait twice. */
+void note_sync(const char *name, const void *stream);
+#define EVERYTHING ((void *)-1)
+
+int is_recording(void);
+
+/* ---- memory.c: address ranges */
+
+enum range_kind { UNKNOWN, DEVICE, PINNED, REGISTERED };
+
+enum range_kind kind_of(const void *pointer);
+/* Address space that costs no memory until it is touched; NULL when there is none. */
+void *reserve_range(size_t size, enum range_kind kind, int device);
+/* Returns the bytes of the range that began at `pointer`, 0 if there was none. */
+size_t release_range(const void *pointer);
+/* Count `size` bytes as used on the current device; 0 if they are not there. */
+int take_memory(size_t size);
+void give_memory(size_t size);
+
+/* ---- contents.c: which bytes on the device are known */
+
+void one_operation_passes(void);
+void set_known(const void *pointer, size_t size);
+int is_known(const void *pointer, size_t size);
+
+/* ---- device.c */
+
+int current_device(void);
+
+/* ---- driver.c */
+
+/* The function of the CUDA driver API with this name. */
+void *driver_function(const char *name);
+
+#endif
