@@ -1,0 +1,138 @@
+"""Programs on the stand-in for CUDA, started from tests that run in another environment."""
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import ROOT, _free_port
+
+ENVIRONMENT = Path(os.environ.get("FSDP_QLORA_PHANTOM") or ROOT / ".venv-phantom")
+LIBRARIES = ENVIRONMENT / "phantom"
+PYTHON = ENVIRONMENT / "bin" / "python"
+
+
+def why_not() -> str | None:
+    """None where programs can be run on the stand-in, else the line that says what to do."""
+    if (ENVIRONMENT / ".phantom_library").exists():
+        return None
+    return "the stand-in for CUDA is not built: bash scripts/phantom.sh builds it (Linux x86-64, 700 MB)"
+
+
+@dataclass
+class Rank:
+    """How one process ended."""
+
+    status: int
+    output: str
+    summary: dict[str, Any]  # of counts.py, when it was asked for
+
+    def number(self, key: str) -> int:
+        return int(self.summary[key])
+
+
+def variables(folder: Path, settings: dict[str, object]) -> dict[str, str]:
+    """The environment of a process on the stand-in. `settings` are its PHANTOM_* variables, and any others."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PHANTOM", "CUDA_"))}
+    return {
+        **inherited,
+        "LD_LIBRARY_PATH": str(LIBRARIES),
+        "LD_PRELOAD": str(LIBRARIES / "libphantom.so"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/phantom/startup")]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PHANTOM_DIR": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        **{name: str(value) for name, value in settings.items()},
+    }
+
+
+def run(
+    arguments: Sequence[object],
+    folder: Path,
+    *,
+    ranks: int = 1,
+    settings: dict[str, object] | None = None,
+    settings_of_rank: dict[int, dict[str, object]] | None = None,
+    summary: bool = False,
+    timeout_seconds: float = 240,
+) -> list[Rank]:
+    """Run `python ARGUMENTS` on the stand-in as torchrun would: one process per rank, each on a GPU of its own machine.
+
+    Args:
+        folder: for the ranks' output, messages and summaries; made if need be.
+        settings: more environment variables for all ranks; settings_of_rank for single ones.
+        summary: record the whole process (counts.py).
+    Raises:
+        TimeoutError: a rank was still running; all are ended, and the text has their output.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    with contextlib.ExitStack() as opened:
+        processes = []
+        for rank in range(ranks):
+            own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+            own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            if summary:
+                own["PHANTOM_SUMMARY"] = folder / f"counts{rank}.json"
+            own |= {**(settings or {}), **(settings_of_rank or {}).get(rank, {})}
+            output = opened.enter_context(open(folder / f"rank{rank}.log", "w"))
+            command = [str(PYTHON), *map(str, arguments)]
+            environment = variables(folder, own)
+            processes.append(
+                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            )
+        in_time = _wait(processes, timeout_seconds)
+    ended = [_ended(process, folder, rank) for rank, process in enumerate(processes)]
+    if not in_time:
+        raise TimeoutError("\n".join(rank.output[-3000:] for rank in ended))
+    return ended
+
+
+def _wait(processes: list[subprocess.Popen], seconds: float) -> bool:
+    """Wait for all; when one failed the others are given a moment and ended, as torchrun does."""
+    end = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(0.05)
+        if any(process.returncode for process in processes):
+            end = min(end, time.monotonic() + 15)
+    in_time = time.monotonic() < end or any(process.returncode for process in processes)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return in_time
+
+
+def _ended(process: subprocess.Popen, folder: Path, rank: int) -> Rank:
+    counts = folder / f"counts{rank}.json"
+    return Rank(
+        status=process.returncode,
+        output=(folder / f"rank{rank}.log").read_text(),
+        summary=json.loads(counts.read_text()) if counts.exists() else {},
+    )
+
+
+def subtract(more: dict[str, Any], less: dict[str, Any]) -> dict[str, Any]:
+    """What one run did more than another: two summaries of runs that differ in their number of steps by one give the
+    numbers of that step. Peaks of memory are those of the longer run."""
+    difference: dict[str, Any] = {"memory": more["memory"]}
+    for key, value in more.items():
+        if isinstance(value, list):
+            difference[key] = _subtract_entries(value, less[key])
+        elif key != "memory":
+            difference[key] = value - less[key]
+    return difference
+
+
+def _subtract_entries(more: list[dict[str, Any]], less: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    counter: Counter[tuple] = Counter()
+    for entries, sign in ((more, 1), (less, -1)):
+        for entry in entries:
+            counter[tuple((key, value) for key, value in entry.items() if key != "count")] += sign * entry["count"]
+    return [{**dict(entry), "count": count} for entry, count in counter.items() if count]
