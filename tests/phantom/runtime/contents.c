@@ -2,12 +2,12 @@
  *
  * Kernels compute nothing, so what a program reads back is made up. But ranks tell each other sizes, decisions and
  * errors in small tensors that are filled on the host, sent and read at once, and those must arrive. So bytes that
- * came from the host are known for the next few operations; after that a kernel may have been meant to change them.
+ * came from the host are known for the next KNOWN_FOR operations; after that a kernel may have been meant to change them.
  */
 #include <pthread.h>
 #include "phantom.h"
 
-enum { REMEMBERED = 256, KNOWN_FOR = 8 };
+enum { REMEMBERED = 256, KNOWN_FOR = 32 };
 
 static struct { uintptr_t begin; size_t size; long since; } known[REMEMBERED];
 static int next;

@@ -1,0 +1,32 @@
+"""A known number of kernels, copies, waits and allocations; the last line is what the recorder says of them."""
+
+import json
+
+import torch
+
+from tests.phantom.counts import recording
+
+MIB = 1 << 20
+
+
+def main() -> None:
+    device = torch.ones(1000, device="cuda")
+    left, right = torch.ones(64, 32, device="cuda"), torch.ones(32, 16, device="cuda")
+    (left @ right).sum().item()  # the workspaces of matrix products and of reading back are allocated here
+    pageable, pinned = torch.ones(1000), torch.ones(1000).pin_memory()
+    torch.cuda.synchronize()
+    with recording() as counts:
+        device.add_(1)
+        device.mul_(2)
+        device.zero_()
+        left @ right
+        device.copy_(pinned, non_blocking=True)
+        pinned.copy_(device, non_blocking=True)
+        device.copy_(pageable)
+        device[:1].item()
+        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    print(json.dumps(counts.summary()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""train.py on the GPU path, from its command line to the saved adapter."""
+
+import pytest
+
+from tests.phantom.environment import run, subtract
+from tests.tiny import flags, make_rows, write_rows
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def train(models, tmp_path_factory):
+    """Run train.py on a tiny model: train(ranks, **options) -> (ranks as they ended, output folder)."""
+    model, folder = models(), tmp_path_factory.mktemp("phantom")
+    dataset = write_rows(folder / "rows.jsonl", make_rows(16))
+
+    def start(ranks: int, *, settings=None, settings_of_rank=None, **options: object):
+        run_folder = tmp_path_factory.mktemp("run")
+        output_dir = run_folder / "output"
+        arguments = flags(
+            model_name=model,
+            dataset=dataset,
+            output_dir=output_dir,
+            **{"train_type": "qlora", "max_steps": STEPS, "batch_size": 2, "context_length": 256, "seed": 0}
+            | {"quant_cache": "off", "log_to": "stdout"}
+            | options,
+        )
+        ended = run(
+            ["train.py", *arguments],
+            run_folder,
+            ranks=ranks,
+            settings=settings,
+            settings_of_rank=settings_of_rank,
+            summary=True,
+        )
+        return ended, output_dir
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def two_ranks(train):
+    """The same run with one step more, and without."""
+    return [train(2, max_steps=steps) for steps in (STEPS, STEPS + 1)]
+
+
+def assert_finished(ended, output_dir):
+    assert [rank.status for rank in ended] == [0] * len(ended), ended[0].output[-4000:] + ended[-1].output[-4000:]
+    assert "(NCCL)" in ended[0].output
+    assert (output_dir / "adapter_model.safetensors").stat().st_size > 0
+    assert (output_dir / "adapter_config.json").exists()
+
+
+def test_qlora_on_one_gpu_ends_with_a_saved_adapter(train):
+    assert_finished(*train(1))
+
+
+def test_qlora_on_two_gpus_ends_with_a_saved_adapter(two_ranks):
+    for ended, output_dir in two_ranks:
+        assert_finished(ended, output_dir)
+
+
+def test_a_step_allocates_nothing_new_and_both_ranks_send_the_same(two_ranks):
+    (few, _), (many, _) = two_ranks
+    steps = [subtract(more.summary, less.summary) for more, less in zip(many, few, strict=True)]
+    for step in steps:
+        assert step["kernels"] > step["matrix_products"] > 0
+        assert all(sync["line"].startswith(("fsdp_qlora/", "")) for sync in step["syncs"])
+    sent = [sorted((each["kind"], each["bytes"], each["count"]) for each in step["collectives"]) for step in steps]
+    assert sent[0] == sent[1]
+    assert {"all_gather", "reduce_scatter"} <= {kind for kind, _, _ in sent[0]}
+
+
+def test_a_card_that_is_too_small_ends_the_run_as_out_of_memory(train):
+    [rank], output_dir = train(1, settings={"PHANTOM_GIB": 0.01})
+    assert rank.status not in (0, 2), rank.output[-4000:]
+    assert "out of memory" in rank.output.lower()
+    assert not (output_dir / "adapter_model.safetensors").exists()
