@@ -65,7 +65,8 @@ def test_a_step_allocates_nothing_new_and_both_ranks_send_the_same(two_ranks):
     steps = [subtract(more.summary, less.summary) for more, less in zip(many, few, strict=True)]
     for step in steps:
         assert step["kernels"] > step["matrix_products"] > 0
-        assert all(sync["line"].startswith(("fsdp_qlora/", "")) for sync in step["syncs"])
+        assert step["mallocs"] == step["pinned_allocations"] == 0
+        assert all(sync["line"].startswith("fsdp_qlora/") for sync in step["syncs"])
     sent = [sorted((each["kind"], each["bytes"], each["count"]) for each in step["collectives"]) for step in steps]
     assert sent[0] == sent[1]
     assert {"all_gather", "reduce_scatter"} <= {kind for kind, _, _ in sent[0]}

@@ -9,5 +9,5 @@ try:
     torch.empty(GIB, dtype=torch.uint8, device="cuda")
 except torch.OutOfMemoryError as error:
     print(error)
-print(f"reserved {torch.cuda.memory_reserved() / GIB} GiB")
-print(f"free {torch.cuda.mem_get_info()[0] / GIB} GiB")
+reserved, free = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+print(f"reserved and free: {(reserved + free) / GIB} GiB")

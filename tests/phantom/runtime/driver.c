@@ -20,6 +20,11 @@ EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) 
     return 0;
 }
 
+/* The attributes have the same numbers in both APIs. */
+EXPORT int cuDeviceGetAttribute(int *value, int attribute, int device) {
+    return cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
+}
+
 EXPORT int cuGetErrorString(int error, const char **text) {
     *text = error == OUT_OF_MEMORY ? "out of memory" : "error of the stand-in for the CUDA driver";
     return 0;
@@ -57,8 +62,11 @@ static int mem_release(struct pages *handle) {
 static int mem_granularity(size_t *size, const void *properties, int option) { return *size = PAGE, 0; }
 static int succeed(void) { return 0; }
 
+/* The handed out names that are not here; a call does not tell which of them it is. */
+static char lacking[2048];
+
 static int refuse(void) {
-    fprintf(stderr, "phantom: a function of the CUDA driver was called that runtime/driver.c does not have\n");
+    fprintf(stderr, "phantom: a function of the CUDA driver was called that runtime/driver.c lacks. One of:%s\n", lacking);
     return NOT_SUPPORTED;
 }
 
@@ -74,6 +82,7 @@ static const struct { const char *name; void *function; } functions[] = {
     {"cuGetErrorString", cuGetErrorString},
     {"cuInit", cuInit},
     {"cuDeviceGet", cuDeviceGet},
+    {"cuDeviceGetAttribute", cuDeviceGetAttribute},
     {"cuCtxGetCurrent", cuCtxGetCurrent},
     {"cuCtxSetCurrent", cuCtxSetCurrent},
     {"cuDevicePrimaryCtxRetain", cuDevicePrimaryCtxRetain},
@@ -83,6 +92,8 @@ static const struct { const char *name; void *function; } functions[] = {
 void *driver_function(const char *name) {
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++)
         if (!strcmp(functions[i].name, name)) return functions[i].function;
+    size_t written = strlen(lacking);
+    snprintf(lacking + written, sizeof lacking - written, " %s", name);
     return refuse;
 }
 
