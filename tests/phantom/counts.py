@@ -130,6 +130,7 @@ class Counts:
         """For JSON: equal entries are one entry with its count, so that two runs can be subtracted."""
         return {
             "kernels": self.kernels,
+            "kernel_names": dict(self.kernel_names),
             "matrix_products": self.matrix_products,
             "multiply_adds": self.multiply_adds,
             "mallocs": len(self.mallocs),

@@ -125,6 +125,8 @@ def subtract(more: dict[str, Any], less: dict[str, Any]) -> dict[str, Any]:
     for key, value in more.items():
         if isinstance(value, list):
             difference[key] = _subtract_entries(value, less[key])
+        elif key == "kernel_names":
+            difference[key] = {name: count - less[key].get(name, 0) for name, count in value.items()}
         elif key != "memory":
             difference[key] = value - less[key]
     return difference
