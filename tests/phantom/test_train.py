@@ -38,12 +38,6 @@ def train(models, tmp_path_factory):
     return start
 
 
-@pytest.fixture(scope="module")
-def two_ranks(train):
-    """The same run with one step more, and without."""
-    return [train(2, max_steps=steps) for steps in (STEPS, STEPS + 1)]
-
-
 def assert_finished(ended, output_dir):
     assert [rank.status for rank in ended] == [0] * len(ended), ended[0].output[-4000:] + ended[-1].output[-4000:]
     assert "(NCCL)" in ended[0].output
@@ -51,25 +45,26 @@ def assert_finished(ended, output_dir):
     assert (output_dir / "adapter_config.json").exists()
 
 
-def test_qlora_on_one_gpu_ends_with_a_saved_adapter(train):
-    assert_finished(*train(1))
+def test_qlora_on_one_gpu_ends_with_a_saved_adapter_and_a_step_allocates_nothing_new(train):
+    few, many = train(1), train(1, max_steps=STEPS + 1)
+    assert_finished(*few)
+    assert_finished(*many)
+    step = subtract(many[0][0].summary, few[0][0].summary)
+    assert step["kernels"] > step["matrix_products"] > 0
+    assert step["mallocs"] == step["pinned_allocations"] == 0
+    assert step["syncs"]  # the loss is printed
+    assert all(sync["line"].startswith("fsdp_qlora/") for sync in step["syncs"])
 
 
-def test_qlora_on_two_gpus_ends_with_a_saved_adapter(two_ranks):
-    for ended, output_dir in two_ranks:
-        assert_finished(ended, output_dir)
-
-
-def test_a_step_allocates_nothing_new_and_both_ranks_send_the_same(two_ranks):
-    (few, _), (many, _) = two_ranks
-    steps = [subtract(more.summary, less.summary) for more, less in zip(many, few, strict=True)]
-    for step in steps:
-        assert step["kernels"] > step["matrix_products"] > 0
-        assert step["mallocs"] == step["pinned_allocations"] == 0
-        assert all(sync["line"].startswith("fsdp_qlora/") for sync in step["syncs"])
-    sent = [sorted((each["kind"], each["bytes"], each["count"]) for each in step["collectives"]) for step in steps]
-    assert sent[0] == sent[1]
-    assert {"all_gather", "reduce_scatter"} <= {kind for kind, _, _ in sent[0]}
+def test_qlora_on_two_gpus_ends_with_a_saved_adapter_and_both_take_part_in_the_same_collectives(train):
+    ended, output_dir = train(2)
+    assert_finished(ended, output_dir)
+    parts = [
+        sorted((each["kind"], each["bytes"], each["group_size"], each["count"]) for each in rank.summary["collectives"])
+        for rank in ended
+    ]
+    assert parts[0] == parts[1]
+    assert {"all_gather", "reduce_scatter"} <= {kind for kind, *_ in parts[0]}
 
 
 def test_a_card_that_is_too_small_ends_the_run_as_out_of_memory(train):
