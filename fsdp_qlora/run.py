@@ -23,9 +23,8 @@ from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.load_model import Weights, build_trainer, load_model
 from fsdp_qlora.loading import hub
-from fsdp_qlora.loading.decoded import open_weight_files
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.plan import ModelPlan, Plan, check_resources, continued, lora_options, make_plan
 from fsdp_qlora.storage.fingerprint import fingerprint_files

@@ -18,9 +18,9 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from fsdp_qlora import models
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
-from fsdp_qlora.loading.decoded import open_weight_files, take_format
+from fsdp_qlora.loading.decoded import take_format
 from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
-from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
+from fsdp_qlora.loading.weight_files import Part, WeightFiles, open_weight_files, read_ahead
 from fsdp_qlora.quant_cache.entries import cache_root, last_used, read_about
 from fsdp_qlora.quant_cache.writer import hold
 from fsdp_qlora.quantizers.base import packed_forms

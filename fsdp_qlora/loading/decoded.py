@@ -8,15 +8,14 @@ X_scales [experts, out, in / 32], powers of two; transformers uses and has them 
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import PretrainedConfig
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.weight_files import DecodedTensor, WeightFiles
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -26,6 +25,30 @@ _SCALES = ("_scale_inv", "_scale")
 _UNUSED = ("activation_scale", "input_scale")
 _PIECE = 2**20  # elements decoded at a time, since that takes several times their memory
 _MXFP4_VALUES = 32  # that share a scale
+
+
+# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor, as it is in the files.
+ReadStored = Callable[[str, int, int], torch.Tensor]
+
+
+class StoredTensor(Protocol):
+    """What is known of a tensor in a file."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+class DecodedTensor:
+    """A tensor that is stored otherwise in the files. parts: the tensors in them that it is decoded from."""
+
+    def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype) -> None:
+        self.parts, self.shape, self.dtype = parts, shape, dtype
+
+    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor."""
+        raise NotImplementedError
 
 
 class StoredFormat(NamedTuple):
@@ -45,12 +68,12 @@ def take_format(config: PretrainedConfig) -> StoredFormat | None:
     found = getattr(config, "quantization_config", None)
     if not found:
         return None
-    about: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    method = about.get("quant_method")
+    settings: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    method, layout = settings.get("quant_method"), settings.get("format")
     if method == "mxfp4":
         stored = StoredFormat("MXFP4", None)
-    elif method in ("fp8", "fbgemm_fp8") or (method, about.get("format")) == ("compressed-tensors", "float-quantized"):
-        block = about.get("weight_block_size")
+    elif method in ("fp8", "fbgemm_fp8") or (method, layout) == ("compressed-tensors", "float-quantized"):
+        block = settings.get("weight_block_size")
         stored = StoredFormat("FP8", tuple(block) if block else None)
     else:
         return None
@@ -58,42 +81,46 @@ def take_format(config: PretrainedConfig) -> StoredFormat | None:
     return stored
 
 
-def open_weight_files(folder: Path, stored: StoredFormat | None) -> WeightFiles:
-    """The files of a model folder, with the tensors of `stored` under the names and shapes that the model has.
+def find_decoded(
+    stored: StoredFormat, entries: Mapping[str, StoredTensor], folder: Path
+) -> tuple[dict[str, DecodedTensor], list[str]]:
+    """What is decoded of a model's files: the tensors, under the names that the model has, and what they are part of.
 
+    Args:
+        entries: every tensor of the files.
+    Returns:
+        name -> tensor that is decoded as it is read; the tensors in the files that the model does not know.
     Raises:
-        UserError: the files cannot be used, or their tensors are not those of the format.
+        UserError: the tensors are not those of the format.
     """
-    weight_files = WeightFiles(folder)
-    if stored is not None:
-        for name in list(weight_files.files):
-            if stored.name == "FP8":
-                _add_fp8(weight_files, name, stored.block)
-            elif name.endswith("_blocks"):
-                _add_mxfp4(weight_files, name)
-    return weight_files
+    decoded: dict[str, DecodedTensor] = {}
+    for name, entry in entries.items():
+        if stored.name == "FP8" and entry.dtype in _FP8 and not name.endswith(_UNUSED):
+            decoded[name] = _fp8_weight(name, entries, stored.block, folder)
+        elif stored.name == "MXFP4" and name.endswith("_blocks"):
+            decoded[name.removesuffix("_blocks")] = _mxfp4_experts(name, entries, folder)
+    unknown = [part for name, tensor in decoded.items() for part in tensor.parts if part != name]
+    if stored.name == "FP8":
+        unknown += [name for name in entries if name.endswith(_UNUSED)]
+    return decoded, unknown
 
 
-def _add_fp8(weight_files: WeightFiles, weight: str, block: tuple[int, int] | None) -> None:
-    if weight.endswith(_UNUSED):
-        weight_files.leave_out(weight)
-        return
-    if weight_files.dtype(weight) not in _FP8:
-        return
-    scale = next((weight + suffix for suffix in _SCALES if weight + suffix in weight_files.files), None)
-    shape = weight_files.shape(weight)
+def _fp8_weight(
+    name: str, entries: Mapping[str, StoredTensor], block: tuple[int, int] | None, folder: Path
+) -> "_Fp8Weight":
+    scale = next((name + suffix for suffix in _SCALES if name + suffix in entries), None)
+    shape = entries[name].shape
     wrong = None
     if scale is None:
         wrong = "has no scale"
-    elif not weight_files.dtype(scale).is_floating_point:
-        wrong = f"its scale is of type {weight_files.dtype(scale)}"
+    elif not entries[scale].dtype.is_floating_point:
+        wrong = f"its scale is of type {entries[scale].dtype}"
     elif len(shape) != 2:
         wrong = f"has shape {list(shape)}, which is not a linear layer's"
     if scale is None or wrong:
-        raise UserError(f"{weight_files.folder}: {weight} is in FP8 and {wrong}. {_ADVICE}")
-    rows, columns = _scale_block(shape, weight_files.shape(scale), block, weight)
-    weight_files.decode(weight, _Fp8Weight(weight, scale, shape, rows, columns))
-    weight_files.leave_out(scale)
+        raise UserError(f"{folder}: {name} is in FP8 and {wrong}. {_ADVICE}")
+    rows, columns = _scale_block(shape, entries[scale].shape, block, name)
+    return _Fp8Weight(name, scale, shape, rows, columns)
 
 
 _ADVICE = "Give the model with 16- or 32-bit weights."
@@ -117,63 +144,60 @@ class _Fp8Weight(DecodedTensor):
         super().__init__([weight, scale], shape, torch.bfloat16)
         self.block_rows, self.block_columns = block_rows, block_columns
 
-    def read_flat(self, weight_files: WeightFiles, start: int, stop: int) -> torch.Tensor:
+    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
         columns = self.shape[1]
         first, last = start // columns, -(-stop // columns)
         decoded = torch.empty((last - first, columns), dtype=self.dtype)
         step = max(1, _PIECE // columns)
         for row in range(first, last, step):
             end = min(row + step, last)
-            decoded[row - first : end - first] = self._rows(weight_files, row, end)
+            decoded[row - first : end - first] = self._rows(read, row, end)
         return decoded.view(-1)[start - first * columns : stop - first * columns]
 
-    def _rows(self, weight_files: WeightFiles, first: int, last: int) -> torch.Tensor:
+    def _rows(self, read: ReadStored, first: int, last: int) -> torch.Tensor:
         """Rows [first, last), decoded, float32."""
         weight, scale = self.parts
         columns = self.shape[1]
-        values = weight_files.read_stored(weight, first * columns, last * columns).view(last - first, columns)
+        values = read(weight, first * columns, last * columns).view(last - first, columns)
         width = -(-columns // self.block_columns)
         above, below = first // self.block_rows, (last - 1) // self.block_rows + 1
-        scales = weight_files.read_stored(scale, above * width, below * width).view(-1, width).float()
+        scales = read(scale, above * width, below * width).view(-1, width).float()
         of_row = torch.arange(first, last) // self.block_rows - above
         of_column = torch.arange(columns) // self.block_columns
         return values.float().mul_(scales[of_row][:, of_column])
 
 
-def _add_mxfp4(weight_files: WeightFiles, blocks: str) -> None:
-    name = blocks.removesuffix("_blocks")
-    scales = f"{name}_scales"
-    shape = weight_files.shape(blocks)
-    fits = len(shape) == 4 and shape[3] * 2 == _MXFP4_VALUES and scales in weight_files.files
-    if not fits or weight_files.shape(scales) != shape[:3]:
-        raise UserError(f"{weight_files.folder}: {blocks} {list(shape)} is not experts in MXFP4. {_ADVICE}")
+def _mxfp4_experts(blocks: str, entries: Mapping[str, StoredTensor], folder: Path) -> "_Mxfp4Experts":
+    scales = f"{blocks.removesuffix('_blocks')}_scales"
+    shape = entries[blocks].shape
+    fits = len(shape) == 4 and shape[3] * 2 == _MXFP4_VALUES and scales in entries
+    if not fits or entries[scales].shape != shape[:3]:
+        raise UserError(f"{folder}: {blocks} {list(shape)} is not experts in MXFP4. {_ADVICE}")
     experts, rows, groups, _ = shape
-    weight_files.decode(name, _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * 32, rows]), torch.bfloat16))
-    weight_files.leave_out(blocks)
-    weight_files.leave_out(scales)
+    return _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * 32, rows]), torch.bfloat16)
 
 
 class _Mxfp4Experts(DecodedTensor):
     """An expert is decoded whole, since it is stored [out, in] and used [in, out]."""
 
-    def read_flat(self, weight_files: WeightFiles, start: int, stop: int) -> torch.Tensor:
+    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
         size = math.prod(self.shape[1:])
         first, last = start // size, -(-stop // size)
         decoded = torch.empty(stop - start, dtype=self.dtype)
         for expert in range(first, last):
             begin, end = max(start, expert * size), min(stop, (expert + 1) * size)
-            values = self._expert(weight_files, expert).view(-1)
+            values = self._expert(read, expert).view(-1)
             decoded[begin - start : end - start] = values[begin - expert * size : end - expert * size]
         return decoded
 
-    def _expert(self, weight_files: WeightFiles, expert: int) -> torch.Tensor:
+    def _expert(self, read: ReadStored, expert: int) -> torch.Tensor:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         blocks, scales = self.parts
         groups, rows = self.shape[1] // _MXFP4_VALUES, self.shape[2]
         count = rows * groups
-        codes = weight_files.read_stored(blocks, expert * count * 16, (expert + 1) * count * 16)
-        exponents = weight_files.read_stored(scales, expert * count, (expert + 1) * count)
+        codes = read(blocks, expert * count * 16, (expert + 1) * count * 16)
+        exponents = read(scales, expert * count, (expert + 1) * count)
         return convert_moe_packed_tensors(
             codes.view(1, rows, groups, 16),
             exponents.view(1, rows, groups),

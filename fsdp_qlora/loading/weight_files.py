@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.decoded import DecodedTensor, StoredFormat, find_decoded
 from fsdp_qlora.loading.hub import conversion_advice
 from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE, PACKED_SUFFIXES
 from fsdp_qlora.storage.safetensors_files import DTYPES
@@ -51,17 +52,6 @@ class _Joined(NamedTuple):
     parts: list[str]
     ends: list[int]
     shape: torch.Size
-
-
-class DecodedTensor:
-    """A tensor that is stored otherwise in the files. parts: the tensors in them that it is decoded from."""
-
-    def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype) -> None:
-        self.parts, self.shape, self.dtype = parts, shape, dtype
-
-    def read_flat(self, weight_files: "WeightFiles", start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the row-major flattened tensor."""
-        raise NotImplementedError
 
 
 class WeightFiles:
@@ -137,14 +127,16 @@ class WeightFiles:
         self._joined[name] = _Joined(list(parts), ends, shape)
         self.files[name] = self.files[parts[0]]
 
-    def decode(self, name: str, tensor: DecodedTensor) -> None:
-        """Let `name` be a tensor that is decoded as it is read."""
-        self._decoded[name] = tensor
-        self.files[name] = self._entries[tensor.parts[0]].file
+    def decode(self, stored: StoredFormat) -> None:
+        """Let the tensors of a format be decoded as they are read, under the names that the model has.
 
-    def leave_out(self, name: str) -> None:
-        """Take a tensor out of `files`: it is a part of another, or not needed."""
-        del self.files[name]
+        Raises:
+            UserError: the tensors are not those of the format.
+        """
+        self._decoded, unknown = find_decoded(stored, self._entries, self.folder)
+        self.files.update({name: self._entries[tensor.parts[0]].file for name, tensor in self._decoded.items()})
+        for name in unknown:
+            del self.files[name]
 
     def shape(self, name: str) -> torch.Size:
         if name in self._joined:
@@ -180,7 +172,7 @@ class WeightFiles:
         for source, first, last in self._whole_tensors(name, start, stop):
             piece = part[filled : filled + last - first]
             if source in self._decoded:
-                piece.copy_(self._decoded[source].read_flat(self, first, last))
+                piece.copy_(self._decoded[source].read_flat(self.read_stored, first, last))
             else:
                 self._read_into(source, first, piece)
             filled += last - first
@@ -264,11 +256,11 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}). {_DOWNLOAD_AGAIN}") from error
     header.pop("__metadata__", None)
-    if strange := {about["dtype"] for about in header.values()} - DTYPES.keys():
+    if strange := {tensor["dtype"] for tensor in header.values()} - DTYPES.keys():
         raise UserError(f"{path} has tensors of type {', '.join(strange)}, which cannot be read here.")
     return {
-        name: _Entry(path, DTYPES[about["dtype"]], torch.Size(about["shape"]), 8 + size + about["data_offsets"][0])
-        for name, about in header.items()
+        name: _Entry(path, DTYPES[tensor["dtype"]], torch.Size(tensor["shape"]), 8 + size + tensor["data_offsets"][0])
+        for name, tensor in header.items()
     }
 
 
@@ -307,3 +299,15 @@ def read_ahead(weight_files: WeightFiles, parts: Iterable[Part], *, max_bytes: i
             in_flight += count
         while waiting:
             yield waiting.pop(0)[1].result()
+
+
+def open_weight_files(folder: Path, stored: StoredFormat | None) -> WeightFiles:
+    """The files of a model folder, with the tensors of `stored` under the names and shapes that the model has.
+
+    Raises:
+        UserError: the files cannot be used, or their tensors are not those of the format.
+    """
+    weight_files = WeightFiles(folder)
+    if stored is not None:
+        weight_files.decode(stored)
+    return weight_files

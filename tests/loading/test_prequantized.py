@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.decoded import StoredFormat, open_weight_files
+from fsdp_qlora.loading.decoded import StoredFormat
 from fsdp_qlora.loading.load_weights import match_tensors
+from fsdp_qlora.loading.weight_files import open_weight_files
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
