@@ -29,7 +29,7 @@ from fsdp_qlora.optimizers.sharded import check_optimizer
 from fsdp_qlora.planning import describe, memory
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.quantizers import bnb_4bit_format
-from fsdp_qlora.sharding.build_model import MetaModel, build_model
+from fsdp_qlora.sharding.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
 
 log = logging.getLogger("fsdp_qlora")
@@ -135,12 +135,14 @@ def build_plan(
         train_type,
         precision,
         ranks.device,
+        LayerOptions(
+            lora=lora_options(config),
+            quantizer=quantizer_options(config, train_type.quantizer),
+            prequantized=prequantized,
+            new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
+        ),
         attn_implementation=config.attn_implementation,
-        quantizer_options=quantizer_options(config, train_type.quantizer),
-        lora=lora_options(config),
-        prequantized=prequantized,
         trust_remote_code=config.trust_remote_code,
-        new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
     )
     if train_type.quantizer:
         describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)

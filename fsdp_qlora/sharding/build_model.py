@@ -1,8 +1,7 @@
 """A model without weights, its layers quantized and adapted as the train type says."""
 
-import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,12 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.first_values import check_init
-from fsdp_qlora.adapters.insert import (
-    LoraOptions,
-    add_adapters,
-    add_experts_lora,
-    train_in_full,
-)
+from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lora, train_in_full
 from fsdp_qlora.adapters.peft_format import check_fits_peft
 from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.errors import UserError
@@ -26,22 +20,37 @@ from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
 from fsdp_qlora.train_types import TrainType
 
-log = logging.getLogger("fsdp_qlora")
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What is done to the layers of a model, as far as its train type does it.
+
+    quantizer: arguments of the quantizer's layers; empty without a quantizer. lora: the adapter's options.
+    prequantized: how the weight files are quantized already; it then decides which layers are, and how.
+    new_blocks: decoder blocks that are not quantized and train in full, where the train type trains these alone.
+    """
+
+    lora: LoraOptions
+    quantizer: Mapping[str, Any] = field(default_factory=dict)
+    prequantized: Bnb4bitSettings | None = None
+    new_blocks: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without weights, and which of its layers were changed.
+    """A model without weights, and the paths of what is converted in it, known before anything is.
 
-    linears: paths of all its linear layers. targets: those with an adapter.
-    experts: paths of all 3-D expert parameters. target_parameters: those with an adapter.
+    linears: all its linear layers. quantized: of them. quantized_experts: 3-D expert parameters, if the quantizer can.
+    targets, target_parameters: linear layers and expert parameters with an adapter. trained: blocks that train in full.
     """
 
     model: PreTrainedModel
     linears: list[str]
+    quantized: list[str]
+    quantized_experts: list[str]
     targets: list[str]
-    experts: list[str]
     target_parameters: list[str]
+    trained: list[str]
 
 
 def build_model(
@@ -49,68 +58,62 @@ def build_model(
     train_type: TrainType,
     precision: Precision,
     device: torch.device,
+    layers: LayerOptions,
     *,
     attn_implementation: str,
-    quantizer_options: Mapping[str, Any],
-    lora: LoraOptions,
-    prequantized: Bnb4bitSettings | None = None,
     trust_remote_code: bool = False,
-    new_blocks: Sequence[int] = (),
 ) -> MetaModel:
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
 
     Trainable parameters are float32; frozen ones have the precision's dtypes.
 
     Args:
-        quantizer_options: arguments of the quantizer's layers; empty without a quantizer.
-        prequantized: how the weight files are quantized already; it then decides which layers are, and how.
         trust_remote_code: build with code that came with the configuration.
-        new_blocks: decoder blocks that are not quantized and train in full, where the train type trains these alone.
     """
-    dtype = torch.float32 if train_type.trains == "all" else precision.frozen_dtype
     model = build_meta_model(
         config,
         attn_implementation=attn_implementation,
-        dtype=dtype,
+        dtype=torch.float32 if train_type.trains == "all" else precision.frozen_dtype,
         compute_dtype=precision.compute_dtype,
         device=device,
         # The other implementations multiply with all experts' weights at once, so they would need them decoded.
-        experts_implementation="eager" if train_type.quantizer or lora.target_parameters else None,
+        experts_implementation="eager" if train_type.quantizer or layers.lora.target_parameters else None,
         trust_remote_code=trust_remote_code,
     )
-    everywhere = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    meta = _choose(model, config, train_type, layers)
+    if train_type.quantizer:
+        _quantize(meta, train_type.quantizer, layers, precision.compute_dtype)
+    if train_type.adapter:
+        _adapt(meta, train_type.adapter, layers)
+    if train_type.trains_new_blocks:
+        _train_blocks(meta)
+    return meta
+
+
+def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainType, layers: LayerOptions) -> MetaModel:
+    """Decide what is quantized, adapted and trained.
+
+    Raises:
+        UserError: the model has no layers for it, or the adapter that is asked for is not possible.
+    """
     linears, experts = quantizable_weights(model)
     if not linears:
         raise UserError(
             f"{type(model).__name__} has no linear layers in its decoder blocks, so nothing can be quantized or "
             "adapted. Choose a model of another family."
         )
-    targets, target_parameters = _select_targets(linears, experts, train_type, lora, config)
-    # A model that is in 4 bits already: its settings, and what it left alone stays so; bitsandbytes leaves experts.
-    quantized, quantized_experts = linears, experts
-    if prequantized:
-        quantizer_options = {"quant_type": prequantized.quant_type, "double_quant": prequantized.double_quant}
-        quantized = [path for path in linears if prequantized.is_quantized(path)]
-        quantized_experts = experts if prequantized.has_experts else []
-    if train_type.trains_new_blocks:
-        new = nn.ModuleList(find_blocks(model)[index] for index in new_blocks)
-        inside = {id(module) for module in new.modules()}
-        quantized = [path for path in quantized if id(model.get_submodule(path)) not in inside]
-        quantized_experts = [
-            path for path in quantized_experts if id(model.get_submodule(path.rpartition(".")[0])) not in inside
-        ]
-        model.requires_grad_(False)
-        new.to(torch.float32).requires_grad_(True)
-    if train_type.quantizer:
-        options = {**quantizer_options, "compute_dtype": precision.compute_dtype}
-        quantize_linears(model, quantized, train_type.quantizer, **options)
-        quantize_experts(model, quantized_experts, train_type.quantizer, **options)
-    if train_type.adapter:
-        add_adapters(model, train_type.adapter, targets, lora)
-        add_experts_lora(model, target_parameters, lora)
-        train_in_full(model, lora.modules_to_save)
-        check_init(model, lora.init, prequantized=prequantized is not None)
-    return MetaModel(model, everywhere, targets, experts, target_parameters)
+    targets, target_parameters = _select_targets(linears, experts, train_type, layers.lora, config)
+    all_linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    new = {id(find_blocks(model)[index]) for index in layers.new_blocks if train_type.trains_new_blocks}
+    trained = [path for path, module in model.named_modules() if id(module) in new]
+    inside = tuple(f"{path}." for path in trained)
+    frozen = [path for path in linears if not path.startswith(inside)]
+    frozen_experts = [path for path in experts if not path.startswith(inside)]
+    # Weight files in 4 bits decide for themselves; bitsandbytes leaves experts alone.
+    if layers.prequantized:
+        frozen = [path for path in frozen if layers.prequantized.is_quantized(path)]
+        frozen_experts = frozen_experts if layers.prequantized.has_experts else []
+    return MetaModel(model, all_linears, frozen, frozen_experts, targets, target_parameters, trained)
 
 
 def _select_targets(
@@ -124,3 +127,26 @@ def _select_targets(
     check_patterns("alpha_pattern", lora.alpha_pattern, targets)
     check_fits_peft(train_type.adapter, targets, lora, config)
     return targets, select_parameters(experts, lora.target_parameters)
+
+
+def _quantize(meta: MetaModel, quantizer: str, layers: LayerOptions, compute_dtype: torch.dtype) -> None:
+    options = dict(layers.quantizer)
+    if layers.prequantized:
+        options = {"quant_type": layers.prequantized.quant_type, "double_quant": layers.prequantized.double_quant}
+    quantize_linears(meta.model, meta.quantized, quantizer, **options, compute_dtype=compute_dtype)
+    quantize_experts(meta.model, meta.quantized_experts, quantizer, **options, compute_dtype=compute_dtype)
+
+
+def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
+    """Freeze the model, and let adapters train, with the embeddings and head that are asked for."""
+    add_adapters(meta.model, adapter, meta.targets, layers.lora)
+    add_experts_lora(meta.model, meta.target_parameters, layers.lora)
+    train_in_full(meta.model, layers.lora.modules_to_save)
+    check_init(meta.model, layers.lora.init, prequantized=layers.prequantized is not None)
+
+
+def _train_blocks(meta: MetaModel) -> None:
+    """Freeze the model, and let its new blocks train, in float32."""
+    meta.model.requires_grad_(False)
+    for path in meta.trained:
+        meta.model.get_submodule(path).to(torch.float32).requires_grad_(True)

@@ -49,7 +49,7 @@ def _load(folder: Path, result: Path) -> int:
     from fsdp_qlora.loading.weight_files import WeightFiles
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.sharding import byte_account, parallelize
-    from fsdp_qlora.sharding.build_model import build_model
+    from fsdp_qlora.sharding.build_model import LayerOptions, build_model
     from fsdp_qlora.train_types import TRAIN_TYPES
 
     ranks = distributed.read_ranks()
@@ -59,9 +59,8 @@ def _load(folder: Path, result: Path) -> int:
         TRAIN_TYPES["qlora"],
         precision,
         ranks.device,
+        LayerOptions(lora=LoraOptions(rank=4, alpha=4), quantizer={"quant_type": "nf4", "double_quant": True}),
         attn_implementation="auto",
-        quantizer_options={"quant_type": "nf4", "double_quant": True},
-        lora=LoraOptions(rank=4, alpha=4),
     )
     weight_files = WeightFiles(folder)
     sources = load_weights.match_tensors(meta.model, weight_files)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.planning import memory
 from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding.build_model import build_model
+from fsdp_qlora.sharding.build_model import LayerOptions, build_model
 from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
@@ -37,9 +37,11 @@ def _needs(
         TRAIN_TYPES[train_type],
         PRECISIONS["bf16"],
         CPU,
+        LayerOptions(
+            lora=LoraOptions(rank=8, alpha=8, modules_to_save=in_full),
+            quantizer={"quant_type": "nf4", "double_quant": False},
+        ),
         attn_implementation="auto",
-        quantizer_options={"quant_type": "nf4", "double_quant": False},
-        lora=LoraOptions(rank=8, alpha=8, modules_to_save=in_full),
     )
     return memory.estimate_needs(
         meta.model, num_shards=num_shards, optimizer="adamw", cpu_offload=cpu_offload, buffer_bytes=7, device=device
@@ -78,8 +80,8 @@ def test_a_result_that_the_disk_has_no_room_for_is_refused_with_the_numbers(
     train_type: str, models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig.from_pretrained(models())
-    new_blocks = [1] if train_type == "bnb_llama_pro" else []
-    meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, new_blocks=new_blocks, **BUILD)
+    layers = LayerOptions(**LAYERS, new_blocks=[1] if train_type == "bnb_llama_pro" else [])
+    meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, layers, attn_implementation="auto")
     size = memory.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
     if train_type == "qlora":
         adapters = sum(p.numel() for p in meta.model.parameters() if p.requires_grad)
@@ -137,7 +139,12 @@ def _shards(folder: Path) -> int:
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     for train_type in ("qlora", "full"):
         meta = build_model(
-            models.load_config(folder, "tiny"), TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, **BUILD
+            models.load_config(folder, "tiny"),
+            TRAIN_TYPES[train_type],
+            PRECISIONS["bf16"],
+            CPU,
+            LayerOptions(**LAYERS),
+            attn_implementation="auto",
         )
         parallelize.shard_model(
             meta.model, mesh, sharding_strategy="full_shard", precision=PRECISIONS["bf16"], cpu_offload=True
@@ -172,11 +179,7 @@ def _shards(folder: Path) -> int:
     return 0
 
 
-BUILD = {
-    "attn_implementation": "auto",
-    "quantizer_options": {"quant_type": "nf4", "double_quant": True},
-    "lora": LoraOptions(rank=4, alpha=4),
-}
+LAYERS = {"quantizer": {"quant_type": "nf4", "double_quant": True}, "lora": LoraOptions(rank=4, alpha=4)}
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
