@@ -26,7 +26,6 @@ from fsdp_qlora.distributed import Ranks, derive_seed
 from fsdp_qlora.load_model import Weights, build_trainer, load_model
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
-from fsdp_qlora.planning.describe import count_parameters
 from fsdp_qlora.planning.plan import Plan, build_plan
 from fsdp_qlora.sharding import byte_account
 from fsdp_qlora.training.trainer import Trainer
@@ -109,7 +108,8 @@ def build_run(
     run_data = RunData(data, rows, data, rows[:0], sample="", rejected=[])
     trainer = build_trainer(config, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
     account = byte_account.count_bytes(plan.meta.model, distributed.shard_size(mesh))
-    return Run(trainer, count_parameters(plan.meta), account, plan.meta.model.config._attn_implementation)
+    model = plan.meta.model
+    return Run(trainer, byte_account.count_parameters(model), account, model.config._attn_implementation)
 
 
 def random_rows(num_rows: int, length: int, vocab_size: int, *, masked: int, seed: int) -> TokenizedRows:

@@ -1,78 +1,19 @@
 """What a run is going to do, in a few lines for people, from the model on the meta device."""
 
-import math
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from fsdp_qlora.adapters.insert import adapter_modules, magnitudes
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
-from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.build_model import MetaModel
-from fsdp_qlora.sharding.byte_account import count_bytes
+from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
 from fsdp_qlora.units import format_bytes
-
-_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases
-
-
-def count_parameters(meta: MetaModel) -> dict[str, int]:
-    """Number of parameters: total (the base model's), in_blocks (those frozen there), quantized, trainable."""
-    quantized = sum(math.prod(module.shape) for module in meta.model.modules() if isinstance(module, QuantizedWeight))
-    stored = {
-        id(parameter)
-        for module in meta.model.modules()
-        if isinstance(module, QuantizedWeight)
-        for name, parameter in module.named_parameters(recurse=False)
-        if name != "bias"
-    }
-
-    stored |= {id(parameter) for adapter in adapter_modules(meta.model) for parameter in adapter.parameters()}
-
-    def plain(module: nn.Module, *, trainable: bool) -> int:
-        return sum(
-            parameter.numel()
-            for parameter in module.parameters()
-            if id(parameter) not in stored and (trainable or not parameter.requires_grad)
-        )
-
-    return {
-        "total": quantized + plain(meta.model, trainable=True),
-        "in_blocks": quantized + plain(find_blocks(meta.model), trainable=False),
-        "quantized": quantized,
-        "trainable": sum(parameter.numel() for parameter in meta.model.parameters() if parameter.requires_grad),
-    }
-
-
-def check_quantized_share(meta: MetaModel, *, allow_unquantized: bool) -> None:
-    """Refuse a quantized base of which too much would stay in 16 bits. Embeddings and head do not count.
-
-    Raises:
-        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
-    """
-    counts = count_parameters(meta)
-    share = counts["quantized"] / counts["in_blocks"]
-    if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
-        return
-    plain = {
-        canonical_name(f"{path}.{name}"): parameter.numel()
-        for path, module in find_blocks(meta.model)[-1].named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
-    }
-    largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
-    raise UserError(
-        f"Only {100 * share:.1f}% of the parameters of {type(meta.model).__name__}'s decoder blocks can be quantized; "
-        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
-        "--allow_unquantized true."
-    )
 
 
 def describe_model(meta: MetaModel) -> str:
     """One line: architecture, parameters, what is quantized (of all, of the blocks), what trains, attention kernels."""
-    counts = count_parameters(meta)
+    counts = count_parameters(meta.model)
     share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)  # there are none where all trains
     kind = "DoRA" if magnitudes(meta.model) else "LoRA"
     experts = f" and {len(meta.target_parameters)} expert parameters" if meta.target_parameters else ""

@@ -1,6 +1,5 @@
 """Whether a run's weights and its result fit into this machine, asked before the first byte is read."""
 
-import math
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +11,14 @@ from torch import nn
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.byte_account import Tensors, count_bytes
+from fsdp_qlora.sharding.byte_account import Tensors, count_bytes, count_parameters, each_parameter
 from fsdp_qlora.storage.files import free_disk
 from fsdp_qlora.units import GIB
+
+_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,30 @@ def estimate_needs(
     if device.type == "cpu":
         return Needs(device=0, host=on_device + on_host + buffer_bytes)
     return Needs(device=on_device, host=on_host + buffer_bytes)
+
+
+def check_quantized_share(model: nn.Module, *, allow_unquantized: bool) -> None:
+    """Refuse a quantized base of which too much would stay in 16 bits. Embeddings and head do not count.
+
+    Raises:
+        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
+    """
+    counts = count_parameters(model)
+    share = counts["quantized"] / counts["in_blocks"]
+    if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
+        return
+    plain = {
+        canonical_name(f"{path}.{name}"): parameter.numel()
+        for path, module in find_blocks(model)[-1].named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
+    }
+    largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
+    raise UserError(
+        f"Only {100 * share:.1f}% of the parameters of {type(model).__name__}'s decoder blocks can be quantized; "
+        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
+        "--allow_unquantized true."
+    )
 
 
 def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:
@@ -102,16 +128,13 @@ def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) ->
     Args:
         reduces_base: the adapter is saved in twice its rank, see `first_values.saved_parameters`.
     """
-    if adapters := adapter_modules(model):
-        trainable = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        again = sum(4 * parameter.numel() for module in adapters for parameter in module.parameters())
+    parameters = each_parameter(model)
+    if in_adapters := [counted for counted in parameters if counted.in_adapter]:
+        trainable = sum(4 * counted.num_weights for counted in parameters if counted.category == "trainable")
+        again = sum(4 * counted.num_weights for counted in in_adapters)
         return trainable + again * reduces_base
     # A base that is quantized beside blocks that train is saved as it was.
-    quantized = [module for module in model.modules() if isinstance(module, QuantizedWeight)]
-    packed = {id(getattr(module, name)) for module in quantized for name in ("weight", *module.statistics)}
-    numbers = [math.prod(module.shape) for module in quantized]
-    numbers += [parameter.numel() for parameter in model.parameters() if id(parameter) not in packed]
-    return sum(numbers) * dtype.itemsize
+    return sum(counted.num_weights for counted in parameters) * dtype.itemsize
 
 
 def host_memory_free(ranks_on_host: int) -> int:

@@ -145,7 +145,7 @@ def build_plan(
         trust_remote_code=config.trust_remote_code,
     )
     if train_type.quantizer:
-        describe.check_quantized_share(meta, allow_unquantized=config.allow_unquantized)
+        memory.check_quantized_share(meta.model, allow_unquantized=config.allow_unquantized)
     return ModelPlan(
         train_type=train_type,
         precision=precision,

@@ -28,7 +28,7 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         RuntimeError: bytes are held twice or by none, or one rank holds more than its part.
     """
-    parameters = [parameter for _, parameter in each_parameter(model)]
+    parameters = [counted.parameter for counted in each_parameter(model)]
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     local = sum(_local_bytes(parameter) for parameter in parameters)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
