@@ -1,10 +1,13 @@
 """What every quantizer's layers have in common: one frozen weight, kept quantized in parameters that FSDP2 shards."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,6 +28,19 @@ class Stored(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class MatrixFormat:
+    """Which matrix of a stored weight is meant; a quantizer's subclass adds how it is coded.
+
+    shape: of the matrix. first: the matrix's first weight in the stored one, the beginning of a block or group.
+    transposed: the matrix is [in, out] and not [out, in].
+    """
+
+    shape: tuple[int, ...]
+    first: int = 0
+    transposed: bool = False
+
+
 class QuantizedWeight(nn.Module):
     """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
 
@@ -37,8 +53,8 @@ class QuantizedWeight(nn.Module):
     compute_dtype: torch.dtype
     row_weights: int
     weight: nn.Parameter
-    # Which matrix of the weight is meant and how it is coded: a NamedTuple with shape, first and transposed.
-    format: Any
+    # Of the whole weight. Methods that take a format `fmt` take that of a part of it too.
+    format: MatrixFormat
     # The weight's name below the module's own in the weight files; empty where the module stands for a parameter.
     weight_name: str = ""
     # Names of the parameters that hold quantization statistics, for the byte account.
@@ -49,13 +65,39 @@ class QuantizedWeight(nn.Module):
         shape = (rows, row_bytes // self.compute_dtype.itemsize)
         return nn.Parameter(torch.empty(shape, dtype=self.compute_dtype, device="meta"), requires_grad=False)
 
-    def product(self, x: torch.Tensor, fmt: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x M^T + b for the matrix M [out, in] of `fmt` (stored as M^T where it is transposed); differentiable in x."""
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What the weight is decoded from, while it is gathered."""
+        return (self.weight, *(getattr(self, name) for name in self.statistics))
+
+    @staticmethod
+    def decode_tensors(fmt: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        """`tensors()` -> the matrix (or whole weight) of `fmt` as it is stored, in `dtype`."""
         raise NotImplementedError
+
+    @classmethod
+    def multiply(cls, fmt: Any, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor) -> torch.Tensor:
+        """x W^T + b for W [out, in] of `fmt` (stored as W^T where it is transposed), or an approximation of it."""
+        return F.linear(x, cls._decode_upright(fmt, x.dtype, *tensors), bias)
+
+    @classmethod
+    def multiply_grad(cls, fmt: Any, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        """grad_y W, the gradient of x."""
+        return grad_y @ cls._decode_upright(fmt, grad_y.dtype, *tensors)
+
+    @classmethod
+    def _decode_upright(cls, fmt: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        """The matrix as [out, in]."""
+        stored = cls.decode_tensors(fmt, dtype, *tensors)
+        return stored.T if fmt.transposed else stored
+
+    def product(self, x: torch.Tensor, fmt: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b for the matrix of `fmt`; differentiable in x [.., in]. x and bias are in the compute dtype."""
+        multiply, multiply_grad = functools.partial(self.multiply, fmt), functools.partial(self.multiply_grad, fmt)
+        return _DecodedMatmul.apply(x, bias, multiply, multiply_grad, *self.tensors())
 
     def decode(self, fmt: Any) -> torch.Tensor:
         """The matrix (or whole weight) of `fmt` as it is stored, in the compute dtype."""
-        raise NotImplementedError
+        return self.decode_tensors(fmt, self.compute_dtype, *self.tensors())
 
     def dequantize(self) -> torch.Tensor:
         """The weight in its own shape and the compute dtype. Only while the parameters are gathered."""
@@ -152,13 +194,15 @@ class QuantizedExperts(QuantizedWeight):
     def __getitem__(self, index: torch.Tensor | int) -> "_QuantizedMatrix":
         shape = self.shape[1:]
         first = int(index) * math.prod(shape)
-        return _QuantizedMatrix(self, self.format._replace(shape=shape, first=first, transposed=self.transposed))
+        return _QuantizedMatrix(
+            self, dataclasses.replace(self.format, shape=shape, first=first, transposed=self.transposed)
+        )
 
 
 class _QuantizedMatrix(ExpertMatrix):
     """One expert's matrix: a format, and the module whose gathered bytes it is a part of."""
 
-    def __init__(self, experts: QuantizedExperts, fmt: Any) -> None:
+    def __init__(self, experts: QuantizedExperts, fmt: MatrixFormat) -> None:
         self._experts, self._format = experts, fmt
         self.transposed = fmt.transposed
 
@@ -169,13 +213,12 @@ class _QuantizedMatrix(ExpertMatrix):
         return self._experts.decode(self._format)
 
 
-class DecodedMatmul(torch.autograd.Function):
+class _DecodedMatmul(torch.autograd.Function):
     """A product with a stored matrix W [out, in] that is decoded for it, and again for its gradient, and never kept.
 
     Args:
-        x: [.., in]. bias: [out] or None; both in the compute dtype.
-        multiply: (x, bias, *tensors) -> x W^T + b, or the quantizer's approximation of it.
-        decode: (dtype, *tensors) -> W.
+        x: [.., in]. bias: [out] or None.
+        multiply: (x, bias, *tensors) -> x W^T + b. multiply_grad: (grad_y, *tensors) -> grad_y W.
         tensors: the gathered parameters.
     """
 
@@ -185,18 +228,18 @@ class DecodedMatmul(torch.autograd.Function):
         x: torch.Tensor,
         bias: torch.Tensor | None,
         multiply: Callable[..., torch.Tensor],
-        decode: Callable[..., torch.Tensor],
+        multiply_grad: Callable[..., torch.Tensor],
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         # Gathered weights: FSDP2 refills these same tensors before the backward pass. Kept as attributes and not
         # by save_for_backward, they are nothing that activation checkpointing would have to recompute.
-        ctx.decode, ctx.tensors = decode, tensors
+        ctx.multiply_grad, ctx.tensors = multiply_grad, tensors
         return multiply(x, bias, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grads
-        grad_x = grad_y @ ctx.decode(grad_y.dtype, *ctx.tensors) if ctx.needs_input_grad[0] else None
+        grad_x = ctx.multiply_grad(grad_y, *ctx.tensors) if ctx.needs_input_grad[0] else None
         return (grad_x, None, None, None, *(None for _ in ctx.tensors))
 
 

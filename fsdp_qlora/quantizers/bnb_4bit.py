@@ -6,7 +6,8 @@ is `blocksize` consecutive weights of the row-major flattened weight.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import bitsandbytes
 import bitsandbytes.functional as bnb
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
 from fsdp_qlora.quantizers.base import (
+    MatrixFormat,
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
@@ -36,18 +38,9 @@ _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), 
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
 
 
-class _Format(NamedTuple):
-    """Which matrix of a stored weight is meant, and how it is coded.
-
-    shape: of the matrix. first: the matrix's first weight in the stored one, a multiple of blocksize.
-    transposed: the matrix is [in, out] and not [out, in].
-    """
-
-    shape: tuple[int, ...]
-    blocksize: int
+@dataclass(frozen=True, kw_only=True)
+class _Bnb4bitFormat(MatrixFormat):
     quant_type: str
-    first: int = 0
-    transposed: bool = False
 
 
 class Bnb4bitWeight(QuantizedWeight):
@@ -62,6 +55,7 @@ class Bnb4bitWeight(QuantizedWeight):
         absmax_offset: with double_quant, float32 scalar, the mean of absmax.
     """
 
+    format: _Bnb4bitFormat
     absmax_offset: torch.Tensor
 
     def __init__(
@@ -70,7 +64,7 @@ class Bnb4bitWeight(QuantizedWeight):
         super().__init__()
         self.shape = tuple(shape)
         self.compute_dtype, self.double_quant = compute_dtype, double_quant
-        self.format = _Format(self.shape, _BLOCKSIZE, quant_type)
+        self.format = _Bnb4bitFormat(self.shape, quant_type=quant_type)
         self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
         self.row_weights = _BLOCKSIZE
         self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
@@ -83,16 +77,29 @@ class Bnb4bitWeight(QuantizedWeight):
             self.absmax = self._storage(self.num_blocks, 4)
             self.statistics = ("absmax",)
 
-    def _tensors(self) -> tuple[torch.Tensor, ...]:
-        if self.double_quant:
-            return self.weight, self.absmax, self.nested_absmax, self.absmax_offset
-        return self.weight, self.absmax
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*super().tensors(), *((self.absmax_offset,) if self.double_quant else ()))
 
-    def product(self, x: torch.Tensor, fmt: _Format, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return _Matmul4bit.apply(x, bias, fmt, *self._tensors())
+    @staticmethod
+    def decode_tensors(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        return _dequantize(fmt, dtype, *tensors)
 
-    def decode(self, fmt: _Format) -> torch.Tensor:
-        return _dequantize(fmt, self.compute_dtype, *self._tensors())
+    # The stored matrix is W, or W^T where the format is transposed: then the two products change places.
+
+    @classmethod
+    def multiply(
+        cls, fmt: _Bnb4bitFormat, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        if not fmt.transposed:
+            return _times_transposed(x, fmt, tensors, bias)
+        y = x @ _dequantize(fmt, x.dtype, *tensors)
+        return y if bias is None else y + bias
+
+    @classmethod
+    def multiply_grad(cls, fmt: _Bnb4bitFormat, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        if fmt.transposed:
+            return _times_transposed(grad_y, fmt, tensors)
+        return grad_y @ _dequantize(fmt, grad_y.dtype, *tensors)
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_dequantize`.
@@ -128,7 +135,7 @@ class Bnb4bitWeight(QuantizedWeight):
         self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
 
-    # In files: bitsandbytes' own format, see packed.py.
+    # In files: bitsandbytes' own format, see bnb_4bit_format.py.
 
     def stored_parameters(self) -> dict[str, Stored]:
         stored = {"": Stored("weight", torch.uint8, (-(-math.prod(self.shape) // 2), 1))}
@@ -199,17 +206,25 @@ def _as_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)[first : first + count]
 
 
-def _unpack(
-    fmt: _Format, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
+def _kernel_operands(
+    fmt: _Bnb4bitFormat, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Storage tensors -> (whole blocks of codes, float32 scales, arguments of gemm_4bit for double quantization)."""
+    """Storage tensors -> what bitsandbytes' kernels take for the matrix of `fmt`.
+
+    Args:
+        weight, absmax, nested: the parameters of Bnb4bitWeight, and absmax_offset; nested if double_quant.
+    Returns:
+        codes of whole blocks, uint8 [blocks * 32, 1]; scales; and the arguments of gemm_4bit for double quantization.
+        Where there are none, the scales are absmax itself, float32 [blocks], else the nested absmax.
+    """
     num_weights = math.prod(fmt.shape)
-    first_block, num_blocks = fmt.first // fmt.blocksize, -(-num_weights // fmt.blocksize)
-    codes = _as_bytes(weight, fmt.first // 2, num_blocks * fmt.blocksize // 2).view(-1, 1)
+    first_block, num_blocks = fmt.first // _BLOCKSIZE, -(-num_weights // _BLOCKSIZE)
+    codes = _as_bytes(weight, fmt.first // 2, num_blocks * _BLOCKSIZE // 2).view(-1, 1)
     if not nested:
         return codes, absmax.view(-1).view(torch.float32)[first_block : first_block + num_blocks], {}
     nested_absmax, offset = nested
-    # Blocks of absmax know nothing of experts: read from the start of the one in which the first absmax lies.
+    # A matrix begins with a block of weights, but its absmax may begin within a block of 256 absmax that it shares
+    # with the expert before it: so both are taken from the beginning of that block.
     skipped = first_block % NESTED_BLOCKSIZE
     first_nested, num_nested = first_block // NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // NESTED_BLOCKSIZE)
     scales = nested_absmax.view(-1).view(torch.float32)[first_nested : first_nested + num_nested]
@@ -218,9 +233,10 @@ def _unpack(
         "absmax_code": _nested_code(weight.device),
         "absmax_offset": offset,
     }
-    if skipped:
-        return codes, _decode_absmax(scales, double)[skipped:], {}
-    return codes, scales, double
+    if not skipped:
+        return codes, scales, double
+    # The kernels know of no such shift: the absmax are decoded here, and those of the expert before dropped.
+    return codes, _decode_absmax(scales, double)[skipped:], {}
 
 
 def _decode_absmax(scales: torch.Tensor, double: dict[str, Any]) -> torch.Tensor:
@@ -231,55 +247,25 @@ def _decode_absmax(scales: torch.Tensor, double: dict[str, Any]) -> torch.Tensor
     return absmax + double["absmax_offset"]
 
 
-def _dequantize(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+def _dequantize(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
     """Decode storage tensors to the matrix (or whole weight) of `fmt` in `dtype`, with bitsandbytes' kernels."""
-    codes, absmax, double = _unpack(fmt, *tensors)
+    codes, absmax, double = _kernel_operands(fmt, *tensors)
     if double:
         absmax = _decode_absmax(absmax, double)
     # Rows are blocks: bitsandbytes 0.50's CPU kernel scales wrongly where a row ends in half a block (32 weights).
-    blocks = (absmax.numel(), fmt.blocksize)
-    decoded = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, fmt.blocksize, fmt.quant_type, blocks, dtype)
+    blocks = (absmax.numel(), _BLOCKSIZE)
+    decoded = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, _BLOCKSIZE, fmt.quant_type, blocks, dtype)
     return decoded.view(-1)[: math.prod(fmt.shape)].view(fmt.shape)
 
 
 def _times_transposed(
-    x: torch.Tensor, fmt: _Format, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
+    x: torch.Tensor, fmt: _Bnb4bitFormat, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes can."""
-    if x.device.type == "cpu" and fmt.shape[-1] % fmt.blocksize:  # see _dequantize
+    if x.device.type == "cpu" and fmt.shape[-1] % _BLOCKSIZE:  # see _dequantize
         return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
-    codes, absmax, double = _unpack(fmt, *tensors)
+    codes, absmax, double = _kernel_operands(fmt, *tensors)
     codes = codes[: -(-math.prod(fmt.shape) // 2)]
     return torch.ops.bitsandbytes.gemm_4bit(
-        x, codes, fmt.shape, absmax, fmt.blocksize, fmt.quant_type, bias=bias, **double
+        x, codes, fmt.shape, absmax, _BLOCKSIZE, fmt.quant_type, bias=bias, **double
     )
-
-
-class _Matmul4bit(torch.autograd.Function):
-    """x W^T + b with W decoded for the product and again for its gradient, never kept.
-
-    The stored matrix is W, or W^T where the format is transposed: then the two products change places.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, fmt: _Format, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        # Gathered weights: FSDP2 refills these same tensors before the backward pass. Kept as attributes and not
-        # by save_for_backward, they are nothing that activation checkpointing would have to recompute.
-        ctx.format, ctx.tensors = fmt, tensors
-        if fmt.transposed:
-            y = x @ _dequantize(fmt, x.dtype, *tensors)
-            return y if bias is None else y + bias
-        return _times_transposed(x, fmt, tensors, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_y,) = grads
-        tensors = ctx.tensors
-        grad_x = None
-        if ctx.needs_input_grad[0] and ctx.format.transposed:
-            grad_x = _times_transposed(grad_y, ctx.format, tensors)
-        elif ctx.needs_input_grad[0]:
-            grad_x = grad_y @ _dequantize(ctx.format, grad_y.dtype, *tensors)
-        return (grad_x, None, None, *(None for _ in tensors))

@@ -4,17 +4,16 @@ A group is `group_size` consecutive weights of the row-major flattened weight (a
 stands for the weight (q - zero) * scale, with the group's own zero and scale.
 """
 
-import functools
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.quantizers.base import (
-    DecodedMatmul,
+    MatrixFormat,
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
@@ -32,18 +31,10 @@ _SOLVER = {
 _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 
 
-class _Format(NamedTuple):
-    """Which matrix of a stored weight is meant, and how it is coded.
-
-    shape: of the matrix. first: the matrix's first weight in the stored one, a multiple of group_size.
-    transposed: the matrix is [in, out] and not [out, in].
-    """
-
-    shape: tuple[int, ...]
+@dataclass(frozen=True, kw_only=True)
+class _HqqFormat(MatrixFormat):
     n_bits: int
     group_size: int
-    first: int = 0
-    transposed: bool = False
 
 
 class HqqWeight(QuantizedWeight):
@@ -54,22 +45,20 @@ class HqqWeight(QuantizedWeight):
         scale_zero: float16 scale and zero of each group, [groups, 4 bytes].
     """
 
+    format: _HqqFormat
     statistics = ("scale_zero",)
 
     def __init__(self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.compute_dtype, self.row_weights = tuple(shape), compute_dtype, group_size
-        self.format = _Format(self.shape, n_bits, group_size)
+        self.format = _HqqFormat(self.shape, n_bits=n_bits, group_size=group_size)
         num_groups = -(-math.prod(shape) // group_size)
         self.weight = self._storage(num_groups, group_size * n_bits // 8)
         self.scale_zero = self._storage(num_groups, 4)
 
-    def product(self, x: torch.Tensor, fmt: _Format, bias: torch.Tensor | None = None) -> torch.Tensor:
-        multiply, decode = functools.partial(_multiply, fmt), functools.partial(_decode, fmt)
-        return DecodedMatmul.apply(x, bias, multiply, decode, self.weight, self.scale_zero)
-
-    def decode(self, fmt: _Format) -> torch.Tensor:
-        return _dequantize(fmt, self.compute_dtype, self.weight, self.scale_zero)
+    @staticmethod
+    def decode_tensors(fmt: _HqqFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        return _dequantize(fmt, dtype, *tensors)
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         fmt = self.format
@@ -194,7 +183,7 @@ def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
     return codes
 
 
-def _dequantize(fmt: _Format, dtype: torch.dtype, weight: torch.Tensor, scale_zero: torch.Tensor) -> torch.Tensor:
+def _dequantize(fmt: _HqqFormat, dtype: torch.dtype, weight: torch.Tensor, scale_zero: torch.Tensor) -> torch.Tensor:
     """Decode storage tensors to the matrix (or whole weight) of `fmt` in `dtype`, computing in float32."""
     num_weights = math.prod(fmt.shape)
     first, count = fmt.first // fmt.group_size, -(-num_weights // fmt.group_size)
@@ -206,13 +195,3 @@ def _dequantize(fmt: _Format, dtype: torch.dtype, weight: torch.Tensor, scale_ze
         part = slice(start, start + step)
         decoded[part] = _values(_unpack(packed[part], fmt.n_bits), statistics[part])
     return decoded.view(-1)[:num_weights].view(fmt.shape)
-
-
-def _decode(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-    """The matrix as [out, in]."""
-    stored = _dequantize(fmt, dtype, *tensors)
-    return stored.T if fmt.transposed else stored
-
-
-def _multiply(fmt: _Format, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, _decode(fmt, x.dtype, *tensors), bias)

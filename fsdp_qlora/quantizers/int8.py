@@ -1,20 +1,20 @@
 """8-bit linear layers with bitsandbytes' kernels: LLM.int8 (Dettmers et al. 2022)."""
 
-import functools
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.quantizers.base import DecodedMatmul, QuantizedLinear, QuantizedWeight, Stored, write_bytes
+from fsdp_qlora.quantizers.base import MatrixFormat, QuantizedLinear, QuantizedWeight, Stored, write_bytes
 
 
-class _Format(NamedTuple):
-    """shape: [out, in]. threshold: see Int8Weight."""
+@dataclass(frozen=True, kw_only=True)
+class _Int8Format(MatrixFormat):
+    """threshold: see Int8Weight."""
 
-    shape: tuple[int, ...]
     threshold: float
 
 
@@ -28,23 +28,32 @@ class Int8Weight(QuantizedWeight):
         int8_threshold: values of a token as large as this are multiplied in the compute dtype; 0 is none.
     """
 
+    format: _Int8Format
     statistics = ("row_scale",)
 
     def __init__(self, shape: tuple[int, ...], *, int8_threshold: float, compute_dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self.compute_dtype = tuple(shape), compute_dtype
         out_features, self.row_weights = shape
-        self.format = _Format(self.shape, int8_threshold)
+        self.format = _Int8Format(self.shape, threshold=int8_threshold)
         row_bytes = -(-self.row_weights // compute_dtype.itemsize) * compute_dtype.itemsize
         self.weight = self._storage(out_features, row_bytes)
         self.row_scale = self._storage(out_features, 4)
 
-    def product(self, x: torch.Tensor, fmt: _Format, bias: torch.Tensor | None = None) -> torch.Tensor:
-        multiply, decode = functools.partial(_multiply, fmt), functools.partial(_decode, fmt)
-        return DecodedMatmul.apply(x, bias, multiply, decode, self.weight, self.row_scale)
+    @staticmethod
+    def decode_tensors(fmt: _Int8Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        return _values(*_codes_and_scale(fmt, *tensors), dtype)
 
-    def decode(self, fmt: _Format) -> torch.Tensor:
-        return _decode(fmt, self.compute_dtype, self.weight, self.row_scale)
+    @classmethod
+    def multiply(
+        cls, fmt: _Int8Format, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """x W^T + b with each token's values rounded to 8 bits; those above the threshold in full.
+
+        bitsandbytes computes a column in full for all tokens of the batch when one of them is above the threshold in
+        it, so a token's result depends on its neighbours. Here each token gets what bitsandbytes gives it alone.
+        """
+        return _multiply(fmt, x, bias, *_codes_and_scale(fmt, *tensors))
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         codes, row_scale, _ = bnb.int8_vectorwise_quant(weight.half())
@@ -80,7 +89,9 @@ class Int8Linear(QuantizedLinear, Int8Weight):
     """A linear layer in LLM.int8."""
 
 
-def _unpack(fmt: _Format, weight: torch.Tensor, row_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _codes_and_scale(
+    fmt: _Int8Format, weight: torch.Tensor, row_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Storage tensors -> (int8 [out, in], float32 [out])."""
     codes = weight.view(torch.int8)[:, : fmt.shape[1]].contiguous()
     return codes, row_scale.view(torch.float32).view(-1)
@@ -91,17 +102,10 @@ def _values(codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) ->
     return codes.to(dtype).mul_(row_scale.unsqueeze(1).mul(1.0 / 127.0))
 
 
-def _decode(fmt: _Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-    return _values(*_unpack(fmt, *tensors), dtype)
-
-
-def _multiply(fmt: _Format, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor) -> torch.Tensor:
-    """x W^T + b with each token's values rounded to 8 bits; those above the threshold in full.
-
-    bitsandbytes computes a column in full for all tokens of the batch when one of them is above the threshold in it,
-    so a token's result depends on its neighbours. Here each token gets what bitsandbytes gives it alone.
-    """
-    codes, row_scale = _unpack(fmt, *tensors)
+def _multiply(
+    fmt: _Int8Format, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor
+) -> torch.Tensor:
+    """x [.., in] times int8 codes [out, in] with their row_scale [out], see `Int8Weight.multiply`."""
     tokens = x.reshape(-1, x.shape[-1])
     rounded = tokens.half()
     outliers = None

@@ -190,7 +190,7 @@ def _save_shards(folder: Path) -> int:
                 x = _weight((7, shape[1] if transposed else shape[2])).requires_grad_()
                 y = x @ experts[index] if transposed else nn.functional.linear(x, experts[index])  # type: ignore[operator]
                 y.backward(_weight(tuple(y.shape)))
-                assert x.grad is not None and "Matmul4bit" in type(y.grad_fn).__name__  # nothing decoded is kept
+                assert x.grad is not None and "DecodedMatmul" in type(y.grad_fn).__name__  # nothing decoded is kept
                 decoded = experts.dequantize()[index]
                 other = nn.functional.linear(x, experts[index].T) if transposed else x @ experts[index].T  # type: ignore[operator]
                 assert torch.allclose(other, x @ (decoded if transposed else decoded.T), atol=1e-5)
