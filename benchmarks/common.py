@@ -23,7 +23,7 @@ from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks, derive_seed
-from fsdp_qlora.load_model import Weights, build_trainer, load_model
+from fsdp_qlora.load_model import build_trainer, load_model
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
 from fsdp_qlora.planning.plan import Plan, build_plan
@@ -99,7 +99,7 @@ def build_run(
     """
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     plan = build_plan(config, ranks, weight_files.folder, model_config, tokenizer, world_size=ranks.world_size)
-    weights = Weights(weight_files, match_tensors(plan.meta.model, weight_files))
+    weights = match_tensors(plan.meta.model, weight_files)
     on_phase("planned")
     mesh = load_model(config, plan, weights, ranks)
     on_phase("loaded and verified")

@@ -83,7 +83,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
 
     from fsdp_qlora import distributed
     from fsdp_qlora.config.options import TrainConfig
-    from fsdp_qlora.load_model import Weights, load_model
+    from fsdp_qlora.load_model import load_model
     from fsdp_qlora.loading.load_weights import match_tensors
     from fsdp_qlora.loading.weight_files import WeightFiles
     from fsdp_qlora.planning.plan import build_plan
@@ -94,7 +94,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     model_config, tokenizer = AutoConfig.from_pretrained(folder), None
     plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=ranks.world_size)  # type: ignore[arg-type]
     meta, weight_files = plan.meta, WeightFiles(folder)
-    weights = Weights(weight_files, match_tensors(meta.model, weight_files))
+    weights = match_tensors(meta.model, weight_files)
     distributed.start_process_group(ranks)
     dist.barrier()
 

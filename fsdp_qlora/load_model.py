@@ -2,8 +2,6 @@
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +14,7 @@ from fsdp_qlora.control.stops import Control
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, Plan
 from fsdp_qlora.quant_cache.cache import open_cache
@@ -25,14 +23,6 @@ from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("fsdp_qlora")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The files of a model's weights. sources: name of each of the model's weights -> its name in the files."""
-
-    files: WeightFiles
-    sources: Mapping[str, str]
 
 
 def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ranks) -> DeviceMesh:
@@ -58,16 +48,15 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
     materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
     fill(config, plan, weights, mesh, ranks)
     check_byte_account(model, mesh)
-    check_one_layer(model, weights.files, dict(weights.sources), packed=plan.is_packed)
+    check_one_layer(model, weights)
     return mesh
 
 
 def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks) -> None:
     """Fill the shards: the base from its files or the quantized cache, the adapter with its first values."""
-    model, sources = plan.meta.model, dict(weights.sources)
-    init, cache_folder = config.init_lora_weights, config.quant_cache
+    model, init, cache_folder = plan.meta.model, config.init_lora_weights, config.quant_cache
     if init != "true":
-        decompose_weights(model, weights.files, sources, mesh, ranks.device, init=init, seed=config.seed)
+        decompose_weights(model, weights, mesh, ranks.device, init=init, seed=config.seed)
     if reduces_base(init) and plan.train_type.quantizer:
         cache_folder = "off"
         log.info("The quantized weights are not kept for the next start: with %s they belong to this adapter.", init)
@@ -80,11 +69,11 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
         show_progress=ranks.is_rank_0,
     )
     layers = {} if plan.is_packed else quantized_layers(model)
-    cache = open_cache(cache_folder, layers, weights.files, sources, ranks, mesh)
+    cache = open_cache(cache_folder, layers, weights, ranks, mesh)
     if cache:
         cache.load(load)
     else:
-        load(weight_files=weights.files, sources=sources, packed=plan.is_packed)
+        load(weights=weights)
     initialize_adapters(model, mesh, seed=config.seed)
 
 

@@ -21,10 +21,10 @@ from fsdp_qlora.config.options import TrainConfig, names_marked, resolved_option
 from fsdp_qlora.control import exits, restarts
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.load_model import Weights, build_trainer, load_model
+from fsdp_qlora.load_model import build_trainer, load_model
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
+from fsdp_qlora.loading.weight_files import WeightFiles, Weights, open_weight_files
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.plan import ModelPlan, Plan, check_resources, continued, lora_options, make_plan
 from fsdp_qlora.storage.fingerprint import fingerprint_files
@@ -118,7 +118,7 @@ def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
 def open_weights(plan: ModelPlan) -> Weights:
     """Open the model's files and find each of its weights there."""
     files = open_weight_files(plan.folder, plan.stored)
-    return Weights(files, match_tensors(plan.meta.model, files, packed=plan.is_packed))
+    return match_tensors(plan.meta.model, files, packed=plan.is_packed)
 
 
 # --- the ranks together ---

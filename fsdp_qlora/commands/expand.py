@@ -161,7 +161,7 @@ def _plan_copies(
     """Name in the expanded model's files -> what it is made of."""
     blocks = models.find_blocks(model)
     path = next(path for path, module in model.named_modules() if module is blocks)
-    sources = match_tensors(model, weight_files)
+    sources = match_tensors(model, weight_files).sources
     copies: dict[str, _Copy] = {}
     shapes = {name: tensor.shape for name, tensor in expanded.state_dict().items()}
     old_shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

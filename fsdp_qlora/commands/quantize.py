@@ -20,7 +20,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
 from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
-from fsdp_qlora.loading.weight_files import Part, WeightFiles, open_weight_files, read_ahead
+from fsdp_qlora.loading.weight_files import Part, WeightFiles, Weights, open_weight_files, read_ahead
 from fsdp_qlora.quant_cache.entries import cache_root, last_used, read_about
 from fsdp_qlora.quant_cache.writer import hold
 from fsdp_qlora.quantizers.base import packed_forms
@@ -105,9 +105,9 @@ def quantize_model(
     model = _meta_model(
         config, model_name, quant_type=quant_type, double_quant=double_quant, trust_remote_code=trust_remote_code
     )
-    sources = match_tensors(model, weight_files)
+    weights = match_tensors(model, weight_files)
     with new_folder(out, "--out") as partial:
-        _write_weights(partial, model, weight_files, sources)
+        _write_weights(partial, model, weights)
         _write_description(folder, partial, model, quant_type=quant_type, double_quant=double_quant)
     size = sum(path.stat().st_size for path in out.iterdir())
     log.info("Saved: %s (%s)", out, format_bytes(size))
@@ -137,22 +137,22 @@ def _meta_model(
     return model
 
 
-def _write_weights(folder: Path, model: PreTrainedModel, weight_files: WeightFiles, sources: dict[str, str]) -> None:
+def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, Bnb4bitWeight)}
     forms: dict[str, Form] = {}
-    for name, source in sources.items():
-        copied = {name: Form(weight_files.dtype(source), tuple(weight_files.shape(source)))}
+    for name, source in weights.sources.items():
+        copied = {name: Form(weights.files.dtype(source), tuple(weights.files.shape(source)))}
         forms |= packed_forms(name, layers[name]) if name in layers else copied
     files = PackedFiles(folder, forms)
     free = shutil.disk_usage(folder).free
     if free < files.num_bytes:
         raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
     files.create()
-    jobs = [(name, part) for name in sources for part in _pieces(weight_files, sources[name])]
-    total = sum((part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs)
+    jobs = [(name, part) for name, source in weights.sources.items() for part in _pieces(weights.files, source)]
+    total = sum((part.stop - part.start) * weights.files.dtype(part.name).itemsize for _, part in jobs)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Quantizing", disable=not sys.stderr.isatty()) as bar:
-        contents = read_ahead(weight_files, [part for _, part in jobs], max_bytes=2 * _PIECE_BYTES)
+        contents = read_ahead(weights.files, [part for _, part in jobs], max_bytes=2 * _PIECE_BYTES)
         absmax: list[torch.Tensor] = []  # of the pieces of the weight so far
         for (name, part), content in zip(jobs, contents, strict=True):
             bar.update(content.nbytes)
@@ -160,7 +160,7 @@ def _write_weights(folder: Path, model: PreTrainedModel, weight_files: WeightFil
                 files.write(name, part.start * content.element_size(), content)
                 continue
             absmax.append(_write_codes(files, name, layers[name], part.start, content.to(device)))
-            if part.stop == weight_files.shape(part.name).numel():
+            if part.stop == weights.files.shape(part.name).numel():
                 _write_statistics(files, name, layers[name], torch.cat(absmax), content.dtype)
                 absmax.clear()
     files.sync()

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from fsdp_qlora.adapters import decompositions
 from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
 from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
 from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quantizers.base import QuantizedWeight
 
 log = logging.getLogger("fsdp_qlora")
@@ -22,8 +21,7 @@ log = logging.getLogger("fsdp_qlora")
 @torch.no_grad()
 def decompose_weights(
     model: nn.Module,
-    weight_files: WeightFiles,
-    sources: Mapping[str, str],
+    weights: Weights,
     mesh: DeviceMesh,
     device: torch.device,
     *,
@@ -37,7 +35,7 @@ def decompose_weights(
     their product has so few digits that it is the same however it is split.
 
     Args:
-        sources: what `weights.match_tensors` gives.
+        weights: what `match_tensors` gives.
         init: pissa, pissa_niter_N, olora or loftq.
     """
     started = time.perf_counter()
@@ -48,7 +46,7 @@ def decompose_weights(
         mine: tuple[torch.Tensor, ...] = ()
         if rank < len(turn):
             name, layer = turn[rank]
-            weight = weight_files.read_rows(sources[name], 0, weight_files.shape(sources[name])[0]).to(device)
+            weight = weights.read_whole(name).to(device)
             mine = _decompose(weight, layer, init, derive_seed("decompose", seed, name))
             del weight
         for owner, (_, layer) in enumerate(turn):

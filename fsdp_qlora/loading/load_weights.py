@@ -22,7 +22,7 @@ from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.merged import MergedTensor
-from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
+from fsdp_qlora.loading.weight_files import Part, WeightFiles, Weights, read_ahead
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.base import QuantizedWeight, Stored, write_bytes
 from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE
@@ -32,12 +32,10 @@ log = logging.getLogger("fsdp_qlora")
 
 def load_weights(
     model: PreTrainedModel,
-    weight_files: WeightFiles,
-    sources: Mapping[str, str],
+    weights: Weights,
     mesh: DeviceMesh,
     device: torch.device,
     *,
-    packed: bool = False,
     keep: Callable[[str], None] | None = None,
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
@@ -46,28 +44,27 @@ def load_weights(
 
     Each rank reads only the part of each tensor that it keeps; a rank holds its shards and the parts in flight,
     nothing more. Threads read ahead while earlier parts are copied to the device and quantized; these two follow
-    one another.
+    one another. Where the weights in the files are quantized already, nothing is exchanged between ranks, so one may
+    fail alone.
 
     Args:
-        sources: what `match_tensors` gives.
-        packed: the weights in the files are quantized already, and stored as the layers say.
-            Nothing is then exchanged between ranks, so one may fail alone.
+        weights: what `match_tensors` gives.
         keep: called with the name of each weight that has been stored.
         max_bytes_in_flight: host memory for parts that are read but not yet stored.
     Raises:
         UserError: a file cannot be read, or a weight is not finite.
     """
-    targets = _targets(model, packed=packed)
+    targets = _targets(model, packed=weights.packed)
     for name, layer in adapted_weights(model).items():
         if layer.subtracted is not None:
             targets[name] = _reduced(targets[name], layer)
-    names = sorted(targets, key=lambda name: str(weight_files.files[sources[name]]))
-    parts = [_part(weight_files, sources[name], targets[name], mesh) for name in names]
-    sizes = [(part.stop - part.start) * weight_files.dtype(part.name).itemsize for part in parts]
+    names = sorted(targets, key=lambda name: str(weights.files.files[weights.sources[name]]))
+    parts = [_part(weights.files, weights.sources[name], targets[name], mesh) for name in names]
+    sizes = [(part.stop - part.start) * weights.files.dtype(part.name).itemsize for part in parts]
     started = time.perf_counter()
     hidden = not show_progress or not sys.stderr.isatty()
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden) as bar:
-        values = read_ahead(weight_files, parts, max_bytes=max_bytes_in_flight)
+        values = read_ahead(weights.files, parts, max_bytes=max_bytes_in_flight)
         for name, size, value in zip(names, sizes, values, strict=True):
             _store(targets[name], value, mesh, device, name)
             if keep:
@@ -76,7 +73,7 @@ def load_weights(
     seconds = time.perf_counter() - started
     log.info(
         "Loaded %s: rank 0 read its %.2f GB in %.1f s (%.2f GB/s).",
-        weight_files.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
+        weights.files.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
     )  # fmt: skip
 
 
@@ -103,8 +100,8 @@ def _reduced(target: _Target, layer: LoraLinear) -> _Target:
     return target._replace(store=store)
 
 
-def _part(weight_files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> Part:
-    start, stop = target.wanted(mesh) if target.wanted else (0, weight_files.shape(source).numel())
+def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> Part:
+    start, stop = target.wanted(mesh) if target.wanted else (0, files.shape(source).numel())
     return Part(source, start, stop)
 
 
@@ -126,11 +123,9 @@ def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     """Name in the weight files -> what it fills, for everything that they hold."""
     targets: dict[str, _Target] = {}
     own = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizedWeight):
-            own.update(id(parameter) for name, parameter in module.named_parameters() if name != "bias")
-            weight = canonical_name(f"{path}.{module.weight_name}".rstrip("."))
-            targets.update(_packed(weight, module) if packed else {weight: _quantized(module)})
+    for weight, layer in quantized_layers(model).items():
+        own.update(id(parameter) for name, parameter in layer.named_parameters() if name != "bias")
+        targets.update(_stored(weight, layer) if packed else {weight: _quantized(layer)})
     for path, parameter in model.named_parameters():
         if id(parameter) not in own:
             targets[canonical_name(path)] = _plain(parameter)
@@ -155,19 +150,19 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
     }
 
 
-def _packed(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
+def _stored(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
     """The tensors that make up a quantized weight, as flat bytes: each rank reads its shards' own."""
     targets: dict[str, _Target] = {}
     for suffix, stored in layer.stored_parameters().items():
         wanted = functools.partial(layer.stored_range, stored)
-        store = functools.partial(_store_packed, layer, stored, weight + suffix)
+        store = functools.partial(_store_shard, layer, stored, weight + suffix)
         targets[weight + suffix] = _Target(torch.Size([stored.num_bytes]), wanted, store)
     for suffix in layer.stored_whole():
         targets[weight + suffix] = _checked(functools.partial(layer.load_whole, suffix), weight + suffix)
     return targets
 
 
-def _store_packed(
+def _store_shard(
     layer: QuantizedWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
 ) -> None:
     if stored.dtype.is_floating_point:
@@ -199,8 +194,16 @@ def _replicated(buffer: torch.Tensor) -> _Target:
     return _Target(buffer.shape, lambda mesh: (0, buffer.numel()), store)
 
 
-def match_tensors(model: PreTrainedModel, weight_files: WeightFiles, *, packed: bool = False) -> dict[str, str]:
-    """The name in the weight files of every tensor that the model needs.
+class _Match(NamedTuple):
+    """sources: as in Weights. merged: those made of several tensors. extra: tensors that the model does not have."""
+
+    sources: dict[str, str]
+    merged: dict[str, MergedTensor]
+    extra: list[str]
+
+
+def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = False) -> Weights:
+    """Find every tensor that the model needs in the files of a model folder.
 
     Args:
         packed: the weights in the files are quantized already, and stored as the layers say.
@@ -208,50 +211,62 @@ def match_tensors(model: PreTrainedModel, weight_files: WeightFiles, *, packed: 
         UserError: tensors are missing, left over or wrongly shaped; each is named with its file.
     """
     expected = {name: target.shape for name, target in _targets(model, packed=packed).items()}
+    match = _match(model, files, expected)
+    if outside := [source for source in match.extra if PACKED_STATE in source]:
+        raise UserError(
+            f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside of the decoder "
+            "blocks' linear layers, which is not supported. Give the model with 16- or 32-bit weights."
+        )
+    for name, tensor in match.merged.items():
+        if not tensor.missing():
+            files.join(name, *tensor.whole(files))
+    if problems := _problems(match, files, expected):
+        shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
+        raise UserError(
+            f"The weights in {files.folder} are not those of the {type(model).__name__} that its config.json "
+            f"describes:\n  {shown}\nDownload the model again, or give another folder."
+        )
+    return Weights(files, match.sources, packed)
+
+
+def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> _Match:
+    """Give each tensor in the files its name in the model, by transformers' own renaming and merging."""
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     names = dict.fromkeys(expected)
-    sources: dict[str, str] = {}
-    merged: dict[str, MergedTensor] = {}
-    extra: list[str] = []
-    for source in weight_files.files:
+    match = _Match({}, {}, [])
+    for source in files.files:
         name, pattern = source, None
         if name not in expected:
             name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)  # type: ignore[arg-type]
         if name in expected and pattern is not None:
-            merged.setdefault(name, MergedTensor(name, expected[name] or torch.Size(), converters)).add(source, pattern)
+            tensor = MergedTensor(name, expected[name] or torch.Size(), converters)
+            match.merged.setdefault(name, tensor).add(source, pattern)
         elif name in expected:
-            sources[name] = source
+            match.sources[name] = source
         elif not _may_be_left_over(model, name):
-            extra.append(source)
-    if outside := [source for source in extra if PACKED_STATE in source]:
-        raise UserError(
-            f"{weight_files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside of the decoder "
-            "blocks' linear layers, which is not supported. Give the model with 16- or 32-bit weights."
-        )
-    problems = []
-    for name, tensor in merged.items():
-        missing = tensor.missing()
-        problems += [f"missing: {part} (a part of {name})" for part in missing]
-        if not missing:
-            weight_files.join(name, *tensor.whole(weight_files))
-        sources[name] = name
-    problems += [f"missing: {name} {list(expected[name] or ())}" for name in expected if name not in sources]
-    problems += [f"not in this architecture: {name} (in {weight_files.files[name].name})" for name in extra]
-    problems += [
-        f"wrong shape: {source} in {weight_files.files[source].name} is {list(weight_files.shape(source))}, "
-        f"the model's is {list(expected[name] or ())}"
-        for name, source in sources.items()
-        if source in weight_files.files and expected[name] is not None and weight_files.shape(source) != expected[name]
+            match.extra.append(source)
+    match.sources.update({name: name for name in match.merged})
+    return match
+
+
+def _problems(match: _Match, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> list[str]:
+    """Why the files are not the model's, a line each."""
+    parts = [(part, name) for name, tensor in match.merged.items() for part in tensor.missing()]
+    missing = [name for name in expected if name not in match.sources]
+    found = {name: source for name, source in match.sources.items() if source in files.files}
+    return [
+        *(f"missing: {part} (a part of {name})" for part, name in parts),
+        *(f"missing: {name} {list(expected[name] or ())}" for name in missing),
+        *(f"not in this architecture: {name} (in {files.files[name].name})" for name in match.extra),
+        *(
+            f"wrong shape: {source} in {files.files[source].name} is {list(files.shape(source))}, "
+            f"the model's is {list(expected[name] or ())}"
+            for name, source in found.items()
+            if expected[name] is not None and files.shape(source) != expected[name]
+        ),
     ]
-    if problems:
-        shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
-        raise UserError(
-            f"The weights in {weight_files.folder} are not those of the {type(model).__name__} that its config.json "
-            f"describes:\n  {shown}\nDownload the model again, or give another folder."
-        )
-    return sources
 
 
 def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:

@@ -47,7 +47,7 @@ class MergedTensor:
                 absent += [f"{before}{i}{after}" for i in range(self.shape[0]) if i not in indices]
         return absent
 
-    def whole(self, weight_files: WeightFiles) -> tuple[list[str], torch.Size]:
+    def whole(self, files: WeightFiles) -> tuple[list[str], torch.Size]:
         """The parts in the order in which their elements, one part after another, are the parameter's; its shape.
 
         Raises:
@@ -58,19 +58,17 @@ class MergedTensor:
         side = 2
         marks = {}
         for number, source in enumerate(sources):
-            dims = [side] * len(weight_files.shape(source))
+            dims = [side] * len(files.shape(source))
             marks[source] = (torch.arange(side ** len(dims)) + number * side ** len(dims)).view(dims)
         order = self._convert(marks).flatten()
         runs = order.view(len(sources), -1)
         numbers = runs[:, 0] // runs.shape[1]
         if not torch.equal(runs, torch.arange(runs.shape[1]) + numbers[:, None] * runs.shape[1]):
             raise UserError(
-                f"{weight_files.folder} stores {self.name} in pieces that are not whole rows of it, such as "
+                f"{files.folder} stores {self.name} in pieces that are not whole rows of it, such as "
                 f"{sources[0]}. Convert it: load it with transformers, then save_pretrained."
             )
-        shape = self._convert(
-            {source: torch.empty(weight_files.shape(source), device="meta") for source in sources}
-        ).shape
+        shape = self._convert({source: torch.empty(files.shape(source), device="meta") for source in sources}).shape
         return [sources[number] for number in numbers.tolist()], shape
 
     def _convert(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

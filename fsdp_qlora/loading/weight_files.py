@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +72,7 @@ class WeightFiles:
         self._lock = threading.Lock()
         self._descriptors: dict[Path, int] = {}
         entries = self._index()
-        self._entries = _as_bytes(entries, entries if as_bytes else _packed(entries))
+        self._entries = _as_bytes(entries, entries if as_bytes else _packed_names(entries))
         self._joined: dict[str, _Joined] = {}
         self._decoded: dict[str, DecodedTensor] = {}
         self.files = {name: entry.file for name, entry in self._entries.items()}
@@ -264,7 +264,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     }
 
 
-def _packed(entries: Iterable[str]) -> set[str]:
+def _packed_names(entries: Iterable[str]) -> set[str]:
     """The names of what belongs to 4-bit weights of bitsandbytes."""
     states = {name for name in entries if PACKED_STATE in name}
     return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in PACKED_SUFFIXES}
@@ -278,6 +278,23 @@ def _as_bytes(entries: dict[str, _Entry], chosen: Collection[str]) -> dict[str, 
         else entry
         for name, entry in entries.items()
     }
+
+
+class Weights(NamedTuple):
+    """A model's weights in files.
+
+    sources: name of each of the model's tensors -> its name in the files.
+    packed: the weights in the files are quantized already, and stored as the layers say.
+    """
+
+    files: WeightFiles
+    sources: Mapping[str, str]
+    packed: bool = False
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """One of the model's tensors, on the CPU, in the file's dtype."""
+        source = self.sources[name]
+        return self.files.read_rows(source, 0, self.files.shape(source)[0])
 
 
 def read_ahead(weight_files: WeightFiles, parts: Iterable[Part], *, max_bytes: int) -> Iterator[torch.Tensor]:

@@ -1,10 +1,10 @@
 """The quantized weights of a model, kept on disk: a later start reads a quarter of the bytes and quantizes nothing.
 
 An entry is a folder ROOT/KEY: the quantized layers' parameters as their `stored_parameters` says (4-bit ones are what
-bitsandbytes saves, see packed.py), whole, so that any number of ranks reads its shards from them, and checksums.json.
-What is not quantized is read from the model's own files. While an entry is written it is ROOT/KEY.writing, and its
-writer holds the lock ROOT/KEY.lock, which the system frees when the writer dies: what lies there without a holder is
-removed by the next start.
+bitsandbytes saves), whole, so that any number of ranks reads its shards from them, and checksums.json. What is not
+quantized is read from the model's own files. While an entry is written it is ROOT/KEY.writing, and its writer holds
+the lock ROOT/KEY.lock, which the system frees when the writer dies: what lies there without a holder is removed by the
+next start.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import Ranks, first_failure, gather_texts, shard_size
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quant_cache.entries import (
     CHECKSUMS,
     FORMAT_VERSION,
@@ -44,29 +44,27 @@ class QuantCache:
         self,
         root: Path,
         layers: Mapping[str, QuantizedWeight],
-        weight_files: WeightFiles,
-        sources: Mapping[str, str],
+        weights: Weights,
         ranks: Ranks,
         mesh: DeviceMesh,
     ) -> None:
-        self.weight_files, self.sources, self.layers = weight_files, sources, layers
-        self.ranks, self.mesh = ranks, mesh
+        self.layers, self.weights, self.ranks, self.mesh = layers, weights, ranks, mesh
         kernels = gather_texts(device_kernels(ranks.device), ranks.device)
-        self.key = cache_key(layers, weight_files, sources, kernels)
+        self.key = cache_key(layers, weights.files, weights.sources, kernels)
         self.folder = root / self.key
 
     def load(self, load_weights: Callable[..., None]) -> None:
         """Fill the model from the cache, else from its own files while the cache is written.
 
         Args:
-            load_weights: `weights.load_weights` with everything given but weight_files, sources, packed and keep.
+            load_weights: `load_weights` with everything given but weights and keep.
         """
         if self._is_everywhere() and self._load_entry(load_weights):
             return
         writer = self._open_writer()
         try:
             keep = functools.partial(self._keep, writer) if writer else None
-            load_weights(weight_files=self.weight_files, sources=self.sources, packed=False, keep=keep)
+            load_weights(weights=self.weights, keep=keep)
             if writer:
                 self._finish(writer)
         finally:
@@ -81,11 +79,11 @@ class QuantCache:
         """Read the entry. False when a rank finds it damaged: it is then set aside."""
         failure = None
         try:
-            cached = CachedWeights(self.folder, self.weight_files)
+            cached = CachedWeights(self.folder, self.weights.files)
             own = {name: name for weight, layer in self.layers.items() for name in packed_forms(weight, layer)}
             if absent := sorted(own.keys() - cached.files.keys()):
                 raise DamagedEntry(f"{absent[0]} is not in it")
-            load_weights(weight_files=cached, sources={**self.sources, **own}, packed=True, keep=None)
+            load_weights(weights=Weights(cached, {**self.weights.sources, **own}, packed=True))
         except DamagedEntry as error:
             failure = str(error)
         failure = first_failure(failure, self.ranks.device)
@@ -121,12 +119,12 @@ class QuantCache:
 
     def _keep(self, writer: EntryWriter, weight: str) -> None:
         if weight in self.layers:
-            writer.keep(weight, self.weight_files.dtype(self.sources[weight]))
+            writer.keep(weight, self.weights.files.dtype(self.weights.sources[weight]))
 
     def _finish(self, writer: EntryWriter) -> None:
         about = {
             "format": FORMAT_VERSION,
-            "model": str(self.weight_files.folder),
+            "model": str(self.weights.files.folder),
             "quantizer": next(iter(self.layers.values())).describe_code(),
             "created": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
@@ -143,8 +141,7 @@ class QuantCache:
 def open_cache(
     option: str,
     layers: Mapping[str, QuantizedWeight],
-    weight_files: WeightFiles,
-    sources: Mapping[str, str],
+    weights: Weights,
     ranks: Ranks,
     mesh: DeviceMesh,
 ) -> QuantCache | None:
@@ -152,4 +149,4 @@ def open_cache(
     root = cache_root(option)
     if root is None or not layers:
         return None
-    return QuantCache(root, layers, weight_files, sources, ranks, mesh)
+    return QuantCache(root, layers, weights, ranks, mesh)

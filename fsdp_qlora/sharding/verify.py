@@ -1,6 +1,7 @@
 """Proof that the model is sharded: the byte account, and a layer compared bit for bit."""
 
 import logging
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import gather_numbers, local_part, shard_size
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
@@ -62,25 +63,23 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 
 @torch.no_grad()
-def check_one_layer(
-    model: nn.Module, weight_files: WeightFiles, sources: dict[str, str], *, packed: bool = False
-) -> None:
+def check_one_layer(model: nn.Module, weights: Weights) -> None:
     """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
 
-    Args:
-        packed: the weights in the files are 4-bit already: the comparison is with its bytes.
+    Where the weights in the files are 4-bit already, the comparison is with their bytes.
+
     Raises:
         RuntimeError: they differ.
     """
     block = find_blocks(model)[0]
     assert isinstance(block, FSDPModule)
-    name, layer = _first_linear(model, sources)
+    name, layer = _first_linear(model, weights.sources)
     block.unshard()
-    if packed and isinstance(layer, Bnb4bitLinear):
-        same, how = _has_stored_bytes(layer, f"{name}.weight", weight_files, sources), "in the file"
+    if weights.packed and isinstance(layer, Bnb4bitLinear):
+        same, how = _has_stored_bytes(layer, f"{name}.weight", weights), "in the file"
     else:
         reduced = adapted_weights(model).get(f"{name}.weight")
-        same, how = _has_stored_values(layer, f"{name}.weight", weight_files, sources, reduced)
+        same, how = _has_stored_values(layer, f"{name}.weight", weights, reduced)
     block.reshard()
     if not same:
         raise RuntimeError(
@@ -93,13 +92,11 @@ def check_one_layer(
 def _has_stored_values(
     layer: QuantizedWeight | nn.Linear,
     weight: str,
-    weight_files: WeightFiles,
-    sources: dict[str, str],
+    weights: Weights,
     adapted: LoraLinear | None,
 ) -> tuple[bool, str]:
     """Whether a gathered layer is the weight in the files, quantized as the layer is; and how that was compared."""
-    source = sources[weight]
-    whole = weight_files.read_rows(source, 0, weight_files.shape(source)[0])
+    whole = weights.read_whole(weight)
     if adapted is not None and adapted.subtracted is not None:
         whole = subtract(adapted, whole.flatten(), 0).view(whole.shape)
     if isinstance(layer, QuantizedWeight):
@@ -108,16 +105,16 @@ def _has_stored_values(
     return torch.equal(layer.weight, whole.to(layer.weight)), "read whole"
 
 
-def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, weight_files: WeightFiles, sources: dict[str, str]) -> bool:
+def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, weights: Weights) -> bool:
     """Whether a gathered layer consists of the bytes in the files."""
     for suffix, stored in layer.stored_parameters().items():
-        expected = weight_files.read_flat(sources[weight + suffix], 0, stored.num_bytes)
+        expected = weights.files.read_flat(weights.sources[weight + suffix], 0, stored.num_bytes)
         if not torch.equal(layer.stored_bytes(stored)[: stored.num_bytes].cpu(), expected):
             return False
     return True
 
 
-def _first_linear(model: nn.Module, sources: dict[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
+def _first_linear(model: nn.Module, sources: Mapping[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
     """The first linear layer of a block that the files have, under its name there."""
     first = {id(module) for module in find_blocks(model)[0].modules()}
     for path, module in model.named_modules():

@@ -63,7 +63,7 @@ def _load(folder: Path, result: Path) -> int:
         attn_implementation="auto",
     )
     weight_files = WeightFiles(folder)
-    sources = load_weights.match_tensors(meta.model, weight_files)
+    weights = load_weights.match_tensors(meta.model, weight_files)
     distributed.start_process_group(ranks)
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     model = meta.model
@@ -72,9 +72,7 @@ def _load(folder: Path, result: Path) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_kib()
     parallelize.materialize(model, ranks.device, cpu_offload=False)
-    load_weights.load_weights(
-        model, weight_files, sources, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False
-    )
+    load_weights.load_weights(model, weights, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False)
     measured = {
         "bytes_read": weight_files.bytes_read,
         "shard_bytes": shard,

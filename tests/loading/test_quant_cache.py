@@ -110,7 +110,7 @@ def test_every_file_that_experts_are_read_from_is_part_of_an_entry_s_name(models
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     experts = "model.layers.0.mlp.experts.gate_up_proj"
-    origins = weight_files.origins(match_tensors(model, weight_files)[experts])
+    origins = weight_files.origins(match_tensors(model, weight_files).sources[experts])
     assert len(origins) == 2 * FAMILIES["mixtral"]["num_local_experts"] and set(origins) <= weight_files.files.keys()
 
 
