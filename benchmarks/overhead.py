@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from benchmarks.common import build_run, describe_machine, random_rows, write_results
 from fsdp_qlora import distributed
-from fsdp_qlora.adapters.insert import first_adapter_value
+from fsdp_qlora.adapters.first_values import first_adapter_value
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.rows import TokenizedRows

@@ -251,7 +251,7 @@ def can_skip_logits(model: PreTrainedModel) -> bool:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, buffer) of the buffers that checkpoints hold."""
+    """(path, buffer) of the buffers that weight files hold."""
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

@@ -1,6 +1,7 @@
-"""The first values of adapters, in the shards where they stay, and what they take away from the base."""
+"""The first values of adapters, in the shards where they stay, and what the base loses by them."""
 
 import logging
+import math
 from collections.abc import Iterator
 
 import torch
@@ -10,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.adapters.dora import DoraLinear
-from fsdp_qlora.adapters.insert import adapter_parameters, first_adapter_value, full_parameters
+from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.adapters.lora import LoraLinear
-from fsdp_qlora.distributed import own_rows, store_rows
+from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, find_blocks
 
@@ -52,6 +53,18 @@ def adapted_weights(model: nn.Module) -> dict[str, LoraLinear]:
     """Name of a weight in the files -> the layer that adapts it, in the order of the model."""
     layers = ((path, module) for path, module in model.named_modules() if isinstance(module, LoraLinear))
     return {f"{canonical_name(path)}.weight": layer for path, layer in layers}
+
+
+def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
+    """A's or B's first value, float32 on the CPU: a pure function of name and seed, on any number of ranks.
+
+    As in PEFT: A is Kaiming-uniform with a = sqrt(5), B is zero, so that training starts from the base model.
+    """
+    value = torch.zeros(shape)
+    if name.endswith("lora_A.weight"):
+        generator = torch.Generator().manual_seed(derive_seed("lora", seed, name))
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    return value
 
 
 def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> None:

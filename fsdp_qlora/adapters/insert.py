@@ -1,4 +1,4 @@
-"""Adapters under PEFT's names: their options and kinds, putting them into a model, their weights and first values."""
+"""Adapters under PEFT's names: their options and kinds, putting them into a model, and their weights."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from fsdp_qlora.adapters.dora import DoraAdapter, DoraLinear, Magnitude
 from fsdp_qlora.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
 from fsdp_qlora.adapters.targets import find_pattern
-from fsdp_qlora.distributed import derive_seed
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, has_tied_embeddings
 
@@ -141,15 +140,3 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in in_adapters:
             yield "base_model.model." + canonical_name(name), parameter
-
-
-def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
-    """A's or B's first value, float32 on the CPU: a pure function of name and seed, on any number of ranks.
-
-    As in PEFT: A is Kaiming-uniform with a = sqrt(5), B is zero, so that training starts from the base model.
-    """
-    value = torch.zeros(shape)
-    if name.endswith("lora_A.weight"):
-        generator = torch.Generator().manual_seed(derive_seed("lora", seed, name))
-        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-    return value

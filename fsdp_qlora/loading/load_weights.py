@@ -270,7 +270,7 @@ def _problems(match: _Match, files: WeightFiles, expected: Mapping[str, torch.Si
 
 
 def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:
-    """Tensors that old or tied checkpoints hold and no model needs: tied heads and rotary tables."""
+    """Tensors that files of old or tied models hold and no model needs: tied heads and rotary tables."""
     tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
     known = [
         r"rotary_emb\.inv_freq$",

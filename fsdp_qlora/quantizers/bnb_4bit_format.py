@@ -67,26 +67,26 @@ def take_settings(config: PretrainedConfig, name: str) -> Bnb4bitSettings | None
     found = getattr(config, "quantization_config", None)
     if not found:
         return None
-    about: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    settings: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
     # Built as a model with plain layers; ours take their place.
     del config.quantization_config
-    if not about.get("load_in_4bit", about.get("_load_in_4bit")):
+    if not settings.get("load_in_4bit", settings.get("_load_in_4bit")):
         raise UserError(
-            f"model_name {name} is quantized as {_format_name(about)}, which is not read here. Give the model "
+            f"model_name {name} is quantized as {_format_name(settings)}, which is not read here. Give the model "
             "with 16- or 32-bit weights (train_type qlora quantizes that while loading), or a 4-bit bitsandbytes one."
         )
     return Bnb4bitSettings(
-        quant_type=about.get("bnb_4bit_quant_type", "fp4"),
-        double_quant=bool(about.get("bnb_4bit_use_double_quant", False)),
-        skipped=about.get("llm_int8_skip_modules"),
-        has_experts=bool(about.get(EXPERTS_KEY, False)),
+        quant_type=settings.get("bnb_4bit_quant_type", "fp4"),
+        double_quant=bool(settings.get("bnb_4bit_use_double_quant", False)),
+        skipped=settings.get("llm_int8_skip_modules"),
+        has_experts=bool(settings.get(EXPERTS_KEY, False)),
     )
 
 
-def _format_name(about: Mapping[str, Any]) -> str:
-    if about.get("load_in_8bit", about.get("_load_in_8bit")):
+def _format_name(settings: Mapping[str, Any]) -> str:
+    if settings.get("load_in_8bit", settings.get("_load_in_8bit")):
         return "8-bit bitsandbytes"
-    method = str(about.get("quant_method", "an unnamed format"))
+    method = str(settings.get("quant_method", "an unnamed format"))
     return {"fp8": "FP8", "fbgemm_fp8": "FP8 (fbgemm)"}.get(method, method.upper() if len(method) < 6 else method)
 
 

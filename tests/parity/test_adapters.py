@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_qlora.adapters.decompositions import pissa, pissa_niter
 from fsdp_qlora.adapters.dora import DoraLinear
-from fsdp_qlora.adapters.insert import first_adapter_value
+from fsdp_qlora.adapters.first_values import first_adapter_value
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig

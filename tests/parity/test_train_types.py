@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from fsdp_qlora.adapters.insert import first_adapter_value
+from fsdp_qlora.adapters.first_values import first_adapter_value
 from tests.reference import encode, load_adapter, load_base, train_lora
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 

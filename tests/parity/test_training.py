@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_qlora.adapters.insert import first_adapter_value
+from fsdp_qlora.adapters.first_values import first_adapter_value
 from tests.reference import batch_loss, encode, load_adapter, load_base, train_lora
 from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
