@@ -1,4 +1,8 @@
-"""LoRA beside a linear layer, and beside the 3-D parameters of experts."""
+"""LoRA beside a linear layer, and beside the 3-D parameters of experts.
+
+Shapes: x [.., in], A [rank, in], B [out, rank]; those of all experts in one are A [experts * rank, in] and B
+[out, rank * experts], as PEFT keeps them.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
