@@ -123,11 +123,6 @@ def _cached_rows(
     show_progress: bool,
 ) -> tuple[TokenizedRows, DataReport]:
     """Map the cached rows of a source, or make them, one process at a time."""
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            "The tokenizer has no eos_token, so the model could not learn to stop. Set eos_token in the "
-            "model's tokenizer_config.json."
-        )
     dataset_format, context_length = options.dataset_format, options.context_length
     key = [source.identity, tokenizer_identity(tokenizer), dataset_format, context_length, num_samples]
     path = cache_path(cache_dir, key)

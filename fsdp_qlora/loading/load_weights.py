@@ -125,7 +125,7 @@ def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     own = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for weight, layer in quantized_layers(model).items():
         own.update(id(parameter) for name, parameter in layer.named_parameters() if name != "bias")
-        targets.update(_stored(weight, layer) if packed else {weight: _quantized(layer)})
+        targets.update(_stored_parts(weight, layer) if packed else {weight: _quantized(layer)})
     for path, parameter in model.named_parameters():
         if id(parameter) not in own:
             targets[canonical_name(path)] = _plain(parameter)
@@ -150,7 +150,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
     }
 
 
-def _stored(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
+def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
     """The tensors that make up a quantized weight, as flat bytes: each rank reads its shards' own."""
     targets: dict[str, _Target] = {}
     for suffix, stored in layer.stored_parameters().items():

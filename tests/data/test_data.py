@@ -38,7 +38,7 @@ ROWS = [
 ]
 
 
-def make_tokenizer(*, ends_with_eos: bool = False, eos_token: str | None = "</s>") -> PreTrainedTokenizerFast:
+def make_tokenizer(*, ends_with_eos: bool = False) -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on a few lines; begins texts with <s>, as many decoders' tokenizers do."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,7 +54,7 @@ def make_tokenizer(*, ends_with_eos: bool = False, eos_token: str | None = "</s>
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>" if ends_with_eos else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=eos_token, pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 
 
 @pytest.fixture(scope="module")
@@ -394,11 +394,6 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
         UserError, match=r"7 of 100 rows cannot be used, allowed are 6.9%(.|\n)*rows.jsonl:7: empty output"
     ):
         prepare(path, max_bad_rows=0.069)
-
-
-def test_tokenizer_without_end_of_sequence_is_refused(prepare: Any) -> None:
-    with pytest.raises(UserError, match="no eos_token"):
-        prepare("alpaca_demo", tokenizer=make_tokenizer(eos_token=None))
 
 
 def test_dummy_rows_fill_the_context_and_are_all_learned(prepare: Any, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -55,6 +55,10 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"model_name": "no_tokenizer"},
         ["model_name no_tokenizer", "no tokenizer", "Put the tokenizer's files (tokenizer.json"],
     ),
+    "tokenizer without an end of sequence": (
+        {"model_name": "no_eos"},
+        ["model_name no_eos", "no eos_token", "Set eos_token in tokenizer_config.json"],
+    ),
     "config.json that is no JSON": (
         {"model_name": "broken_config"},
         ["broken_config/config.json is not valid JSON", "Download"],
@@ -313,9 +317,9 @@ def _edit_tensors(edit: Callable[[Tensors], object]) -> Callable[[Path], None]:
     return damage
 
 
-def _edit_config(**changes: object) -> Callable[[Path], None]:
+def _edit_config(file: str = "config.json", /, **changes: object) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        path = folder / "config.json"
+        path = folder / file
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return damage
@@ -370,6 +374,7 @@ def _pickle(folder: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "no_tokenizer": _remove_tokenizer,
+    "no_eos": _edit_config("tokenizer_config.json", eos_token=None),
     "broken_config": _break_config,
     "unknown_type": _edit_config(model_type="lllama"),
     "remote_code": _edit_config(model_type="mine", auto_map={"AutoConfig": "mine.MineConfig"}),
