@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.quant_cache import cache as quant_cache
 from fsdp_qlora.quant_cache.entries import _file_identity
 from tests.parity.test_experts import FAMILIES
@@ -317,7 +317,8 @@ def test_ranks_with_different_devices_look_for_one_entry_which_is_not_that_of_eq
         monkeypatch.setattr(quant_cache, "gather_texts", lambda text, device: list(devices))
         monkeypatch.setattr(quant_cache, "device_kernels", lambda device: devices[rank])
         ranks = Ranks(rank, rank, len(devices), len(devices), torch.device("cpu"))
-        return quant_cache.QuantCache(tmp_path, {}, None, {}, ranks, None).key  # type: ignore[arg-type]
+        weights = Weights(None, {})  # type: ignore[arg-type]
+        return quant_cache.QuantCache(tmp_path, {}, weights, ranks, None).key  # type: ignore[arg-type]
 
     mixed = {key(0, "A", "B"), key(1, "A", "B"), key(0, "B", "A")}
     assert len(mixed) == 1 and not mixed & {key(0, "A", "A"), key(0, "B")}
