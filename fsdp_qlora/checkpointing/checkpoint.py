@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.storage.files import flush
+from fsdp_qlora.storage.files import FileRecord, publish_folder, write_hashed_json
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES
 
 FORMAT_VERSION = 1
@@ -32,13 +32,6 @@ _CHUNK_BYTES = 2**22
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint is not what was written."""
-
-
-class FileRecord(NamedTuple):
-    """What the manifest says of a file."""
-
-    size: int
-    sha256: str
 
 
 class TensorForm(NamedTuple):
@@ -99,16 +92,6 @@ def staging_folder(root: Path, step: int) -> Path:
     return root / f".step_{step:06d}.writing"
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
-    """Write and flush a small file."""
-    text = json.dumps(content, allow_nan=False).encode()
-    with path.open("wb") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(len(text), hashlib.sha256(text).hexdigest())
-
-
 def write_tensors(
     path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor], metadata: Mapping[str, str]
 ) -> FileRecord:
@@ -159,10 +142,8 @@ def publish(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> Non
         if (staging / name).stat().st_size != record.size:
             raise OSError(errno.EIO, "not all of the file is there", str(staging / name))
     manifest = {"format": FORMAT_VERSION, "files": {name: record._asdict() for name, record in files.items()}}
-    write_json(staging / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
-    flush(staging)
-    os.rename(staging, target)
-    flush(target.parent)
+    write_hashed_json(staging / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
+    publish_folder(staging, target)
 
 
 def _own_hash(manifest: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from fsdp_qlora.checkpointing.layout import CHECKPOINTS
 from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
 from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.storage.files import flush
+from fsdp_qlora.storage.files import flush, flush_files
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -54,9 +54,7 @@ def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     write(staging)
-    for path in staging.rglob("*"):
-        if path.is_file():
-            flush(path)
+    flush_files(staging)
     # Configurations last: they are what readers look for.
     for path in sorted(staging.iterdir(), key=lambda path: (path.suffix == ".json", path.name)):
         target = output_dir / path.name

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.checkpoint import FileRecord
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.distributed import Ranks, first_failure, gather_numbers, gather_texts
-from fsdp_qlora.storage.files import read_json
+from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -108,7 +107,7 @@ class Saver:
                 files |= {name: FileRecord(**record) for name, record in json.loads(text).items()}
             try:
                 content = {"progress": progress.to_dict(), "tensors": description, "about": self.about}
-                files[checkpoint.STATE] = checkpoint.write_json(staging / checkpoint.STATE, content)
+                files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, content)
                 checkpoint.publish(staging, checkpoint.step_folder(self.root, progress.step), files)
             except OSError as failure:
                 error = failure

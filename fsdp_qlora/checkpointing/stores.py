@@ -24,7 +24,7 @@ from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED, RUN, STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.redact import redact
-from fsdp_qlora.storage.files import flush, read_json, write_json
+from fsdp_qlora.storage.files import flush, read_json, staged_file, write_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -335,10 +335,8 @@ def _copy_folder(source: Path, target: Path) -> None:
         staging.mkdir(parents=True)
     try:
         for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
-            partial = staging / f".{path.name}.partial"
-            shutil.copyfile(path, partial)
-            flush(partial)
-            partial.replace(staging / path.name)
+            with staged_file(staging / path.name) as partial:
+                shutil.copyfile(path, partial)
         flush(staging)
         if staging != target:
             staging.rename(target)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.checkpoint import FileRecord, TensorForm, TensorReader
+from fsdp_qlora.checkpointing.checkpoint import TensorForm, TensorReader
 from fsdp_qlora.distributed import (
     Ranks,
     as_shard_of,
@@ -38,6 +38,7 @@ from fsdp_qlora.distributed import (
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.models import canonical_name
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
+from fsdp_qlora.storage.files import FileRecord
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES
 
 # Parameter name -> state key -> what is stored of it.

@@ -19,13 +19,13 @@ from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import models
+from fsdp_qlora.commands.model_folder import new_folder
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
 from fsdp_qlora.quantizers.bnb_4bit_format import take_settings
 from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
-from fsdp_qlora.storage.files import new_folder
 from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
 from fsdp_qlora.units import format_bytes
 

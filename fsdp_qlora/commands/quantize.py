@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import models
+from fsdp_qlora.commands.model_folder import new_folder
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
@@ -28,7 +29,6 @@ from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitWeight, quanti
 from fsdp_qlora.quantizers.bnb_4bit_format import EXPERTS_KEY, take_settings
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
-from fsdp_qlora.storage.files import new_folder
 from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
 from fsdp_qlora.units import format_bytes
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.numpy import save_file
 from fsdp_qlora.data.rows import DataReport, SourceFile, TokenizedRows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
+from fsdp_qlora.storage.files import staged_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,14 +117,8 @@ def _check_cached(tokenized: TokenizedRows, report: DataReport) -> None:
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
     """Write a file that is there either whole or not at all, whenever the process or machine stops."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
+    with staged_file(path) as partial:
         save_file(arrays, partial, metadata)
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def map_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain, say
 from fsdp_qlora.metrics.wandb_sink import WANDB_FLOOR, WandbSink, wandb_problem
-from fsdp_qlora.storage.files import flush
+from fsdp_qlora.storage.files import staged_file
 
 # --- the log -------------------------------------------------------------------------------------------
 
@@ -253,10 +253,8 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
         record = json.loads(line)
         if record["step"] <= (last_eval_step if "eval_loss" in record else step):
             kept.append(line)
-    partial = path.with_name(f".{METRICS_FILE}.partial")
-    partial.write_bytes(b"".join(kept))
-    flush(partial)
-    partial.replace(path)
+    with staged_file(path) as partial:
+        partial.write_bytes(b"".join(kept))
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.distributed import first_failure, shard_rank, shard_size
 from fsdp_qlora.quant_cache.entries import CHECKSUMS, chunk_bytes, damaged, own_hash
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
-from fsdp_qlora.storage.files import flush
+from fsdp_qlora.storage.files import free_disk, publish_folder, write_hashed_json
 from fsdp_qlora.storage.safetensors_files import PackedFiles
 from fsdp_qlora.units import format_bytes
 
@@ -58,7 +57,7 @@ class EntryWriter:
 
     def _check_free_disk(self) -> None:
         """A disk that the cache fills would end the run when it saves its result."""
-        free, size = shutil.disk_usage(self.target.parent).free, self.files.num_bytes
+        free, size = free_disk(self.target.parent), self.files.num_bytes
         if free < 2 * size:
             raise Unavailable(
                 f"it takes {format_bytes(size)} and leaves as much free, but {self.target.parent} has "
@@ -114,13 +113,8 @@ class EntryWriter:
             "headers": {name: hashlib.sha256(header).hexdigest() for name, header in self.files.headers.items()},
             "tensors": {name: self._tensor_checksums(name) for name in self.files.forms},
         }
-        with (self.folder / CHECKSUMS).open("w") as file:
-            json.dump(description | {"sha256": own_hash(description)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        flush(self.folder)
-        os.rename(self.folder, self.target)
-        flush(self.target.parent)
+        write_hashed_json(self.folder / CHECKSUMS, description | {"sha256": own_hash(description)})
+        publish_folder(self.folder, self.target)
         shutil.rmtree(damaged(self.target), ignore_errors=True)
 
     def _tensor_checksums(self, name: str) -> dict[str, Any]:

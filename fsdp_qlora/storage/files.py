@@ -1,15 +1,22 @@
-"""Files that survive a power cut, folders that are there whole or not at all, and room on the disks."""
+"""Files and folders that are there whole or not at all, also after a power cut; room on the disks; the user's cache."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
+
+
+class FileRecord(NamedTuple):
+    """What a file must have: its size in bytes, and its SHA-256."""
+
+    size: int
+    sha256: str
 
 
 def flush(path: Path) -> None:
@@ -21,42 +28,67 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def free_disk(folder: Path) -> int:
-    """Bytes that may still be written to a folder, which need not exist yet."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+def flush_files(folder: Path) -> None:
+    """Flush every file below a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            flush(path)
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, option: str) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` (absent or empty) when the block has ended; else nothing of it is left.
+def staged_file(path: Path) -> Iterator[Path]:
+    """A path to write to. When the block has ended it replaces `path`: a reader sees the old file or the new one.
+
+    After a failure nothing of it is left; after a kill its next writer replaces it. One writer at a time.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        yield partial
+        flush(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path, staging: Path) -> Iterator[Path]:
+    """An empty folder to fill. When the block has ended it becomes `target`, else nothing of it is left.
 
     Args:
-        option: the flag that gave `out`, for the message.
-    Raises:
-        UserError: it cannot be written.
+        target: absent or empty.
+        staging: what it is called until then, beside `target`; what is there is removed.
     """
-    partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise UserError(f"{option} {out} cannot be written ({error.strerror or error}).") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        staging.mkdir(parents=True)
+        yield staging
+        flush_files(staging)
+        publish_folder(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def publish_folder(staging: Path, target: Path) -> None:
+    """Give a folder its name, durably. Its files have been flushed."""
+    flush(staging)
+    os.rename(staging, target)
+    flush(target.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replace a JSON file; a reader sees the old one or the new one. Secrets are taken out."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(redact_values(content), indent=2) + "\n")
-    flush(partial)
-    partial.replace(path)
+    with staged_file(path) as partial:
+        partial.write_text(json.dumps(redact_values(content), indent=2) + "\n")
+
+
+def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
+    """Write and flush a JSON file of one line, whose size and hash are kept elsewhere."""
+    text = json.dumps(content, allow_nan=False).encode()
+    path.write_bytes(text)
+    flush(path)
+    return FileRecord(len(text), hashlib.sha256(text).hexdigest())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -66,3 +98,17 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that may still be written to a folder, which need not exist yet."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def cache_folder() -> Path:
+    """Where anything is kept between runs: FSDP_QLORA_CACHE, or fsdp_qlora in the user's cache folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("FSDP_QLORA_CACHE") or base / "fsdp_qlora")

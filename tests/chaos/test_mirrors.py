@@ -18,6 +18,7 @@ from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED
 from fsdp_qlora.checkpointing.run_folder import check_usable
 from fsdp_qlora.checkpointing.stores import Store, fetch, open_store
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.files import write_hashed_json
 
 # The commands of rclone that are used, on folders, for machines that do not have it.
 RCLONE = f"""#!{sys.executable}
@@ -124,7 +125,7 @@ def add_step(tmp_path: Path) -> Callable[[int], None]:
     def add(step: int) -> None:
         staging = checkpoint.staging_folder(run / CHECKPOINTS, step)
         staging.mkdir(parents=True)
-        record = checkpoint.write_json(staging / checkpoint.STATE, {"step": step})
+        record = write_hashed_json(staging / checkpoint.STATE, {"step": step})
         checkpoint.publish(staging, checkpoint.step_folder(run / CHECKPOINTS, step), {checkpoint.STATE: record})
         (run / "metrics.jsonl").write_text(f"{step}\n")
 

@@ -536,7 +536,7 @@ def test_process_killed_while_it_writes_the_cache_leaves_nothing_in_the_way(
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     with monkeypatch.context() as patch:
-        patch.setattr(cache.os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(Path, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         victim = multiprocessing.get_context("fork").Process(target=prepare, args=(path,))
         victim.start()
         victim.join(timeout=30)

@@ -11,7 +11,7 @@ from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.stores import FolderStore
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import write_json
+from fsdp_qlora.storage.files import write_hashed_json, write_json
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
 ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(resume.FACTS, "x")}
@@ -29,7 +29,7 @@ def add_step(run: Path, step: int, run_id: str) -> Path:
     staging = checkpoint.staging_folder(root, step)
     staging.mkdir(parents=True)
     state = {"about": {**ABOUT, "run_id": run_id}, "progress": {"step": step}, "tensors": {}}
-    record = checkpoint.write_json(staging / checkpoint.STATE, state)
+    record = write_hashed_json(staging / checkpoint.STATE, state)
     checkpoint.publish(staging, checkpoint.step_folder(root, step), {checkpoint.STATE: record})
     return checkpoint.step_folder(root, step)
 

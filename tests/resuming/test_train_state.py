@@ -14,6 +14,7 @@ from fsdp_qlora.checkpointing import checkpoint, train_state
 from fsdp_qlora.control import stops
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
+from fsdp_qlora.storage.files import write_hashed_json
 from fsdp_qlora.training import trainer
 from tests.tiny import on_ranks
 
@@ -72,7 +73,7 @@ def save_and_load(folder: Path, start: bool) -> int:
                 distributed.gather_texts("", ranks.device)
                 _, description = state.write(place)
                 if ranks.is_rank_0:
-                    checkpoint.write_json(place / "description.json", description)
+                    write_hashed_json(place / "description.json", description)
             else:
                 description = json.loads((place / "description.json").read_text())
                 try:

@@ -11,13 +11,14 @@ from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.files import write_hashed_json
 
 
 def make(root: Path, step: int, eval_loss: float | None = None) -> Path:
     staging = checkpoint.staging_folder(root, step)
     staging.mkdir(parents=True)
     progress = {"eval_loss": eval_loss, "last_eval_step": step if eval_loss else step - 1}
-    record = checkpoint.write_json(staging / checkpoint.STATE, {"progress": progress})
+    record = write_hashed_json(staging / checkpoint.STATE, {"progress": progress})
     target = checkpoint.step_folder(root, step)
     checkpoint.publish(staging, target, {checkpoint.STATE: record})
     return target
