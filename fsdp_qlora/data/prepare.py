@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from fsdp_qlora.data.schedule import split_eval
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Source, find_source
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
+from fsdp_qlora.storage.files import cache_folder
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -68,7 +68,7 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
     """
 
     def prepare(options: DataOptions) -> TokenizedRows:
-        rows, report = prepare_rows(tokenizer, options, cache_dir=cache_dir(), show_progress=True)
+        rows, report = prepare_rows(tokenizer, options, cache_dir=cache_folder() / "tokenized", show_progress=True)
         tokenization.check_vocabulary(rows, vocab_size)
         rejected.extend(report.places())
         return rows
@@ -162,9 +162,3 @@ def check_report(report: DataReport, *, on_bad_row: str, max_bad_rows: float) ->
     log.info("%s", report.describe())
     for line in report.describe_rejected():
         log.warning("Rows left out, %s", line)
-
-
-def cache_dir() -> Path:
-    """The folder of tokenized rows: in FSDP_QLORA_CACHE, or in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FSDP_QLORA_CACHE") or Path(base) / "fsdp_qlora") / "tokenized"

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,13 +12,15 @@ import torch
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.storage.files import cache_folder
+from fsdp_qlora.storage.fingerprint import file_identity
 
 FORMAT_VERSION = 2  # raise it when the layout, the key or the quantization changes
 CHECKSUMS = "checksums.json"
 _PAGE = 4096  # checksums are of whole pages
 _CHUNKS = 128  # at most so many checksums per tensor: a rank reads at most a chunk more at each end of its part
 # Of the files' content, where their names do not say what is in them: in all, but so many of each.
-_SAMPLES, _MIN_SAMPLES, _SAMPLE_BYTES = 256, 4, 4096
+_SAMPLES, _MIN_SAMPLES = 256, 4
 
 
 class DamagedEntry(UserError):
@@ -27,13 +28,12 @@ class DamagedEntry(UserError):
 
 
 def cache_root(option: str) -> Path | None:
-    """The cache's folder. option: off, a folder, or auto (FSDP_QLORA_CACHE, or the user's cache folder)."""
+    """The cache's folder. option: off, a folder, or auto (see `cache_folder`)."""
     if option == "off":
         return None
     if option != "auto":
         return Path(option).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FSDP_QLORA_CACHE") or Path(base) / "fsdp_qlora") / "quantized"
+    return cache_folder() / "quantized"
 
 
 def cache_key(
@@ -41,7 +41,7 @@ def cache_key(
 ) -> str:
     """The name of an entry: a hash of everything that decides its bytes.
 
-    That is: the files (see `_file_identity`), which tensor goes into which layer, the layers' shapes and settings,
+    That is: the files (see `file_identity`), which tensor goes into which layer, the layers' shapes and settings,
     and what quantizes: the library's version and the devices, since their kernels may round differently.
 
     Args:
@@ -52,7 +52,7 @@ def cache_key(
     identity = {
         "format": FORMAT_VERSION,
         "device": ", ".join(sorted(set(kernels))),
-        "files": [_file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
+        "files": [file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
         "layers": [
             [weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings(), _stored(layer)]
             for weight, layer in layers.items()
@@ -70,28 +70,6 @@ def device_kernels(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _file_identity(path: Path, *, samples: int) -> list[object]:
-    """What tells a file from every other content it might have, without reading it all.
-
-    In the hub's cache a file is a link to a blob that is named by the hash of its content. Any other file is known
-    by its size, its time of change to the nanosecond, its header and samples of its content: a file that was
-    replaced differs in its time, and one that was replaced with its time kept (cp -p, rsync) in the samples, since
-    training changes every weight.
-    """
-    real = path.resolve()
-    if real.parent.name == "blobs":
-        return [path.name, real.stat().st_size, real.name]
-    about = real.stat()
-    digest = hashlib.sha256()
-    with real.open("rb") as file:
-        header = file.read(8)
-        digest.update(header + file.read(int.from_bytes(header, "little")))
-        for sample in range(samples):
-            file.seek(sample * max(about.st_size - _SAMPLE_BYTES, 0) // (samples - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return [path.name, about.st_size, about.st_mtime_ns, digest.hexdigest()]
 
 
 class CachedWeights(WeightFiles):

@@ -21,7 +21,7 @@ from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.quant_cache import cache as quant_cache
-from fsdp_qlora.quant_cache.entries import _file_identity
+from fsdp_qlora.storage.fingerprint import file_identity
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
@@ -301,13 +301,13 @@ def test_a_run_does_not_write_what_another_one_is_writing(
 def test_a_file_is_known_by_its_content_where_time_and_size_are_the_same(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"x": torch.zeros(10_000)}, file)
-    about, before = file.stat(), _file_identity(file, samples=64)
-    assert _file_identity(file.rename(tmp_path / "other").rename(file), samples=64) == before
+    about, before = file.stat(), file_identity(file, samples=64)
+    assert file_identity(file.rename(tmp_path / "other").rename(file), samples=64) == before
     save_file({"x": torch.full([10_000], 0.5)}, file)
     os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
-    assert file.stat().st_size == about.st_size and _file_identity(file, samples=64) != before
+    assert file.stat().st_size == about.st_size and file_identity(file, samples=64) != before
     save_file({"x": torch.zeros(10_000)}, file)
-    assert _file_identity(file, samples=64) != before  # written again: another time
+    assert file_identity(file, samples=64) != before  # written again: another time
 
 
 def test_ranks_with_different_devices_look_for_one_entry_which_is_not_that_of_equal_ones(
@@ -331,7 +331,7 @@ def test_a_file_of_the_hub_is_known_by_the_name_of_its_blob(tmp_path: Path) -> N
     snapshot.mkdir(parents=True)
     (blobs / "5f3a").write_bytes(b"content")
     (snapshot / "model.safetensors").symlink_to(blobs / "5f3a")
-    assert _file_identity(snapshot / "model.safetensors", samples=64) == ["model.safetensors", 7, "5f3a"]
+    assert file_identity(snapshot / "model.safetensors", samples=64) == ["model.safetensors", 7, "5f3a"]
 
 
 @pytest.mark.parametrize("options", [{"sharding_strategy": "ddp"}, {"use_cpu_offload": True}, {"precision": "bf16"}])
