@@ -21,7 +21,7 @@ from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
 from fsdp_qlora.storage.files import flush
-from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
+from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -153,7 +153,9 @@ def save_new_blocks(
     trained = [(name, parameter) for name, parameter in _state(model) if parameter.requires_grad]
     result = _LargeResult(output_dir, is_rank_0=is_rank_0)
     names = {part for name, parameter in trained for part in _names_in_checkpoints(model, name, parameter)}
-    forms = {name: Form(dtype if name in names else base.dtype(name), tuple(base.shape(name))) for name in base.files}
+    forms = {
+        name: TensorForm(dtype if name in names else base.dtype(name), tuple(base.shape(name))) for name in base.files
+    }
     assert names <= forms.keys(), names - forms.keys()
     files = PackedFiles(result.staging, forms)
     result.write(files.create)

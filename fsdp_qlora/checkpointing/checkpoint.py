@@ -12,16 +12,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.storage.files import FileRecord, publish_folder, write_hashed_json
-from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES
 
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -32,13 +31,6 @@ _CHUNK_BYTES = 2**22
 
 class DamagedCheckpoint(ValueError):
     """A checkpoint is not what was written."""
-
-
-class TensorForm(NamedTuple):
-    """Of a tensor that is going to be written."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 # --- the folders ---
@@ -90,43 +82,6 @@ def remove_leftovers(root: Path) -> None:
 def staging_folder(root: Path, step: int) -> Path:
     """Where checkpoint `step` is written before it is published."""
     return root / f".step_{step:06d}.writing"
-
-
-def write_tensors(
-    path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor], metadata: Mapping[str, str]
-) -> FileRecord:
-    """Write and flush a safetensors file, a tensor at a time.
-
-    Args:
-        forms: of the tensors, in the order of `values`.
-        values: on the CPU. All of them are taken even when the disk is full, since to make one may need all ranks.
-    Raises:
-        OSError: the file could not be written; `values` is used up.
-    """
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
-    for name, (dtype, shape) in forms.items():
-        end = offset + dtype.itemsize * torch.Size(shape).numel()
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    start = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256(start)
-    values = iter(values)
-    try:
-        with path.open("wb") as file:
-            file.write(start)
-            for tensor in values:
-                content = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-                digest.update(content)
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        for _ in values:
-            pass
-    return FileRecord(len(start) + offset, digest.hexdigest())
 
 
 def publish(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> None:

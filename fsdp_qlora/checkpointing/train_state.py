@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.checkpoint import TensorForm, TensorReader
+from fsdp_qlora.checkpointing.checkpoint import TensorReader
 from fsdp_qlora.distributed import (
     Ranks,
     as_shard_of,
@@ -38,12 +37,12 @@ from fsdp_qlora.distributed import (
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.models import canonical_name
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
+from fsdp_qlora.storage import safetensors_files
 from fsdp_qlora.storage.files import FileRecord
-from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES
+from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
 
 # Parameter name -> state key -> what is stored of it.
 _Layout = dict[str, dict[str, dict[str, Any]]]
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _PARAMETER = "parameter"  # the key of the parameter itself
 
 
@@ -113,7 +112,7 @@ class TrainState:
             return {}, description
         file = _file(index)
         metadata = {"format": "pt", "shard": str(index), "shards": str(description["files"])}
-        return {file: checkpoint.write_tensors(folder / file, forms, values, metadata)}, description
+        return {file: safetensors_files.write_tensors(folder / file, forms, values, metadata)}, description
 
     def check_finite(self) -> None:
         """Refuse to keep parameters that are no numbers any more. Every rank calls it.
@@ -159,7 +158,7 @@ class TrainState:
 
     def _form(self, layout: _Layout, name: str, key: str) -> TensorForm:
         entry = layout[name][key]
-        return TensorForm(_DTYPES[entry["dtype"]], self._whole_shape(name, entry))
+        return TensorForm(DTYPES[entry["dtype"]], self._whole_shape(name, entry))
 
     def _whole_shape(self, name: str, entry: Mapping[str, Any]) -> tuple[int, ...]:
         """Of an entry of kind rows or once, over all ranks."""
@@ -175,7 +174,7 @@ class TrainState:
         value = self.optimizer.state_of(self.parameters[name]).get(key)
         if value is not None:
             return value.detach()
-        return local.new_empty((0, *entry.get("dims", ())), dtype=_DTYPES[entry.get("dtype", "F32")])
+        return local.new_empty((0, *entry.get("dims", ())), dtype=DTYPES[entry.get("dtype", "F32")])
 
     def _gathered(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
         """The whole of an entry, on the CPU; it counts on rank 0 only."""
@@ -225,7 +224,7 @@ class TrainState:
         if readers:
             whole = readers[0].whole(_file_name(name, key)).to(self.ranks.device)
         else:
-            whole = torch.empty(self._whole_shape(name, entry), dtype=_DTYPES[entry["dtype"]], device=self.ranks.device)
+            whole = torch.empty(self._whole_shape(name, entry), dtype=DTYPES[entry["dtype"]], device=self.ranks.device)
         dist.broadcast(whole, src=0)
         return whole[slice(*own_rows(self.parameters[name], self.mesh))] if entry["kind"] == "rows" else whole
 
@@ -245,7 +244,7 @@ class TrainState:
                 parts.append(reader.rows(stored, max(start, first) - first, min(stop, end) - first))
         if parts:
             return torch.cat(parts)
-        return torch.empty((0, *entry["dims"]), dtype=_DTYPES[entry["dtype"]])
+        return torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
 
     def _put(self, parameter: nn.Parameter, key: str, entry: Mapping[str, Any], value: Any) -> None:
         local = local_part(parameter)

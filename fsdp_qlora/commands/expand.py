@@ -26,7 +26,7 @@ from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
 from fsdp_qlora.quantizers.bnb_4bit_format import take_settings
 from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
-from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
+from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
@@ -191,7 +191,7 @@ def _plan_copies(
 
 def _write(folder: Path, weight_files: WeightFiles, copies: dict[str, _Copy]) -> None:
     forms = {
-        name: Form(weight_files.dtype(copy.source), tuple(weight_files.shape(copy.source)))
+        name: TensorForm(weight_files.dtype(copy.source), tuple(weight_files.shape(copy.source)))
         for name, copy in copies.items()
     }
     files = PackedFiles(folder, forms)

@@ -29,7 +29,7 @@ from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitWeight, quanti
 from fsdp_qlora.quantizers.bnb_4bit_format import EXPERTS_KEY, take_settings
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
-from fsdp_qlora.storage.safetensors_files import Form, PackedFiles
+from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
@@ -140,9 +140,9 @@ def _meta_model(
 def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = {name: layer for name, layer in quantized_layers(model).items() if isinstance(layer, Bnb4bitWeight)}
-    forms: dict[str, Form] = {}
+    forms: dict[str, TensorForm] = {}
     for name, source in weights.sources.items():
-        copied = {name: Form(weights.files.dtype(source), tuple(weights.files.shape(source)))}
+        copied = {name: TensorForm(weights.files.dtype(source), tuple(weights.files.shape(source)))}
         forms |= packed_forms(name, layers[name]) if name in layers else copied
     files = PackedFiles(folder, forms)
     free = shutil.disk_usage(folder).free

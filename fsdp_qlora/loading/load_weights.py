@@ -156,7 +156,7 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
     for suffix, stored in layer.stored_parameters().items():
         wanted = functools.partial(layer.stored_range, stored)
         store = functools.partial(_store_shard, layer, stored, weight + suffix)
-        targets[weight + suffix] = _Target(torch.Size([stored.num_bytes]), wanted, store)
+        targets[weight + suffix] = _Target(torch.Size([stored.form.num_bytes]), wanted, store)
     for suffix in layer.stored_whole():
         targets[weight + suffix] = _checked(functools.partial(layer.load_whole, suffix), weight + suffix)
     return targets
@@ -165,8 +165,8 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
 def _store_shard(
     layer: QuantizedWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
 ) -> None:
-    if stored.dtype.is_floating_point:
-        _check_finite(values.view(stored.dtype), name)
+    if stored.form.dtype.is_floating_point:
+        _check_finite(values.view(stored.form.dtype), name)
     write_bytes(getattr(layer, stored.parameter), values)
 
 

@@ -62,7 +62,7 @@ def cache_key(
 
 
 def _stored(layer: QuantizedWeight) -> list[list[object]]:
-    return [[suffix, str(stored.dtype), stored.shape] for suffix, stored in layer.stored_parameters().items()]
+    return [[suffix, str(stored.form.dtype), stored.form.shape] for suffix, stored in layer.stored_parameters().items()]
 
 
 def device_kernels(device: torch.device) -> str:

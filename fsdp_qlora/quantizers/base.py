@@ -13,19 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import local_part, own_rows, shard_bounds
 from fsdp_qlora.quantizers.experts import ExpertMatrix
-from fsdp_qlora.storage.safetensors_files import Form
+from fsdp_qlora.storage.safetensors_files import TensorForm
 
 
 class Stored(NamedTuple):
     """A parameter of a layer as a tensor in a file: the parameter's bytes row by row, without what fills its last."""
 
     parameter: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+    form: TensorForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +143,7 @@ class QuantizedWeight(nn.Module):
         parameter = getattr(self, stored.parameter)
         row_bytes = parameter.shape[1] * parameter.element_size()
         first, last = own_rows(parameter, mesh)
-        return min(first * row_bytes, stored.num_bytes), min(last * row_bytes, stored.num_bytes)
+        return min(first * row_bytes, stored.form.num_bytes), min(last * row_bytes, stored.form.num_bytes)
 
     def stored_bytes(self, stored: Stored) -> torch.Tensor:
         """The bytes of this rank's shard, uint8; at the tensor's end there may be more than in `stored_range`."""
@@ -259,8 +254,8 @@ def write_rows(parameter: nn.Parameter, whole: torch.Tensor, rank: int, size: in
     write_bytes(parameter, whole.reshape(-1).view(torch.uint8)[first * row_bytes : last * row_bytes])
 
 
-def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, Form]:
+def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, TensorForm]:
     """The tensors that make up a quantized weight in a file."""
-    forms = {weight + suffix: Form(stored.dtype, stored.shape) for suffix, stored in layer.stored_parameters().items()}
+    forms = {weight + suffix: stored.form for suffix, stored in layer.stored_parameters().items()}
     whole = layer.stored_whole()
-    return forms | {weight + suffix: Form(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}
+    return forms | {weight + suffix: TensorForm(values.dtype, tuple(values.shape)) for suffix, values in whole.items()}

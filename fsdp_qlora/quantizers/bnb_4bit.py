@@ -33,6 +33,7 @@ from fsdp_qlora.quantizers.bnb_4bit_format import (
     value_tables,
     write_state,
 )
+from fsdp_qlora.storage.safetensors_files import TensorForm
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
@@ -138,13 +139,13 @@ class Bnb4bitWeight(QuantizedWeight):
     # In files: bitsandbytes' own format, see bnb_4bit_format.py.
 
     def stored_parameters(self) -> dict[str, Stored]:
-        stored = {"": Stored("weight", torch.uint8, (-(-math.prod(self.shape) // 2), 1))}
+        stored = {"": Stored("weight", TensorForm(torch.uint8, (-(-math.prod(self.shape) // 2), 1)))}
         if not self.double_quant:
-            return stored | {".absmax": Stored("absmax", torch.float32, (self.num_blocks,))}
+            return stored | {".absmax": Stored("absmax", TensorForm(torch.float32, (self.num_blocks,)))}
         nested = -(-self.num_blocks // NESTED_BLOCKSIZE)
         return stored | {
-            ".absmax": Stored("absmax", torch.uint8, (self.num_blocks,)),
-            ".nested_absmax": Stored("nested_absmax", torch.float32, (nested,)),
+            ".absmax": Stored("absmax", TensorForm(torch.uint8, (self.num_blocks,))),
+            ".nested_absmax": Stored("nested_absmax", TensorForm(torch.float32, (nested,))),
         }
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

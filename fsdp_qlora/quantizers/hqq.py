@@ -20,6 +20,7 @@ from fsdp_qlora.quantizers.base import (
     Stored,
     write_bytes,
 )
+from fsdp_qlora.storage.safetensors_files import TensorForm
 
 # A GPU sums a group in another order when there are few groups at a time; their number is a multiple of this.
 _FEW_GROUPS = 256
@@ -74,8 +75,10 @@ class HqqWeight(QuantizedWeight):
     def stored_parameters(self) -> dict[str, Stored]:
         num_groups = self.scale_zero.shape[0]
         return {
-            "": Stored("weight", torch.uint8, (num_groups, self.format.group_size * self.format.n_bits // 8)),
-            ".scale_zero": Stored("scale_zero", torch.float16, (num_groups, 2)),
+            "": Stored(
+                "weight", TensorForm(torch.uint8, (num_groups, self.format.group_size * self.format.n_bits // 8))
+            ),
+            ".scale_zero": Stored("scale_zero", TensorForm(torch.float16, (num_groups, 2))),
         }
 
     def code_settings(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.quantizers.base import MatrixFormat, QuantizedLinear, QuantizedWeight, Stored, write_bytes
+from fsdp_qlora.storage.safetensors_files import TensorForm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ class Int8Weight(QuantizedWeight):
     def stored_parameters(self) -> dict[str, Stored]:
         row_bytes = self.weight.shape[1] * self.weight.element_size()
         return {
-            "": Stored("weight", torch.int8, (self.shape[0], row_bytes)),
-            ".row_scale": Stored("row_scale", torch.float32, (self.shape[0],)),
+            "": Stored("weight", TensorForm(torch.int8, (self.shape[0], row_bytes))),
+            ".row_scale": Stored("row_scale", TensorForm(torch.float32, (self.shape[0],))),
         }
 
     def code_settings(self) -> dict[str, Any]:

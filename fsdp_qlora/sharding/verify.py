@@ -108,8 +108,8 @@ def _has_stored_values(
 def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, weights: Weights) -> bool:
     """Whether a gathered layer consists of the bytes in the files."""
     for suffix, stored in layer.stored_parameters().items():
-        expected = weights.files.read_flat(weights.sources[weight + suffix], 0, stored.num_bytes)
-        if not torch.equal(layer.stored_bytes(stored)[: stored.num_bytes].cpu(), expected):
+        expected = weights.files.read_flat(weights.sources[weight + suffix], 0, stored.form.num_bytes)
+        if not torch.equal(layer.stored_bytes(stored)[: stored.form.num_bytes].cpu(), expected):
             return False
     return True
 

@@ -1,13 +1,16 @@
-"""Safetensors files whose tensors are known in advance and whose bytes come in parts, from several processes."""
+"""Safetensors files whose tensors are known in advance: their layout, and writing them without holding them."""
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from fsdp_qlora.storage.files import FileRecord, flush
 
 # The format's dtype names: github.com/huggingface/safetensors, README, "Format".
 DTYPES = {
@@ -20,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 _FILE_BYTES = 4 * 2**30  # what hubs and network disks like
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """Of a tensor in a file."""
 
     dtype: torch.dtype
@@ -29,6 +32,50 @@ class Form(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def layout(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """How a file of these tensors begins, one after the other, and where each tensor's bytes start in the file."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    starts, end = {}, 0
+    for name, form in forms.items():
+        starts[name], end = end, end + form.num_bytes
+        header[name] = {"dtype": DTYPE_NAMES[form.dtype], "shape": form.shape, "data_offsets": [starts[name], end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
+
+
+def write_tensors(
+    path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor], metadata: Mapping[str, str]
+) -> FileRecord:
+    """Write and flush a file, a tensor at a time.
+
+    Args:
+        forms: of the tensors, in the order of `values`.
+        values: on the CPU. All of them are taken even when the disk is full, since to make one may need all ranks.
+    Raises:
+        OSError: the file could not be written; `values` is used up.
+    """
+    header, _ = layout(forms, metadata)
+    digest = hashlib.sha256(header)
+    values = iter(values)
+    try:
+        with path.open("wb") as file:
+            file.write(header)
+            for tensor in values:
+                content = _bytes_of(tensor.contiguous())
+                digest.update(content)
+                file.write(content)
+        flush(path)
+    finally:
+        for _ in values:
+            pass
+    return FileRecord(len(header) + sum(form.num_bytes for form in forms.values()), digest.hexdigest())
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class _Place(NamedTuple):
@@ -44,7 +91,7 @@ class PackedFiles:
     One process calls `create`; then any process may `write` parts, and `sync` when it has written its last.
     """
 
-    def __init__(self, folder: Path, forms: Mapping[str, Form]) -> None:
+    def __init__(self, folder: Path, forms: Mapping[str, TensorForm]) -> None:
         self._descriptors: dict[Path, int] = {}
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
@@ -57,21 +104,10 @@ class PackedFiles:
 
     def _lay_out(self, path: Path, names: list[str]) -> None:
         # Wide types first: every tensor is then aligned, as safetensors itself does it.
-        names = sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for name in names:
-            form = self.forms[name]
-            end = offset + form.num_bytes
-            header[name] = {"dtype": DTYPE_NAMES[form.dtype], "shape": form.shape, "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(header).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
-        self._headers[path] = len(text).to_bytes(8, "little") + text
-        self._sizes[path] = 8 + len(text) + offset
-        for name in names:
-            start = header[name]["data_offsets"][0]  # type: ignore[index]
-            self._places[name] = _Place(path, 8 + len(text) + start)
+        forms = {name: self.forms[name] for name in sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)}
+        self._headers[path], starts = layout(forms, {"format": "pt"})
+        self._sizes[path] = len(self._headers[path]) + sum(form.num_bytes for form in forms.values())
+        self._places |= {name: _Place(path, start) for name, start in starts.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +133,7 @@ class PackedFiles:
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
         """Put the bytes of `values`, on the CPU, `start` bytes into the tensor `name`."""
-        buffer = memoryview(values.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        buffer = _bytes_of(values)
         path, position = self._places[name]
         position += start
         assert start + len(buffer) <= self.forms[name].num_bytes, name
@@ -125,7 +161,7 @@ class PackedFiles:
         return self._descriptors[path]
 
 
-def _by_file(forms: Mapping[str, Form]) -> Iterator[list[str]]:
+def _by_file(forms: Mapping[str, TensorForm]) -> Iterator[list[str]]:
     """The tensors in their order, in groups of at most _FILE_BYTES."""
     names: list[str] = []
     size = 0

@@ -15,6 +15,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import spike
 from fsdp_qlora.control import watchdog
 from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.storage import safetensors_files
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, adapter, ended, numbers, run, status, wait_for
 
@@ -30,7 +31,7 @@ def on(rank: int) -> bool:
 
 def fill_disk(folder: str, most: int) -> None:
     """Let the checkpoints' folder have room for `most` tensor files."""
-    original = checkpoint.write_tensors
+    original = safetensors_files.write_tensors
 
     def write_tensors(path: Path, *args: object) -> object:
         if len(list(Path(folder).glob("*/state_*.safetensors"))) >= most:
@@ -39,7 +40,7 @@ def fill_disk(folder: str, most: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return original(path, *args)  # type: ignore[arg-type]
 
-    checkpoint.write_tensors = write_tensors  # type: ignore[assignment]
+    safetensors_files.write_tensors = write_tensors  # type: ignore[assignment]
 
 
 def test_on_a_full_disk_the_oldest_checkpoint_makes_room(

@@ -15,6 +15,7 @@ from fsdp_qlora.control import stops
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.storage.files import write_hashed_json
+from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
 from fsdp_qlora.training import trainer
 from tests.tiny import on_ranks
 
@@ -87,9 +88,9 @@ def save_and_load(folder: Path, start: bool) -> int:
                 step(model, optimizer, index)
             result = torch.cat([parameter.full_tensor().flatten() for parameter in model.parameters()])  # type: ignore[attr-defined]
             if start and ranks.is_rank_0:
-                checkpoint.write_tensors(
+                write_tensors(
                     place / "result.safetensors",
-                    {"result": checkpoint.TensorForm(result.dtype, tuple(result.shape))},
+                    {"result": TensorForm(result.dtype, tuple(result.shape))},
                     [result.detach()],
                     {},
                 )
