@@ -21,7 +21,7 @@ from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
 from fsdp_qlora.storage.files import flush
-from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
+from fsdp_qlora.storage.safetensors_files import PackedFiles
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -153,10 +153,9 @@ def save_new_blocks(
     trained = [(name, parameter) for name, parameter in _state(model) if parameter.requires_grad]
     result = _LargeResult(output_dir, is_rank_0=is_rank_0)
     names = {part for name, parameter in trained for part in _names_in_checkpoints(model, name, parameter)}
-    forms = {
-        name: TensorForm(dtype if name in names else base.dtype(name), tuple(base.shape(name))) for name in base.files
-    }
+    forms = {name: base.form(name) for name in base.files}
     assert names <= forms.keys(), names - forms.keys()
+    forms |= {name: forms[name]._replace(dtype=dtype) for name in names}
     files = PackedFiles(result.staging, forms)
     result.write(files.create)
     for name in forms.keys() - names:

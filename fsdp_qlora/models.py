@@ -236,7 +236,7 @@ def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
         return found
     raise UserError(
         f"{model_name}: its config.json does not say which blocks were added ({NEW_BLOCKS}: {found}). Make the model "
-        "with python scripts/block_expansion.py --model_name M --output_dir D."
+        "with python -m fsdp_qlora expand M --out D."
     )
 
 

@@ -7,31 +7,24 @@ into config.json (models.NEW_BLOCKS).
 
 import logging
 import re
-import shutil
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import models
-from fsdp_qlora.commands.model_folder import new_folder
+from fsdp_qlora.commands.model_folder import check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quantizers.bnb_4bit_format import take_settings
 from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
-from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
-from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
-
-_COPY_BYTES = 64 * 2**20  # of a tensor, at a time
 
 
 class _Copy(NamedTuple):
@@ -49,8 +42,7 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     Raises:
         UserError: the model cannot be read or expanded, or `out` cannot be written.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--output_dir {out} is there already and not empty. Give another folder.")
+    check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True)
     config = models.load_config(folder, model_name)
     if take_settings(config, model_name):
@@ -64,16 +56,13 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     copies = _plan_copies(model, expanded, weight_files, origins, zeros)
     for index in {tuple(names): index for index, names in zeros.items()}.values():
         _check_identity(_meta_model(expanded_config), index, zeros[index])
-    with new_folder(out, "--output_dir") as partial:
-        _write(partial, weight_files, copies)
-        for path in {path for pattern in hub.SMALL_FILES for path in folder.glob(pattern)}:
-            if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, partial / path.name)
+    with new_model_folder(out, folder) as partial:
+        with new_weights(partial, {name: weight_files.form(copy.source) for name, copy in copies.items()}) as files:
+            sources = {name: copy.source for name, copy in copies.items() if not copy.zero}
+            for name, part, content in read_pieces(weight_files, sources, "Copying"):
+                files.write(name, part.start * content.element_size(), content)
         expanded_config.save_pretrained(partial)
-    size = sum(path.stat().st_size for path in out.iterdir())
-    log.info(
-        "Saved: %s (%s), %d blocks; new: %s", out, format_bytes(size), len(origins), ", ".join(map(str, added))
-    )  # fmt: skip
+    log.info("It has %d blocks; new: %s", len(origins), ", ".join(map(str, added)))
 
 
 def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
@@ -189,35 +178,6 @@ def _plan_copies(
     return copies
 
 
-def _write(folder: Path, weight_files: WeightFiles, copies: dict[str, _Copy]) -> None:
-    forms = {
-        name: TensorForm(weight_files.dtype(copy.source), tuple(weight_files.shape(copy.source)))
-        for name, copy in copies.items()
-    }
-    files = PackedFiles(folder, forms)
-    free = shutil.disk_usage(folder).free
-    if free < files.num_bytes:
-        raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
-    files.create()  # all zeros
-    jobs = [
-        (name, part) for name, copy in copies.items() if not copy.zero for part in _parts(weight_files, copy.source)
-    ]
-    with tqdm(total=files.num_bytes, unit="B", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        contents = read_ahead(weight_files, [part for _, part in jobs], max_bytes=2 * _COPY_BYTES)
-        for (name, part), content in zip(jobs, contents, strict=True):
-            files.write(name, part.start * content.element_size(), content)
-            bar.update(content.nbytes)
-    files.sync()
-    files.close()
-
-
-def _parts(weight_files: WeightFiles, source: str) -> Iterator[Part]:
-    count, size = weight_files.shape(source).numel(), _COPY_BYTES // weight_files.dtype(source).itemsize
-    for start in range(0, count, size):
-        yield Part(source, start, min(start + size, count))
-
-
-@torch.no_grad()
 def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
     """Try on random values that a block with these weights at zero gives what it is given.
 

@@ -1,25 +1,85 @@
-"""A model folder made from another model folder."""
+"""A model folder made from another one, a piece of a tensor in memory at a time."""
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterator
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+from tqdm import tqdm
+
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import staged_folder
+from fsdp_qlora.loading import hub
+from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
+from fsdp_qlora.storage.files import free_disk, staged_folder
+from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
+from fsdp_qlora.units import format_bytes
+
+log = logging.getLogger("fsdp_qlora")
+
+_PIECE_BYTES = 64 * 2**20  # of a tensor; whole blocks of any quantizer in any type
+
+
+def check_is_new(out: Path) -> None:
+    """Refuse a folder that holds something, before any work."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is there already and not empty. Give another folder.")
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, option: str) -> Iterator[Path]:
-    """A folder to fill, which becomes `out` (absent or empty) when the block has ended; else nothing of it is left.
+def new_model_folder(out: Path, source: Path, *, with_code: bool = False) -> Iterator[Path]:
+    """A folder with the small files of `source` but its config.json. When the block has ended it becomes `out`.
 
     Args:
-        option: the flag that gave `out`, for the message.
+        out: absent or empty. After a failure nothing is left of it.
+        with_code: Python files too.
     Raises:
         UserError: it cannot be written.
     """
     try:
         with staged_folder(out, out.with_name(f"{out.name}.{os.getpid()}.partial")) as partial:
+            patterns = [*hub.SMALL_FILES, *["*.py"] * with_code]
+            for path in {path for pattern in patterns for path in source.glob(pattern)}:
+                if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
+                    shutil.copyfile(path, partial / path.name)
             yield partial
     except OSError as error:
-        raise UserError(f"{option} {out} cannot be written ({error.strerror or error}).") from error
+        raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
+    log.info("Saved: %s (%s)", out, format_bytes(sum(path.stat().st_size for path in out.iterdir())))
+
+
+@contextlib.contextmanager
+def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> Iterator[PackedFiles]:
+    """The safetensors files of a new model folder, all zeros, to write into. Raises UserError where they do not fit."""
+    files, free = PackedFiles(folder, forms), free_disk(folder)
+    if free < files.num_bytes:
+        raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
+    files.create()
+    with contextlib.closing(files):
+        yield files
+
+
+def read_pieces(
+    weight_files: WeightFiles, sources: Mapping[str, str], title: str
+) -> Iterator[tuple[str, Part, torch.Tensor]]:
+    """Tensors in pieces of bounded size, read ahead, with a bar on a terminal.
+
+    Args:
+        sources: name of a new tensor -> name of the one in `weight_files` that it is made of.
+    """
+    jobs = [(name, part) for name, source in sources.items() for part in _pieces(weight_files, source)]
+    total = sum((part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=not sys.stderr.isatty()) as bar:
+        contents = read_ahead(weight_files, [part for _, part in jobs], max_bytes=2 * _PIECE_BYTES)
+        for (name, part), content in zip(jobs, contents, strict=True):
+            yield name, part, content
+            bar.update(content.nbytes)
+
+
+def _pieces(weight_files: WeightFiles, source: str) -> Iterator[Part]:
+    count, size = weight_files.shape(source).numel(), _PIECE_BYTES // weight_files.dtype(source).itemsize
+    for start in range(0, count, size):
+        yield Part(source, start, min(start + size, count))

@@ -22,7 +22,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.decoded import DecodedTensor, StoredFormat, find_decoded
 from fsdp_qlora.loading.hub import conversion_advice
 from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE, PACKED_SUFFIXES
-from fsdp_qlora.storage.safetensors_files import DTYPES
+from fsdp_qlora.storage.safetensors_files import DTYPES, TensorForm
 
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
 _SMALL_BYTES = 2**16  # below, malloc is better than pages of its own
@@ -146,6 +146,9 @@ class WeightFiles:
     def dtype(self, name: str) -> torch.dtype:
         name = self._joined[name].parts[0] if name in self._joined else name
         return self._decoded[name].dtype if name in self._decoded else self._entries[name].dtype
+
+    def form(self, name: str) -> TensorForm:
+        return TensorForm(self.dtype(name), tuple(self.shape(name)))
 
     def origins(self, name: str) -> dict[str, Path]:
         """The tensors in the files that make up the tensor `name`, and their files."""

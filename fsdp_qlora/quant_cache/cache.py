@@ -1,10 +1,10 @@
 """The quantized weights of a model, kept on disk: a later start reads a quarter of the bytes and quantizes nothing.
 
-An entry is a folder ROOT/KEY: the quantized layers' parameters as their `stored_parameters` says (4-bit ones are what
-bitsandbytes saves), whole, so that any number of ranks reads its shards from them, and checksums.json. What is not
-quantized is read from the model's own files. While an entry is written it is ROOT/KEY.writing, and its writer holds
-the lock ROOT/KEY.lock, which the system frees when the writer dies: what lies there without a holder is removed by the
-next start.
+An entry is a folder ROOT/KEY: the quantized layers' parameters as their `stored_parameters` says (4-bit ones as
+bitsandbytes saves them, see bnb_4bit_format.py), whole, so that any number of ranks reads its shards from them, and
+checksums.json. What is not quantized is read from the model's own files. While an entry is written it is
+ROOT/KEY.writing, and its writer holds the lock ROOT/KEY.lock, which the system frees when the writer dies: what lies
+there without a holder is removed by the next start.
 """
 
 import contextlib
@@ -20,16 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import Ranks, first_failure, gather_texts, shard_size
 from fsdp_qlora.loading.weight_files import Weights
-from fsdp_qlora.quant_cache.entries import (
-    CHECKSUMS,
-    FORMAT_VERSION,
-    CachedWeights,
-    DamagedEntry,
-    cache_key,
-    cache_root,
-    damaged,
-    device_kernels,
-)
+from fsdp_qlora.quant_cache.entries import FORMAT_VERSION, CachedWeights, DamagedEntry, cache_key, device_kernels
+from fsdp_qlora.quant_cache.folders import CHECKSUMS, cache_root, damaged
 from fsdp_qlora.quant_cache.writer import EntryWriter, Unavailable
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.units import format_bytes

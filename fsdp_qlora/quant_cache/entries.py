@@ -1,4 +1,4 @@
-"""Entries of the cache of quantized weights: where they are, whose they are, and reading them with their checksums."""
+"""Entries of the cache of quantized weights: whose they are, and reading them with their checksums."""
 
 import hashlib
 import json
@@ -11,12 +11,11 @@ import torch
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.quant_cache.folders import read_about
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.storage.files import cache_folder
 from fsdp_qlora.storage.fingerprint import file_identity
 
 FORMAT_VERSION = 2  # raise it when the layout, the key or the quantization changes
-CHECKSUMS = "checksums.json"
 _PAGE = 4096  # checksums are of whole pages
 _CHUNKS = 128  # at most so many checksums per tensor: a rank reads at most a chunk more at each end of its part
 # Of the files' content, where their names do not say what is in them: in all, but so many of each.
@@ -25,15 +24,6 @@ _SAMPLES, _MIN_SAMPLES = 256, 4
 
 class DamagedEntry(UserError):
     """An entry of the cache is not what was written."""
-
-
-def cache_root(option: str) -> Path | None:
-    """The cache's folder. option: off, a folder, or auto (see `cache_folder`)."""
-    if option == "off":
-        return None
-    if option != "auto":
-        return Path(option).expanduser()
-    return cache_folder() / "quantized"
 
 
 def cache_key(
@@ -120,19 +110,6 @@ class CachedWeights(WeightFiles):
         return content[start - begin : stop - begin]
 
 
-def read_about(folder: Path) -> dict[str, Any]:
-    """What the writer of an entry says of it. Raises ValueError where that has changed."""
-    about: dict[str, Any] = json.loads((folder / CHECKSUMS).read_text())
-    if about.pop("sha256") != own_hash(about):
-        raise ValueError(f"{folder / CHECKSUMS} has changed")
-    return about
-
-
-def own_hash(about: Mapping[str, Any]) -> str:
-    """The hash by which an entry's description, from which all else is checked, is itself checked."""
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
-
-
 def _check_headers(folder: Path, headers: Mapping[str, str]) -> None:
     for name, expected in headers.items():
         with (folder / name).open("rb") as file:
@@ -144,13 +121,3 @@ def _check_headers(folder: Path, headers: Mapping[str, str]) -> None:
 def chunk_bytes(num_bytes: int) -> int:
     """Bytes under one checksum in a tensor of `num_bytes`."""
     return max(1, -(-num_bytes // (_CHUNKS * _PAGE))) * _PAGE
-
-
-def last_used(folder: Path) -> float:
-    """When an entry was last written or read, in seconds since 1970."""
-    about = folder / CHECKSUMS
-    return (about if about.is_file() else folder).stat().st_mtime
-
-
-def damaged(target: Path) -> Path:
-    return target.with_name(f"{target.name}.damaged")

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import first_failure, shard_rank, shard_size
-from fsdp_qlora.quant_cache.entries import CHECKSUMS, chunk_bytes, damaged, own_hash
+from fsdp_qlora.quant_cache.entries import chunk_bytes
+from fsdp_qlora.quant_cache.folders import CHECKSUMS, damaged, own_hash, remove_leftovers, try_lock
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.storage.files import free_disk, publish_folder, write_hashed_json
 from fsdp_qlora.storage.safetensors_files import PackedFiles
@@ -42,13 +43,13 @@ class EntryWriter:
         """Make the files. Raises Unavailable on every rank when the leader cannot."""
         if self.leads:
             with self._collecting_failure():
-                self._lock = hold(self.target)
+                self._lock = try_lock(self.target)
                 if self._lock is None:
                     raise Unavailable("another run is writing it")
                 if (self.target / CHECKSUMS).exists():
                     raise Unavailable("another run has just written it")
                 shutil.rmtree(self.target, ignore_errors=True)
-                _remove_leftovers(self.target.parent)
+                remove_leftovers(self.target.parent)
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self._check_free_disk()
                 self.folder.mkdir()
@@ -146,23 +147,3 @@ class EntryWriter:
     def _stop_if_any_failed(self) -> None:
         if failure := first_failure(self._failure, torch.device(self.mesh.device_type), self.group):
             raise Unavailable(failure)
-
-
-def hold(target: Path) -> FileLock | None:
-    """The lock of an entry; None when another process has it."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(f"{target}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return None
-    return lock
-
-
-def _remove_leftovers(root: Path) -> None:
-    """Remove what runs were writing when they ended before its end."""
-    for folder in root.glob("*.writing"):
-        lock = hold(root / folder.stem)
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.release()

@@ -75,7 +75,6 @@ def test_new_blocks_are_spread_evenly_and_as_many_as_asked_for() -> None:
 def test_the_script_refuses_with_status_2(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main = runpy.run_path(str(ROOT / "scripts" / "block_expansion.py"))["main"]
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for options, says in (
@@ -83,7 +82,9 @@ def test_the_script_refuses_with_status_2(
         ({"output_dir": tmp_path / "new"}, "--expansion_rate 0.1 would add 0 blocks to the model's 2"),
     ):
         monkeypatch.setattr(sys, "argv", ["block_expansion.py", *flags(model_name=models(), **options)])
-        assert main() == 2 and says in capsys.readouterr().err
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(str(ROOT / "scripts" / "block_expansion.py"), run_name="__main__")
+        assert says in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

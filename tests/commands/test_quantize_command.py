@@ -1,6 +1,8 @@
-"""`python -m fsdp_qlora quantize`: what it saves against transformers' own, and the cache's list and prune."""
+"""`python -m fsdp_qlora quantize | cache`: what is saved against transformers' own; the cache listed and pruned."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +12,10 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.commands import quantize
+from fsdp_qlora.commands import model_folder
 from fsdp_qlora.storage import safetensors_files
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
+from tests.tiny import PROBE, ROOT, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
 UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
@@ -67,7 +69,7 @@ def test_the_saved_model_trains_as_the_weights_it_was_made_of(models: Models, tm
 def test_a_mixture_of_experts_is_saved_for_train_py_with_what_a_run_quantizes(
     family: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize, "_PIECE_BYTES", 8192)  # weights in several pieces
+    monkeypatch.setattr(model_folder, "_PIECE_BYTES", 8192)  # weights in several pieces
     source, out = models(family, **FAMILIES[family]), tmp_path / "model"
     caplog.set_level("INFO", "fsdp_qlora")
     assert main(["quantize", str(source), "--out", str(out)]) == 0
@@ -95,7 +97,8 @@ def test_bad_input_is_said_and_leaves_nothing(
         ("quantize",): "Give MODEL and --out DIR",
         ("quantize", str(models()), "--out", str(tmp_path / "full")): "full is there already and not empty",
         ("quantize", "./absent", "--out", str(tmp_path / "out")): "there is no such folder",
-        ("quantize", "--prune", "absent", "--quant_cache", str(tmp_path / "cache")): "has no entry absent",
+        ("expand", str(models()), "--out", str(tmp_path / "out")): "would add 0 blocks to the model's 2",
+        ("cache", "--prune", "absent", "--quant_cache", str(tmp_path / "cache")): "has no entry absent",
     }.items():
         assert main(list(argv)) == 2
         assert words in capsys.readouterr().err
@@ -115,15 +118,27 @@ def test_the_cache_is_listed_with_its_sizes_and_pruned(
 
     def listed() -> dict[str, dict]:
         capsys.readouterr()
-        assert main(["quantize", "--list", "--json", "--quant_cache", str(cache)]) == 0
+        assert main(["cache", "--json", "--quant_cache", str(cache)]) == 0
         return {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)["entries"]}
 
     about = listed()[key]
     assert about["bytes"] == size and about["quantizer"] == "nf4, double quantization"
     assert about["model"] == str(models()) and about["state"] == "complete"
-    assert main(["quantize", "--list", "--quant_cache", str(cache)]) == 0
+    assert main(["cache", "--list", "--quant_cache", str(cache)]) == 0
     assert key in (printed := capsys.readouterr().out) and str(models()) in printed
-    with FileLock(cache / "alive.lock"):
+    with FileLock(cache / "alive.lock"):  # by the name that the command had
         assert main(["quantize", "--prune", "all", "--quant_cache", str(cache)]) == 0
-    assert "alive is being written by a run" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "alive is being written by a run" in printed.out and "python -m fsdp_qlora cache" in printed.err
     assert list(listed()) == ["alive"] and not (cache / key).exists()
+
+
+@pytest.mark.parametrize("argv", [["quantize", "--help"], ["expand", "--help"], ["cache", "--list"]])
+def test_help_and_the_cache_are_shown_without_importing_torch(argv: list[str]) -> None:
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('imported:', {'torch', 'transformers'} & set(sys.modules)))\n"
+        f"from fsdp_qlora.__main__ import main\nsys.exit(main({argv}))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0 and result.stdout.endswith("imported: set()\n"), result.stdout + result.stderr

@@ -1,0 +1,66 @@
+"""The cache of quantized weights: what it holds, and making room."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.quant_cache.folders import last_used, read_about, try_lock
+from fsdp_qlora.units import format_bytes
+
+
+def list_entries(root: Path) -> list[dict[str, Any]]:
+    """What the cache holds, last used first."""
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    entries = []
+    for folder in folders:
+        about: dict[str, Any] = {}
+        state = folder.suffix.removeprefix(".") or "complete"
+        if state == "complete":
+            try:
+                about = read_about(folder)
+            except (OSError, ValueError, KeyError):
+                state = "damaged"
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        described = {name: about.get(name, "") for name in ("quantizer", "model", "created")}
+        entries.append({"key": folder.stem, "state": state, "bytes": size, "used": last_used(folder), **described})
+    return sorted(entries, key=lambda entry: -entry["used"])
+
+
+def show_entries(root: Path, *, as_json: bool) -> None:
+    entries = list_entries(root)
+    if as_json:
+        print(json.dumps({"folder": str(root), "entries": entries}, indent=2))
+        return
+    for entry in entries:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used"]))
+        about = entry["model"] if entry["state"] == "complete" else entry["state"]
+        print(f"{entry['key']}  {format_bytes(entry['bytes']):>11}  used {used}  {entry['quantizer']}  {about}")
+    print(f"{root}: {len(entries)} entries, {format_bytes(sum(entry['bytes'] for entry in entries))}")
+
+
+def prune(root: Path, keys: list[str]) -> None:
+    """Remove entries, and what is left of broken ones; not what a run is writing.
+
+    Raises:
+        UserError: a key is not in the cache.
+    """
+    present = {entry["key"] for entry in list_entries(root)}
+    chosen = present if keys == ["all"] else set(keys)
+    if unknown := chosen - present:
+        raise UserError(f"The cache {root} has no entry {', '.join(sorted(unknown))}. See: python -m fsdp_qlora cache")
+    freed = 0
+    for key in sorted(chosen):
+        lock = try_lock(root / key)
+        if lock is None:
+            print(f"{key} is being written by a run: left.")
+            continue
+        for folder in [root / key, *root.glob(f"{key}.*")]:
+            if folder.is_dir():
+                freed += sum(path.stat().st_size for path in folder.iterdir())
+                shutil.rmtree(folder)
+        (root / f"{key}.lock").unlink(missing_ok=True)
+        lock.release()
+    print(f"Freed {format_bytes(freed)}.")
