@@ -1,0 +1,34 @@
+"""Files and folders that are staged: whole or not there, whatever was there before."""
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora.storage.files import staged_file, staged_folder
+
+
+def test_a_staged_file_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(OSError, match="full"), staged_file(path) as partial:
+        partial.write_text("half")
+        assert path.read_text() == "old"
+        raise OSError("full")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    with staged_file(path) as partial:
+        partial.write_text("new")
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_staged_folder_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
+    target, staging = tmp_path / "target", tmp_path / "staging"
+    staging.mkdir()
+    (staging / "of_a_killed_writer").touch()
+    with pytest.raises(KeyboardInterrupt), staged_folder(target, staging) as folder:
+        (folder / "file").touch()
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+    with staged_folder(target, staging) as folder:
+        (folder / "file").touch()
+        assert not target.exists()
+    assert [path.name for path in tmp_path.rglob("*")] == ["target", "file"]
