@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment if need be, then runs lint, types and tests. All of them run; the exit status is
+# Makes the environment if need be, then runs lint, format, types and tests. All of them run; the exit status is
 # non-zero if one failed. Arguments go to pytest:
 #
 #     bash scripts/test.sh -k sampler
@@ -20,6 +20,7 @@ check() {
 }
 
 check lint ruff check .
+check format ruff format --check .
 check types mypy
 check tests python -m pytest "$@"
 
@@ -27,4 +28,4 @@ if ((${#failed[@]})); then
     printf '\nFAILED: %s\n' "${failed[*]}"
     exit 1
 fi
-printf '\nAll passed: lint, types, tests.\n'
+printf '\nAll passed: lint, format, types, tests.\n'
