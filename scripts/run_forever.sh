@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a command again until its run is finished, for boxes that are pre-empted or reboot. The run goes on from its
+# Starts a command again until its run is finished, for boxes that are preempted or reboot. The run goes on from its
 # newest checkpoint; what would only fail again is not started again.
 #
 #     bash scripts/run_forever.sh OUTPUT_DIR COMMAND...
