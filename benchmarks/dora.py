@@ -27,7 +27,7 @@ import peft
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.common import describe_machine, write_results
 from fsdp_qlora import distributed
@@ -60,6 +60,7 @@ def quantized_linear(linear: nn.Linear, mesh: DeviceMesh) -> Bnb4bitLinear:
         setattr(layer, name, nn.Parameter(sharded, requires_grad=False))
     layer.load_shard(linear.weight.detach().flatten(), mesh)
     for name, parameter in list(layer.named_parameters()):
+        assert isinstance(parameter.data, DTensor)
         setattr(layer, name, nn.Parameter(parameter.data.to_local(), requires_grad=False))
     return layer
 

@@ -185,7 +185,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def expected_bytes(account: dict[str, Tensors], *, offload: bool) -> dict[str, int]:
+def expected_bytes(account: dict[str, Tensors], *, offload: bool) -> dict[str, float]:
     """What must lie on the device between steps, by category. Offload leaves only the adapters there."""
     here = {name: tensors.largest_shard for name, tensors in account.items() if name == "trainable" or not offload}
     return {**here, "optimizer state": account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"]}

@@ -76,7 +76,7 @@ def peft_config(
     rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
     return LoraConfig(
         r=rank_ratio * options.rank,
-        lora_alpha=alpha_ratio * options.alpha,  # type: ignore[arg-type]
+        lora_alpha=alpha_ratio * options.alpha,
         # Only training knows dropout, and PEFT refuses it beside parameters.
         lora_dropout=0.0 if target_parameters else options.dropout,
         target_modules=sorted(leaves) if len(named) == len(targets) else list(targets),

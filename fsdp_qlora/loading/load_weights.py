@@ -239,7 +239,7 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
     for source in files.files:
         name, pattern = source, None
         if name not in expected:
-            name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)  # type: ignore[arg-type]
+            name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, names)
         if name in expected and pattern is not None:
             tensor = MergedTensor(name, expected[name] or torch.Size(), converters)
             match.merged.setdefault(name, tensor).add(source, pattern)

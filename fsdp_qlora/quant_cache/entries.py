@@ -104,7 +104,7 @@ class CachedWeights(WeightFiles):
         except UserError as error:
             raise DamagedEntry(str(error)) from error
         for chunk, part in enumerate(content.split(size), first):
-            if zlib.crc32(part.numpy()) != expected[chunk]:  # type: ignore[arg-type]
+            if zlib.crc32(part.numpy()) != expected[chunk]:
                 at = chunk * size
                 raise DamagedEntry(f"{self._own[name]}: bytes {at} to {at + len(part)} of {name} have changed")
         return content[start - begin : stop - begin]
