@@ -42,7 +42,7 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.loading.weight_files import WeightFiles
 
 MAX_RATIO = 1.05
-# Adam amplifies the order of fp32 sums over the steps; tests/parity/test_training.py allows the same.
+# Adam amplifies the order of fp32 sums over the steps; tests/splits/test_splits.py allows the same.
 LOSS_TOLERANCE = 1e-4
 SEED, LR, LORA_RANK = 0, 1e-3, 16
 # On the CPU, where there is a GPU as well: the fixed cost of a step is the same code.

@@ -169,28 +169,6 @@ def test_new_blocks_train_as_in_plain_torch_and_transformers_loads_the_result(
             assert torch.allclose(after[name], parameter, atol=1e-4)
 
 
-@pytest.mark.parametrize("train_type", ["bnb_llama_pro", "hqq_llama_pro"])
-def test_the_losses_of_new_blocks_do_not_depend_on_the_split(
-    train_type: str, expanded: Callable[..., Path], tmp_path: Path
-) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(10))
-    folder, runs = expanded(), []
-    for ranks, micro_batches in [(1, 4), (2, 2), (4, 1)]:
-        output = tmp_path / f"{ranks}x{micro_batches}"
-        train_ok(
-            ranks,
-            output,
-            train_type=train_type,
-            model_name=folder,
-            dataset=data,
-            gradient_accumulation_steps=micro_batches,
-            **{**OPTIONS, "batch_size": 1},
-        )
-        runs.append(torch.tensor([read_metrics(output), read_metrics(output, "grad_norm")], dtype=torch.float64))
-    for other in runs[1:]:
-        assert other.shape == (2, 3) and torch.allclose(other, runs[0], rtol=1e-5, atol=0)
-
-
 def test_new_blocks_with_experts_and_offload_are_saved_under_their_published_names(
     expanded: Callable[..., Path], tmp_path: Path
 ) -> None:

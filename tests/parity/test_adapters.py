@@ -1,4 +1,4 @@
-"""Adapter kinds, their variants and first values, against PEFT's own and against each other's splits."""
+"""Adapter kinds, their variants and first values, against PEFT's own."""
 
 import copy
 import functools
@@ -137,27 +137,6 @@ def test_dora_equals_pefts_on_the_decoded_base_and_peft_loads_it(
     assert (logits_of(load_adapter(base, tmp_path / "out")) - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("train_type", ["bnb_dora", "hqq_dora", "dora"])
-def test_dora_does_not_depend_on_the_split_over_ranks_and_micro_batches(
-    train_type: str, models: Models, tmp_path: Path
-) -> None:
-    # 60 columns: rows end within blocks of 64 weights, and shards within rows.
-    folder = models("llama", intermediate_size=100, hidden_size=60, head_dim=10, num_attention_heads=6)
-    runs = {}
-    for ranks, micro_batches in [(1, 4), (2, 2), (4, 1)]:
-        train_ok(
-            ranks,
-            tmp_path / f"{ranks}",
-            model_name=folder,
-            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(10)),
-            train_type=train_type,
-            gradient_accumulation_steps=micro_batches,
-            **{**RUN, "lr": 1e-3},
-        )
-        runs[ranks] = read_metrics(tmp_path / f"{ranks}") + read_metrics(tmp_path / f"{ranks}", "grad_norm")
-    assert runs[2] == pytest.approx(runs[1], rel=1e-5) and runs[4] == pytest.approx(runs[1], rel=1e-5)
-
-
 # --- first values --------------------------------------------------------------------------------------
 
 
@@ -257,25 +236,6 @@ def test_the_quick_pissa_leaves_hardly_more_and_is_always_the_same() -> None:
     torch.manual_seed(1)
     assert torch.equal(torch.rand(1), following)  # the run's own random numbers are left alone
     assert torch.equal(pissa_niter(weight, 8, 2.0, iterations=16, seed=3)[0], lora_A)
-
-
-def test_pissa_does_not_depend_on_the_split_and_its_weights_are_not_cached(models: Models, tmp_path: Path) -> None:
-    runs = []
-    for ranks in (1, 4):
-        output = train_ok(
-            ranks,
-            tmp_path / f"{ranks}",
-            model_name=models("llama", intermediate_size=100, hidden_size=60, head_dim=10, num_attention_heads=6),
-            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(8)),
-            init_lora_weights="pissa_niter_4",
-            quant_cache="auto",
-            batch_size=4 // ranks,
-            lora_rank=4,
-            **{**RUN, "lr": 1e-3},
-        )
-        assert "not kept for the next start" in output
-        runs.append(read_metrics(tmp_path / f"{ranks}") + read_metrics(tmp_path / f"{ranks}", "grad_norm"))
-    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
 
 
 # --- variants ------------------------------------------------------------------------------------------

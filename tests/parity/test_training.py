@@ -17,34 +17,6 @@ Models = Callable[..., Path]
 FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
 
 
-@pytest.mark.parametrize("train_type", ["qlora", "lora", "full"])
-def test_loss_does_not_depend_on_the_split_over_ranks_and_micro_batches(
-    train_type: str, models: Models, tmp_path: Path
-) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(18))  # four steps of 4 rows, and one of 2
-    runs = {}
-    for ranks, micro_batches in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]:
-        output = tmp_path / f"{ranks}x{micro_batches}"
-        train_ok(
-            ranks,
-            output,
-            model_name=models(),
-            dataset=data,
-            train_type=train_type,
-            batch_size=4 // (ranks * micro_batches),
-            gradient_accumulation_steps=micro_batches,
-            precision="fp32",
-            lr=1e-3,
-        )
-        runs[ranks, micro_batches] = torch.tensor(
-            [read_metrics(output), read_metrics(output, "grad_norm")], dtype=torch.float64
-        )
-    first = runs.pop((1, 1))
-    assert first.shape == (2, 5) and first.isfinite().all()
-    for split, losses_and_norms in runs.items():
-        assert torch.allclose(losses_and_norms, first, rtol=1e-5, atol=0), (split, losses_and_norms - first)
-
-
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_qlora_equals_transformers_peft_and_bitsandbytes(model_type: str, models: Models, tmp_path: Path) -> None:
     folder, rows = models(model_type), make_rows(4, seed=3)
@@ -177,22 +149,6 @@ def test_dropout_is_the_same_in_every_run_and_changes_the_losses(models: Models,
     adapter = "adapter_model.safetensors"
     assert (tmp_path / "a" / adapter).read_bytes() == (tmp_path / "b" / adapter).read_bytes()
     assert read_metrics(tmp_path / "a")[1:] != pytest.approx(read_metrics(tmp_path / "none")[1:], rel=1e-4)
-
-
-@pytest.mark.parametrize("train_type", ["qlora", "full"])
-def test_shapes_that_do_not_divide_by_the_ranks_train_the_same(train_type: str, models: Models, tmp_path: Path) -> None:
-    common = {
-        "model_name": models("llama", intermediate_size=100, hidden_size=60, head_dim=10, num_attention_heads=6),
-        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12)),
-        "train_type": train_type,
-        "lora_rank": 16 if train_type == "full" else 4,
-        "precision": "fp32",
-        "lr": 1e-2,
-    }
-    train_ok(1, tmp_path / "one", batch_size=3, **common)
-    train_ok(3, tmp_path / "three", batch_size=1, **common)
-    assert read_metrics(tmp_path / "three") == pytest.approx(read_metrics(tmp_path / "one"), rel=1e-5)
-    assert len(set(read_metrics(tmp_path / "one"))) == 4
 
 
 def test_a_non_finite_loss_stops_every_rank_and_names_step_and_samples(models: Models, tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""The same rows give the same losses, however they are split over ranks and micro-batches: for every train type."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_qlora.commands.expand import expand_model
+from fsdp_qlora.train_types import TRAIN_TYPES
+from tests.tiny import make_rows, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+ROWS_PER_STEP, NUM_ROWS = 12, 30  # two whole steps, and one of 6 rows
+# Ranks and micro-batches per rank. Of one row each: what int8 makes of a token depends on the padding beside it.
+SPLITS = [(1, 12), (2, 6), (3, 4)]
+# 60 columns: rows end within blocks of 64 weights, shards within rows, and nothing divides by 3 ranks' shares.
+UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
+
+# Every row of TRAIN_TYPES once, by its first name.
+CASES: dict[str, dict[str, Any]] = {
+    name: {"train_type": name} for name in dict(reversed([(row, name) for name, row in TRAIN_TYPES.items()])).values()
+}
+CASES["int8_lora"]["int8_threshold"] = 2.5  # below which there are outliers
+CASES["pissa"] = {"train_type": "qlora", "init_lora_weights": "pissa_niter_4", "lora_rank": 4, "quant_cache": "auto"}
+
+
+@pytest.fixture(scope="module")
+def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[float]]:
+    folder = tmp_path_factory.mktemp("splits")
+    data = write_rows(folder / "rows.jsonl", make_rows(NUM_ROWS))
+    plain, expanded = models("llama", **UNEVEN), folder / "expanded"
+    expand_model(str(plain), expanded, expansion_rate=0.5)
+
+    def losses_and_norms(case: str, ranks: int, micro_batches: int) -> list[float]:
+        options = CASES[case]
+        output = folder / f"{case}_{ranks}x{micro_batches}"
+        said = train_ok(
+            ranks,
+            output,
+            model_name=expanded if TRAIN_TYPES[options["train_type"]].trains_new_blocks else plain,
+            dataset=data,
+            batch_size=ROWS_PER_STEP // (ranks * micro_batches),
+            gradient_accumulation_steps=micro_batches,
+            precision="fp32",
+            lr=1e-3,
+            **options,
+        )
+        # Weights that an adapter's first values were taken from are no one else's.
+        assert ("not kept for the next start" in said) == ("init_lora_weights" in options)
+        return read_metrics(output) + read_metrics(output, "grad_norm")
+
+    return losses_and_norms
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable[..., list[float]]) -> None:
+    first, *others = [train(case, *split) for split in SPLITS]
+    assert len(set(first)) == 6
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qlora", "lora", "full"])
+def test_losses_do_not_depend_on_the_size_of_micro_batches(case: str, train: Callable[..., list[float]]) -> None:
+    first, *others = [train(case, *split) for split in [(1, 1), (1, 2), (2, 1), (4, 3)]]
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-5)
