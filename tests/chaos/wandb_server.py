@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -14,6 +15,7 @@ class Run:
     def __init__(self) -> None:
         self.lines: dict[str, list[str]] = {}
         self.config: dict[str, Any] = {}
+        self.names: list[str | None] = []
         self.exit_code: int | None = None
         self.num_starts = 0
 
@@ -44,7 +46,10 @@ class Run:
 
 
 class WandbServer:
-    """Answers wandb on a port of its own. With another `status` than 200 that is every answer, and nothing is taken."""
+    """Answers wandb on a port of its own.
+
+    With another `status` than 200 that is every answer, and nothing is taken; with 0 there is none until it changes.
+    """
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
@@ -71,8 +76,12 @@ class WandbServer:
         class Handler(BaseHTTPRequestHandler):
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                server.num_requests += 1
+                if server.status == 0:
+                    while server.status == 0:
+                        time.sleep(0.05)
+                    return
                 with server._lock:
-                    server.num_requests += 1
                     status, content = server.status, {}
                     if status == 200:
                         try:
@@ -130,6 +139,7 @@ class WandbServer:
         run = self.runs.setdefault(values["name"], Run())
         if values.get("displayName"):  # not given where a running run updates its config
             run.num_starts += 1
+            run.names = [values.get(name) for name in ("entity", "project", "groupName", "displayName")]
         if values.get("config"):
             run.config = json.loads(values["config"])
         bucket = {**self._about(values["name"]), "project": PROJECT}

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from fsdp_qlora.config.cli import parse_train_config
-from tests.tiny import flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
+from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 NUM_ROWS, RANK, BLOCK = 18, 4, 64
@@ -170,21 +169,13 @@ def test_profile_leaves_a_trace_per_rank_which_shows_the_recomputation(run: tupl
 # --- a run that keeps nothing but its record -----------------------------------------------------------
 
 
-def train_with_environment(argv: list[str], environment: dict[str, str]) -> int:
-    import train
-
-    os.environ |= environment
-    return train.main(argv)
-
-
 @pytest.fixture(scope="module")
 def unsaved_run(run_yaml: Path) -> tuple[Path, str]:
     output_dir = run_yaml.parent / "unsaved"
-    argv = flags(
+    output = train_ok(
+        1,
+        output_dir,
         config=run_yaml,
-        output_dir=output_dir,
-        log_to="wandb",
-        project_name="a_project",
         max_steps=2,
         save_model=False,
         use_gradient_checkpointing=False,
@@ -192,17 +183,13 @@ def unsaved_run(run_yaml: Path) -> tuple[Path, str]:
         profiling_output=run_yaml.parent / "unsaved_profiles",
         **PROFILE_STEP_2,
     )
-    environment = {"WANDB_MODE": "offline", "HOME": str(run_yaml.parent)}
-    statuses, output = on_ranks(1, train_with_environment, (argv, environment), run_yaml.parent / "unsaved_logs")
-    assert statuses == [0], output
     return output_dir, output
 
 
 def test_save_model_false_leaves_only_the_record_of_the_run(unsaved_run: tuple[Path, str]) -> None:
     output_dir, output = unsaved_run
-    assert sorted(path.name for path in output_dir.iterdir()) == [
-        *("config.yaml", "metrics.jsonl", "run.json", "status.json", "wandb"),
-    ]
+    left = ["config.yaml", "metrics.jsonl", "run.json", "status.json"]
+    assert sorted(path.name for path in output_dir.iterdir()) == left
     assert len(read_metrics(output_dir)) == 2
     assert "Nothing saved, metrics only" in output
 
@@ -212,11 +199,3 @@ def test_without_gradient_checkpointing_nothing_is_computed_twice(
 ) -> None:
     (trace,) = (run_yaml.parent / "unsaved_profiles").iterdir()
     assert count_matmuls(trace) == 2 * 14
-
-
-def test_log_to_wandb_leaves_an_offline_run_that_can_be_synced(unsaved_run: tuple[Path, str]) -> None:
-    output_dir, output = unsaved_run
-    (folder,) = (output_dir / "wandb").glob("offline-run-*")
-    (file,) = folder.glob("run-*.wandb")
-    assert b"a_project" in file.read_bytes()
-    assert f"wandb sync {folder}" in line_with("wandb: offline", output)
