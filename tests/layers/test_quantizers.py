@@ -3,33 +3,25 @@
 import functools
 import importlib
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdp_qlora.quantizers.base import QuantizedLinear, QuantizedWeight
 from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.sharding.verify import count_bytes
-from tests.tiny import on_ranks
+from tests.layers.shards import SHAPES, relative_error, shards, weight_of
 
 HQQ = {f"hqq{n_bits}": ("hqq", {"n_bits": n_bits, "group_size": 64}) for n_bits in (8, 4, 3, 2)}
 INT8 = {"int8": ("int8", {"int8_threshold": 6.0}), "int8 without outliers": ("int8", {"int8_threshold": 0.0})}
 NEW: dict[str, tuple[str, dict[str, Any]]] = {**HQQ, "hqq group 32": ("hqq", {"n_bits": 3, "group_size": 32}), **INT8}
 NF4 = {"nf4": ("bnb_4bit", {"quant_type": "nf4", "double_quant": True})}
-# Rows that ranks cannot share equally; weights that do not fill groups, nor the ranks with groups; odd rows.
-SHAPES = [(128, 64), (7, 64), (5, 52), (3, 33), (300, 130), (1, 16)]
 # The memory of a base's weight, in bytes per parameter.
 LIMITS = {"nf4": 0.52, "hqq8": 1.07, "hqq4": 0.57, "hqq3": 0.45, "hqq2": 0.32, "int8": 1.01}
-
-
-def _weight(shape: tuple[int, ...]) -> torch.Tensor:
-    return 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]))
 
 
 def _layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None = None) -> QuantizedLinear:
@@ -40,30 +32,8 @@ def _layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Te
     return QUANTIZERS[quantizer].linear(linear, compute_dtype=dtype, **options)
 
 
-def _save_shards(folder: Path) -> int:
-    """Quantize every shape in every way over the ranks, as a run does; save the parts, and what they decode to."""
-    from torch.distributed.fsdp import fully_shard
-
-    from fsdp_qlora.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
-
-    ranks = read_ranks()
-    start_process_group(ranks)
-    mesh = build_mesh(ranks, sharding_strategy="full_shard")
-    for kind, shape in itertools.product(NEW, SHAPES):
-        saved = {}
-        for dtype in (torch.bfloat16, torch.float32):
-            layer = _layer(kind, shape, dtype)
-            fully_shard(layer, mesh=mesh)
-            layer.to_empty(device="cpu")
-            start, stop = layer.shard_range(mesh)
-            layer.load_shard(_weight(shape).flatten()[start:stop], mesh)
-            for name, parameter in layer.named_parameters():
-                saved[f"{name} {dtype}"] = parameter.to_local().view(-1).view(torch.uint8).clone()
-            layer.unshard()
-            saved[f"decoded {dtype}"] = layer.dequantize().clone()
-        save_file(saved, folder / f"{kind} {shape} {ranks.rank}.safetensors")
-    stop_process_group()
-    return 0
+def _make(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[QuantizedLinear, torch.Tensor]:
+    return _layer(kind, shape, dtype), weight_of(shape)
 
 
 def _reference(kind: str, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch | None = None) -> torch.Tensor:
@@ -99,40 +69,26 @@ def _reference(kind: str, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch 
     return layer.dequantize().flatten()[: weight.numel()].view(weight.shape)
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    def make(world_size: int) -> Path:
-        folder = tmp_path_factory.mktemp(f"ranks{world_size}")
-        statuses, output = on_ranks(world_size, _save_shards, (folder,), folder / "logs")
-        assert statuses == [0] * world_size, output
-        return folder
-
-    return make
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_shards_are_the_same_bytes_on_any_number_of_ranks_and_the_librarys_own_values(
-    world_size: int, shards: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = shards(world_size)
-    for kind, shape in itertools.product(NEW, SHAPES):
-        parts = [load_file(folder / f"{kind} {shape} {rank}.safetensors") for rank in range(world_size)]
-        expected = _reference(kind, _weight(shape), monkeypatch)
-        assert (expected - _weight(shape)).abs().max() < 0.15  # it is that weight
-        for dtype in (torch.float32, torch.bfloat16):
-            whole = _layer(kind, shape, dtype)
-            decoded = whole.quantize_whole(_weight(shape))
-            assert torch.equal(decoded, expected.to(dtype))
-            assert all(torch.equal(part[f"decoded {dtype}"], decoded) for part in parts), (kind, shape)
-            for name, parameter in whole.named_parameters():
-                joined = torch.cat([part[f"{name} {dtype}"] for part in parts])
-                assert len(joined) == parameter.numel() * dtype.itemsize  # nothing is held twice
+    keys = list(itertools.product(NEW, SHAPES, (torch.float32, torch.bfloat16)))
+    for (kind, shape, dtype), parts in zip(keys, shards(world_size, _make, keys, tmp_path), strict=True):
+        expected = _reference(kind, weight_of(shape), monkeypatch)
+        assert (expected - weight_of(shape)).abs().max() < 0.15  # it is that weight
+        whole = _layer(kind, shape, dtype)
+        decoded = whole.quantize_whole(weight_of(shape))
+        assert torch.equal(decoded, expected.to(dtype))
+        assert all(torch.equal(part["decoded"], decoded) for part in parts), (kind, shape)
+        for name, parameter in whole.named_parameters():  # nothing is held twice
+            assert sum(len(part[name]) for part in parts) == parameter.numel() * dtype.itemsize
 
 
 @pytest.mark.parametrize("kind", HQQ)
 def test_hqq_without_the_early_stop_is_as_exact_as_with_it(kind: str) -> None:
     for shape in ((300, 130), (128, 64)):
-        weight = _weight(shape)
+        weight = weight_of(shape)
         ours = _layer(kind, shape, torch.float32).quantize_whole(weight)
         theirs = _reference(kind, weight)
         assert (ours - weight).abs().mean() < 1.01 * (theirs - weight).abs().mean()
@@ -147,10 +103,10 @@ def _fill(layer: QuantizedWeight, weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("kind", [*HQQ, "int8 without outliers"])
 @pytest.mark.parametrize("shape", [(96, 128), (50, 33)])
-def test_the_gradient_is_that_of_the_decoded_weight(kind: str, shape: tuple[int, int]) -> None:
+def test_the_gradient_is_that_of_the_decodedweight_of(kind: str, shape: tuple[int, int]) -> None:
     bias = torch.randn(shape[0])
     layer = _layer(kind, shape, torch.float32, bias)
-    _fill(layer, _weight(shape))
+    _fill(layer, weight_of(shape))
     x = torch.randn(2, 9, shape[1], requires_grad=True)
     grad_y = torch.randn(2, 9, shape[0])
     y = layer(x)
@@ -161,8 +117,8 @@ def test_the_gradient_is_that_of_the_decoded_weight(kind: str, shape: tuple[int,
     y64.backward(grad_y.double())
     assert x.grad is not None and x64.grad is not None
     # int8 rounds its input to 127 steps either side, which its gradient passes over: only that is exact there.
-    assert _relative_error(y, y64) < (1e-2 if kind.startswith("int8") else 1e-6)
-    assert _relative_error(x.grad, x64.grad) < 1e-6
+    assert relative_error(y, y64) < (1e-2 if kind.startswith("int8") else 1e-6)
+    assert relative_error(x.grad, x64.grad) < 1e-6
 
 
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
@@ -172,20 +128,20 @@ def test_int8_gives_each_token_what_bitsandbytes_gives_it_alone(threshold: float
     layer = quantizer(nn.Linear(128, 96, device="meta"), int8_threshold=threshold, compute_dtype=torch.float32)
     bias = torch.randn(96)
     layer.bias = nn.Parameter(bias.clone(), requires_grad=False)
-    _fill(layer, _weight(shape))
+    _fill(layer, weight_of(shape))
     theirs = bnb.nn.Linear8bitLt(128, 96, has_fp16_weights=False, threshold=threshold)
-    theirs.weight = bnb.nn.Int8Params(_weight(shape), requires_grad=False, has_fp16_weights=False)
+    theirs.weight = bnb.nn.Int8Params(weight_of(shape), requires_grad=False, has_fp16_weights=False)
     theirs.bias = nn.Parameter(bias.clone())
     theirs.to("cpu").eval()  # its training mode does not round activations on the CPU
     x = torch.randn(10, 128)
     x[3, 5], x[3, 7], x[8, 5] = 40.0, -9.0, 7.0
     alone = torch.cat([theirs(token) for token in x.split(1)])
-    assert _relative_error(layer(x), alone.double()) < 1e-6
+    assert relative_error(layer(x), alone.double()) < 1e-6
     together = theirs(x)
     # Together it takes columns 5 and 7 in full for every token: the same where none is an outlier.
-    assert (_relative_error(together, alone.double()) < 1e-6) == (threshold == 0)
+    assert (relative_error(together, alone.double()) < 1e-6) == (threshold == 0)
     exact = nn.functional.linear(x.double(), layer.dequantize().double(), bias.double())
-    assert _relative_error(layer(x), exact) < (0.01 if threshold else 0.1)
+    assert relative_error(layer(x), exact) < (0.01 if threshold else 0.1)
 
 
 @pytest.mark.parametrize("kind", [*LIMITS])
@@ -209,9 +165,9 @@ def test_hqq_experts_multiply_as_decoded(transposed: bool) -> None:
     experts = QUANTIZERS["hqq"].experts(
         parameter, transposed=transposed, n_bits=4, group_size=64, compute_dtype=torch.float32
     )
-    _fill(experts, _weight(shape))
+    _fill(experts, weight_of(shape))
     decoded = experts.dequantize()
-    assert (decoded - _weight(shape)).abs().max() < 0.03
+    assert (decoded - weight_of(shape)).abs().max() < 0.03
     for index in range(3):
         x = torch.randn(5, shape[1] if transposed else shape[2], requires_grad=True)
         y = x @ experts[index] if transposed else nn.functional.linear(x, experts[index])  # type: ignore[operator]
@@ -223,7 +179,3 @@ def test_hqq_experts_multiply_as_decoded(transposed: bool) -> None:
         nn.Parameter(torch.empty(2, 5, 6, device="meta")), transposed=False, n_bits=4, group_size=64,
         compute_dtype=torch.float32,
     ).supports()  # fmt: skip
-
-
-def _relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference).norm() / reference.norm()).item()

@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_qlora.adapters.decompositions import pissa, pissa_niter
 from fsdp_qlora.adapters.dora import DoraLinear
 from fsdp_qlora.adapters.first_values import first_adapter_value
+from fsdp_qlora.adapters.targets import select_targets
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
@@ -455,3 +456,12 @@ def test_names_that_match_nothing_are_refused_before_loading(
     argv = flags(model_name=models(), dry_run=True, output_dir=tmp_path / "out", dataset="dummy", **options)
     with pytest.raises(UserError, match=message):
         run(parse_train_config(argv))
+
+
+def test_target_names_are_matched_as_peft_does_and_unknown_ones_are_named() -> None:
+    linears = ["model.layers.0.attn.q_proj", "model.layers.0.mlp.up_proj", "model.layers.1.attn.q_proj"]
+    assert select_targets(linears, ["all"], "llama") == linears
+    assert select_targets(linears, ["q_proj"], "llama") == [linears[0], linears[2]]
+    assert select_targets(linears, ["layers.1.attn.q_proj"], "llama") == [linears[2]]
+    with pytest.raises(UserError, match=r"named qproj.*q_proj, up_proj"):
+        select_targets(linears, ["q_proj", "qproj"], "llama")
