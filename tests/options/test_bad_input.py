@@ -1,4 +1,4 @@
-"""Bad input on two ranks: what each rank says, the exit status, and what is left behind."""
+"""Bad input: what each rank says, the exit status, and what is left behind."""
 
 import contextlib
 import json
@@ -167,23 +167,33 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
 }
 
 
+# Each kind of it once on two ranks; the others are decided alike before ranks meet, or by the same code.
+ON_TWO_RANKS = {
+    "several at once",
+    "hub model without a network",
+    "missing tensor",
+    "truncated file",
+    "malformed JSON line",
+    "output_dir of another run",
+}
+
+
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_every_rank_says_what_is_wrong_and_nothing_is_left(case: str, inputs: Path, tmp_path: Path) -> None:
     options, words = BAD_INPUT[case]
     argv = flags(**{"model_name": "model", "dataset": "data/good.jsonl", "output_dir": "output", **options})
     before = snapshot(inputs)
-    started = time.monotonic()
-    statuses, output = on_ranks(2, train_offline, (inputs, argv), tmp_path)
-    seconds = time.monotonic() - started
-    assert statuses == [2, 2], output
-    for rank in range(2):
+    ranks = 2 if case in ON_TWO_RANKS else 1
+    statuses, output = on_ranks(ranks, train_offline, (inputs, argv), tmp_path)
+    assert statuses == [2] * ranks, output
+    for rank in range(ranks):
         own = (tmp_path / f"rank{rank}.log").read_text()
-        _, found, message = own.partition(f"[rank {rank}] error: ")
+        _, found, message = own.partition(f"[rank {rank}] error: " if ranks > 1 else "error: ")
         assert found and not [word for word in words if word not in message], own
         assert message.count("error: ") == 0 and len(message) < 1500, own  # once, and not a screenful
         assert "Traceback" not in own
+        assert own.count("[no network]") <= 2  # nothing is tried again and again
     assert snapshot(inputs) == before
-    assert seconds < 30  # no retries; usually 1 to 2
 
 
 def train_offline(folder: Path, argv: list[str]) -> int:
@@ -195,6 +205,7 @@ def train_offline(folder: Path, argv: list[str]) -> int:
 
     def resolve_this_machine(host: Any, *args: Any, **kwargs: Any) -> Any:
         if host not in ("localhost", "127.0.0.1", None):
+            print("[no network]")
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return resolve(host, *args, **kwargs)
 
