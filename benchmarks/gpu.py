@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 # So that it runs from a clone that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -45,6 +45,7 @@ from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.precision import PRECISIONS, choose_precision
 from fsdp_qlora.sharding.byte_account import Tensors
 
+Attention = Literal["sdpa", "flash_attention_2"]
 GIB = 2**30
 
 # Dense bf16 TFLOP/s with fp32 accumulation, without sparsity, from the makers' data sheets; of forms with and
@@ -94,7 +95,7 @@ SHAPES = {
 
 
 class Case(NamedTuple):
-    attention: str
+    attention: Attention
     offload: bool
 
     def __str__(self) -> str:
@@ -132,7 +133,7 @@ def list_cases(device: torch.device, precision: str) -> list[Case]:
     on_ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     half = PRECISIONS[precision].compute_dtype != torch.float32
     flash = on_ampere and half and is_flash_attn_2_available()
-    attentions = ["sdpa", *(["flash_attention_2"] if flash else [])]
+    attentions: tuple[Attention, ...] = ("sdpa", "flash_attention_2") if flash else ("sdpa",)
     return [Case(attention, offload) for attention, offload in itertools.product(attentions, (False, True))]
 
 

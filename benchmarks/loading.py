@@ -92,7 +92,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     ranks = distributed.read_ranks()
     config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)
     model_config, tokenizer = AutoConfig.from_pretrained(folder), None
-    plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=ranks.world_size)  # type: ignore[arg-type]
+    plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=ranks.world_size)
     meta, weight_files = plan.meta, WeightFiles(folder)
     weights = match_tensors(meta.model, weight_files)
     distributed.start_process_group(ranks)
