@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.control import stops
+from fsdp_qlora.errors import TrainingError
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, numbers, run, status, steps_done, wait_for
 
@@ -140,3 +143,22 @@ def stop_in_evaluation() -> None:
         return original(self, step, *args)  # type: ignore[arg-type]
 
     Trainer.evaluate = evaluate  # type: ignore[method-assign, assignment]
+
+
+def test_all_ranks_decide_alike_and_see_when_they_are_not_at_the_same_step() -> None:
+    ranks = [stops.Control(is_rank_0=rank == 0) for rank in range(3)]
+    ranks[2]._wish = stops._OF_SIGNAL[15]
+    flags = torch.tensor([rank.flags(4) for rank in ranks], dtype=torch.float64)
+    for rank in ranks:
+        rank.agree(flags)
+        assert rank.stop == stops.Stop("preempted", "SIGTERM")
+    flags[1, 0] = 5
+    with pytest.raises(TrainingError, match="different steps, from rank 0 on: 4, 5, 4"):
+        ranks[0].agree(flags)
+
+
+def test_a_budget_counts_earlier_starts_and_is_kept() -> None:
+    budget = stops.Budget(max_hours=2, used_seconds=3600)
+    assert budget.exceeded(3599) == 0 and budget.exceeded(3600) == 1
+    costs = stops.Budget(max_cost_usd=3, price_per_hour=1.5, used_seconds=3600)
+    assert costs.exceeded(3599) == 0 and costs.exceeded(3600) == 2

@@ -1,6 +1,7 @@
 """The data package: strict reading, exact masks, a safe cache, and an order that loses no row."""
 
 import csv
+import dataclasses
 import gzip
 import json
 import logging
@@ -27,7 +28,7 @@ from fsdp_qlora.data.cache import tokenizer_identity
 from fsdp_qlora.data.formats import FORMATS, Format, Segment
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.rows import DataReport, TokenizedRows
-from fsdp_qlora.data.schedule import epoch_order, split_eval, split_step, steps_per_epoch
+from fsdp_qlora.data.schedule import Schedule, epoch_order, split_eval, split_step, steps_per_epoch
 from fsdp_qlora.data.tokenization import check_vocabulary, describe_sample
 from fsdp_qlora.errors import UserError
 
@@ -601,6 +602,19 @@ def test_ranks_compute_rows_of_like_length_at_the_same_time_longest_first() -> N
         [[80, 70], [40, 30]],
         [[60, 50], [20, 10]],
     ]
+
+
+def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() -> None:
+    for num_rows, batch_size in ((23, 1), (24, 2), (5, 3)):
+        schedule = Schedule(num_rows, batch_size, 2, 2, num_epochs=3, max_steps=-1, seed=7)
+        rows = np.arange(num_rows) * 10
+        whole = [(step, part.tolist()) for step, part in schedule.rows_of_steps(rows)]
+        for first in range(schedule.total_steps + 1):
+            parts = schedule.rows_of_steps(rows, first=first)
+            assert [(step, part.tolist()) for step, part in parts] == whole[first:]
+        # On other ranks the steps keep their rows.
+        other = dataclasses.replace(schedule, world_size=3, rows_per_step=schedule.global_batch_size)
+        assert [(step, part.tolist()) for step, part in other.rows_of_steps(rows)] == whole
 
 
 @pytest.mark.parametrize(("fraction", "num_eval"), [(0.0, 0), (0.001, 1), (0.1, 10), (0.5, 50)])

@@ -1,6 +1,5 @@
 """Every optimizer's state, saved and loaded: the steps after it are the same to the last bit, on other splits too."""
 
-import dataclasses
 import importlib.util
 import json
 from collections import OrderedDict
@@ -11,12 +10,10 @@ import torch
 from torch import nn
 
 from fsdp_qlora.checkpointing import checkpoint, train_state
-from fsdp_qlora.control import stops
-from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.storage.files import write_hashed_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
-from fsdp_qlora.training import trainer
 from tests.tiny import on_ranks
 
 NAMES = [name for name in OPTIMIZERS if not name.startswith("paged_")]
@@ -129,37 +126,3 @@ def test_what_a_paged_optimizer_loads_lies_in_memory_that_it_can_page(monkeypatc
     assert all(torch.equal(loaded[key], value) and loaded[key] is not value for key, value in stored.items())
     plain = ShardedOptimizer(model, "adamw_8bit", lr=0.01, weight_decay=0.1)
     assert plain.paged_buffer(model.weight, "state1", torch.uint8) is None
-
-
-def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() -> None:
-    import numpy as np
-
-    for num_rows, batch_size in ((23, 1), (24, 2), (5, 3)):
-        schedule = trainer.Schedule(num_rows, batch_size, 2, 2, num_epochs=3, max_steps=-1, seed=7)
-        rows = np.arange(num_rows) * 10
-        whole = [(step, part.tolist()) for step, part in schedule.rows_of_steps(rows)]
-        for first in range(schedule.total_steps + 1):
-            parts = schedule.rows_of_steps(rows, first=first)
-            assert [(step, part.tolist()) for step, part in parts] == whole[first:]
-        # On other ranks the steps keep their rows.
-        other = dataclasses.replace(schedule, world_size=3, rows_per_step=schedule.global_batch_size)
-        assert [(step, part.tolist()) for step, part in other.rows_of_steps(rows)] == whole
-
-
-def test_all_ranks_decide_alike_and_see_when_they_are_not_at_the_same_step() -> None:
-    ranks = [stops.Control(is_rank_0=rank == 0) for rank in range(3)]
-    ranks[2]._wish = stops._OF_SIGNAL[15]
-    flags = torch.tensor([rank.flags(4) for rank in ranks], dtype=torch.float64)
-    for rank in ranks:
-        rank.agree(flags)
-        assert rank.stop == stops.Stop("preempted", "SIGTERM")
-    flags[1, 0] = 5
-    with pytest.raises(TrainingError, match="different steps, from rank 0 on: 4, 5, 4"):
-        ranks[0].agree(flags)
-
-
-def test_a_budget_counts_earlier_starts_and_is_kept() -> None:
-    budget = stops.Budget(max_hours=2, used_seconds=3600)
-    assert budget.exceeded(3599) == 0 and budget.exceeded(3600) == 1
-    costs = stops.Budget(max_cost_usd=3, price_per_hour=1.5, used_seconds=3600)
-    assert costs.exceeded(3599) == 0 and costs.exceeded(3600) == 2
