@@ -3,6 +3,10 @@
 import ast
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(path for folder in ("fsdp_qlora", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 SOURCES += [ROOT / "train.py"]

@@ -3,7 +3,11 @@
 import ast
 from collections.abc import Iterator
 
+import pytest
+
 from tests.tiny import ROOT
+
+pytestmark = pytest.mark.quick
 
 SOURCES = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / "fsdp_qlora").rglob("*.py"))}
 MODULES = {".".join(path.with_suffix("").parts): ast.parse(text) for path, text in SOURCES.items()}

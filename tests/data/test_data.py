@@ -32,6 +32,8 @@ from fsdp_qlora.data.schedule import Schedule, epoch_order, split_eval, split_st
 from fsdp_qlora.data.tokenization import check_vocabulary, describe_sample
 from fsdp_qlora.errors import UserError
 
+pytestmark = pytest.mark.quick
+
 ROWS = [
     {"instruction": "Add the numbers.", "input": "2 and 3", "output": "The sum is 5."},
     {"instruction": "Name a colour.", "input": "", "output": "Blue."},

@@ -10,6 +10,8 @@ import torch
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from tests.layers.shards import SHAPES, relative_error, shards, weight_of
 
+pytestmark = pytest.mark.quick
+
 KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False)]
 
 

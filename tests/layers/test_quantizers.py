@@ -16,6 +16,8 @@ from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.sharding.verify import count_bytes
 from tests.layers.shards import SHAPES, relative_error, shards, weight_of
 
+pytestmark = pytest.mark.quick
+
 HQQ = {f"hqq{n_bits}": ("hqq", {"n_bits": n_bits, "group_size": 64}) for n_bits in (8, 4, 3, 2)}
 INT8 = {"int8": ("int8", {"int8_threshold": 6.0}), "int8 without outliers": ("int8", {"int8_threshold": 0.0})}
 NEW: dict[str, tuple[str, dict[str, Any]]] = {**HQQ, "hqq group 32": ("hqq", {"n_bits": 3, "group_size": 32}), **INT8}

@@ -20,6 +20,8 @@ from fsdp_qlora.config.options import TrainConfig, names_marked, option_types, r
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.train_types import TRAIN_TYPES
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
 

@@ -16,6 +16,8 @@ from fsdp_qlora.config.options import TrainConfig, marks_of, names_marked
 from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.tiny import ROOT
 
+pytestmark = pytest.mark.quick
+
 NAMES = [field.name for field in dataclasses.fields(TrainConfig)]
 
 IDENTITY = """
