@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -94,9 +93,7 @@ def test_the_death_of_torchrun_ends_the_workers_and_meanwhile_nobody_else_may_wr
     process.wait()
     for worker in orphans:
         worker.resume()
-    killed = time.monotonic()
-    wait_for(lambda: all(map(is_gone, orphans)), seconds=20)
-    print(f"the workers ended {time.monotonic() - killed:.1f} s after torchrun")
+    wait_for(lambda: all(map(is_gone, orphans)))
     assert f"Resuming at step {status(tmp_path / 'out')['saved_step']} from" in run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
 
@@ -116,12 +113,27 @@ def test_sigterm_to_the_launcher_is_passed_on_and_its_exit_status_is_the_documen
     assert_same(tmp_path / "out")
 
 
-def test_bad_input_is_not_restarted(reference: Reference, start: Callable, tmp_path: Path) -> None:
+def test_bad_input_is_shown_ends_all_and_is_not_restarted(
+    reference: Reference, start: Callable, tmp_path: Path
+) -> None:
     argv = flags(**reference.same_but(tmp_path / "out", dataset=tmp_path / "absent.jsonl"))
     process = start([*TORCHRUN, "--max-restarts", "1", str(ROOT / "train.py"), *argv])
     assert process.wait(90) != 0
     assert "not restarted, since the end of the attempt before was final: " in log(tmp_path)
+    assert f"{tmp_path}/absent.jsonl" in log(tmp_path)
+    assert 'train.py", line' not in log(tmp_path)  # the only traceback is torchrun's own
     assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_rank_ends_all_where_no_restart_is_allowed(
+    reference: Reference, start: Callable, tmp_path: Path
+) -> None:
+    process = start([*TORCHRUN, str(ROOT / "train.py"), *flags(**reference.same_but(tmp_path / "out"))])
+    wait_for_step(tmp_path / "out", 3, process, tmp_path)
+    victims = workers(process)
+    victims[1].kill()
+    assert process.wait(60) != 0 and all(map(is_gone, victims))
+    assert "Signal 9 (SIGKILL)" in log(tmp_path)
 
 
 def die_unattended() -> None:

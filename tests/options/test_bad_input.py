@@ -1,15 +1,10 @@
 """Bad input: what each rank says, the exit status, and what is left behind."""
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.launch import is_from_an_agent
-from tests.tiny import ROOT, flags, make_rows, make_tokenizer, on_ranks, write_rows
+from tests.tiny import flags, make_rows, make_tokenizer, on_ranks, write_rows
 
 Tensors = dict[str, torch.Tensor]
 NORM = "model.norm.weight"
@@ -216,76 +210,6 @@ def train_offline(folder: Path, argv: list[str]) -> int:
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of change of everything in a folder."""
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
-
-
-# ---- under torchrun -------------------------------------------------------------------------------------
-
-
-def torchrun(argv: list[str], log: Path) -> subprocess.Popen[str]:
-    """Start train.py on two ranks, all output going to `log`."""
-    environment = {name: value for name, value in os.environ.items() if not is_from_an_agent(name)}
-    with log.open("w") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py", *argv],
-            cwd=ROOT,
-            env={**environment, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-
-def ranks_of(marker: Path) -> dict[int, str]:
-    """Process id -> RANK ("" for torchrun itself) of the running processes with a path on their command line."""
-    found = {}
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            if process.name.isdigit() and str(marker) in (process / "cmdline").read_text(errors="replace"):
-                environment = (process / "environ").read_text(errors="replace").split("\0")
-                ranks = [value for name, _, value in (word.partition("=") for word in environment) if name == "RANK"]
-                found[int(process.name)] = "".join(ranks)
-    return found
-
-
-@contextlib.contextmanager
-def ended(process: subprocess.Popen[str], marker: Path) -> Iterator[None]:
-    """Whatever a test finds, leave no process behind."""
-    try:
-        yield
-    finally:
-        for pid in {process.pid, *ranks_of(marker)}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-def test_bad_input_under_torchrun_is_shown_and_ends_all(inputs: Path, tmp_path: Path) -> None:
-    options = {"model_name": inputs / "model", "dataset": inputs / "data" / "malformed.jsonl"}
-    process = torchrun(flags(**options, output_dir=tmp_path / "output"), tmp_path / "log")
-    with ended(process, tmp_path):
-        assert process.wait(timeout=120) != 0
-        assert not ranks_of(tmp_path)
-    log = (tmp_path / "log").read_text()
-    assert f"{inputs}/data/malformed.jsonl:3: Expecting" in log
-    assert 'train.py", line' not in log  # the only traceback is torchrun's own
-    assert not (tmp_path / "output").exists()
-
-
-def test_a_rank_that_is_killed_while_training_ends_torchrun_and_all_ranks(inputs: Path, tmp_path: Path) -> None:
-    metrics = tmp_path / "output" / "metrics.jsonl"
-    options = {"model_name": inputs / "model", "dataset": inputs / "data" / "good.jsonl", "num_epochs": 100_000}
-    process = torchrun(flags(**options, output_dir=tmp_path / "output", log_to="jsonl"), tmp_path / "log")
-    with ended(process, tmp_path):
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
-            time.sleep(0.1)
-        ranks = ranks_of(tmp_path)
-        assert sorted(ranks.values()) == ["", "0", "1"]
-        os.kill(next(pid for pid, rank in ranks.items() if rank == "1"), signal.SIGKILL)
-        assert process.wait(timeout=60) != 0
-        assert not ranks_of(tmp_path)
-    assert "Signal 9 (SIGKILL)" in (tmp_path / "log").read_text()
 
 
 # ---- the inputs -----------------------------------------------------------------------------------------
