@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 . scripts/setup_env.sh || exit
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CHAOS_KILLS="${CHAOS_KILLS:-20}"
 
-python -m pytest -s tests/chaos || exit
+python -m pytest -s tests/chaos tests/mirrors || exit
 for ((round = 2; round <= ${ROUNDS:-3}; round++)); do
     python -m pytest -s tests/chaos/test_kills.py -k random || exit
 done

@@ -7,7 +7,8 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 . scripts/setup_env.sh || exit
 
-# The tests start several ranks themselves; more threads than cores would only slow them down.
+# The tests start several ranks themselves; more threads than cores would only slow them down. Two files at a time:
+# many tests wait for a process to end or a limit to pass.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 failed=()
@@ -22,7 +23,7 @@ check() {
 check lint ruff check .
 check format ruff format --check .
 check types mypy
-check tests python -m pytest "$@"
+check tests python -m pytest -n 2 --dist loadfile "$@"
 
 if ((${#failed[@]})); then
     printf '\nFAILED: %s\n' "${failed[*]}"
