@@ -17,24 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WORDS = [
-    "sort",
-    "list",
-    "name",
-    "river",
-    "number",
-    "colour",
-    "blue",
-    "red",
-    "green",
-    "seven",
-    "water",
-    "mountain",
-    "answer",
-    "question",
-    "please",
-    "write",
-]
+WORDS = ["sort", "list", "name", "river", "number", "colour", "blue", "red",
+         "green", "seven", "water", "mountain", "answer", "question", "please", "write"]  # fmt: skip
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 64,
