@@ -1,13 +1,13 @@
 """Nothing that can run code from a file or from another rank: the sources are searched for it."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
+from tests.tiny import ROOT
+
 pytestmark = pytest.mark.quick
 
-ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted(path for folder in ("fsdp_qlora", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 SOURCES += [ROOT / "train.py"]
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "torch.distributed.checkpoint"}

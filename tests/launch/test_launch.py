@@ -16,8 +16,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import ENDINGS, UserError
 from fsdp_qlora.launch import is_from_an_agent
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.tiny import ROOT
 
 # Stands for train.py: --name says what a worker does.
 ENTRY = """

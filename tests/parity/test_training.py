@@ -14,6 +14,7 @@ from tests.reference import batch_loss, encode, load_adapter, load_base, train_l
 from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
+Plain = tuple[dict[str, object], list[float]]
 FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
 
 
@@ -112,6 +113,16 @@ def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tm
     assert loss == pytest.approx(read_metrics(tmp_path / "out", "eval_loss")[-1], rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """Options, and the losses that a run with nothing else has."""
+    folder = tmp_path_factory.mktemp("plain")
+    data = write_rows(folder / "rows.jsonl", make_rows(8))
+    options = {"model_name": models(), "dataset": data, "num_epochs": 2, **FULL_BATCH}
+    train_ok(2, folder / "out", **options)
+    return options, read_metrics(folder / "out")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -125,30 +136,17 @@ def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tm
     ],
     ids=lambda options: "-".join(options),
 )
-def test_memory_options_do_not_change_the_losses(options: dict[str, object], models: Models, tmp_path: Path) -> None:
-    common = {
-        "model_name": models(),
-        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
-        "num_epochs": 2,
-        **FULL_BATCH,
-    }
-    train_ok(2, tmp_path / "plain", **common)
-    train_ok(2, tmp_path / "other", **common, **options)
-    assert read_metrics(tmp_path / "other") == pytest.approx(read_metrics(tmp_path / "plain"), rel=1e-5)
+def test_memory_options_do_not_change_the_losses(options: dict[str, object], plain: Plain, tmp_path: Path) -> None:
+    train_ok(2, tmp_path / "out", **{**plain[0], **options})
+    assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_dropout_is_the_same_in_every_run_and_changes_the_losses(models: Models, tmp_path: Path) -> None:
-    common = {
-        "model_name": models(),
-        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
-        "num_epochs": 2,
-        **FULL_BATCH,
-    }
-    for name, dropout in (("a", 0.3), ("b", 0.3), ("none", 0.0)):
-        train_ok(2, tmp_path / name, lora_dropout=dropout, **common)
+def test_dropout_is_the_same_in_every_run_and_changes_the_losses(plain: Plain, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train_ok(2, tmp_path / name, lora_dropout=0.3, **plain[0])
     adapter = "adapter_model.safetensors"
     assert (tmp_path / "a" / adapter).read_bytes() == (tmp_path / "b" / adapter).read_bytes()
-    assert read_metrics(tmp_path / "a")[1:] != pytest.approx(read_metrics(tmp_path / "none")[1:], rel=1e-4)
+    assert read_metrics(tmp_path / "a")[1:] != pytest.approx(plain[1][1:], rel=1e-4)
 
 
 def test_a_non_finite_loss_stops_every_rank_and_names_step_and_samples(models: Models, tmp_path: Path) -> None:
