@@ -57,12 +57,10 @@ def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable[..., list[float]]) -> None:
     first, *others = [train(case, *split) for split in SPLITS]
     assert len(set(first)) == 6
-    for other in others:
-        assert other == pytest.approx(first, rel=1e-5)
+    assert others == [pytest.approx(first, rel=1e-5)] * len(others)
 
 
 @pytest.mark.parametrize("case", ["qlora", "lora", "full"])
 def test_losses_do_not_depend_on_the_size_of_micro_batches(case: str, train: Callable[..., list[float]]) -> None:
     first, *others = [train(case, *split) for split in [(1, 1), (1, 2), (2, 1), (4, 3)]]
-    for other in others:
-        assert other == pytest.approx(first, rel=1e-5)
+    assert others == [pytest.approx(first, rel=1e-5)] * len(others)
