@@ -105,7 +105,7 @@ def _free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def _worker(target: Callable[..., int], args: tuple, rank: int, world_size: int, port: int, log: str) -> None:
+def _worker(target: Callable[..., int], args: tuple[Any, ...], rank: int, world_size: int, port: int, log: str) -> None:
     """One rank in a process of its own, as torchrun would start it, its output going to a file."""
     os.environ |= {
         "RANK": str(rank),
@@ -126,7 +126,7 @@ def _worker(target: Callable[..., int], args: tuple, rank: int, world_size: int,
     os._exit(status)
 
 
-def on_ranks(world_size: int, target: Callable[..., int], args: tuple, folder: Path) -> tuple[list[int], str]:
+def on_ranks(world_size: int, target: Callable[..., int], args: tuple[Any, ...], folder: Path) -> tuple[list[int], str]:
     """Call target(*args) -> exit status on `world_size` ranks in forked processes: no import is paid again.
 
     Returns:
@@ -161,13 +161,13 @@ def _train(argv: list[str], logits_file: Path | None) -> int:
     if logits_file is not None:
         save = export.save_adapter
 
-        def save_with_logits(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+        def save_with_logits(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             model.eval()
             with torch.no_grad():
                 logits = model(input_ids=PROBE, use_cache=False).logits
             if kwargs["is_rank_0"]:
                 save_file({"logits": logits.clone()}, logits_file)
-            return save(model, *args, **kwargs)
+            save(model, *args, **kwargs)
 
         export.save_adapter = save_with_logits
     return train.main(argv)
