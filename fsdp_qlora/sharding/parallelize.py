@@ -26,7 +26,7 @@ from fsdp_qlora.adapters.insert import (
     adapter_modules,
     magnitudes,
 )
-from fsdp_qlora.distributed import SHARDING_STRATEGIES, as_shard_of, own_rows, shard_bounds, shard_size
+from fsdp_qlora.distributed import SHARDING_STRATEGIES, own_rows, shard_bounds, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.host_arena import split_arena
@@ -114,9 +114,11 @@ def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -
     sizes = [math.prod(shape) * parameters[key].element_size() for key, shape in shapes.items()]
     places = {}
     for (key, shape), part in zip(shapes.items(), split_arena(sizes, pinned=pinned), strict=True):
-        parameter = parameters[key]
-        assert isinstance(parameter, DTensor)
-        places[key] = as_shard_of(part.view(parameter.dtype).view(shape), parameter)
+        # `DTensor.from_local` would move the part to the mesh's device, a GPU.
+        place = torch.empty_like(parameters[key], device="cpu")
+        assert isinstance(place, DTensor)
+        place._local_tensor = part.view(place.dtype).view(shape)
+        places[key] = place
     return places
 
 
