@@ -29,8 +29,8 @@ class Magnitude(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, device="meta", dtype=torch.float32))
         self.row_squares = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """m and ||W||^2; the call by which FSDP2 gathers them."""
+    def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
+        """m and ||W||^2; the call by which FSDP2 gathers them. In torch 2.11 it fails on a call without arguments."""
         return self.weight, self.row_squares
 
 
@@ -88,7 +88,7 @@ class DoraAdapter(LoraAdapter):
         Args:
             product: A W^T + b, [rank, out].
         """
-        magnitude, row_squares = self.magnitude()
+        magnitude, row_squares = self.magnitude(None)
         # Autocast would multiply in 16 bits what is converted to float32 here.
         with torch.no_grad(), torch.autocast(product.device.type, enabled=False):
             lora_A, lora_B = self.lora_A.weight.float(), self.lora_B.weight.float()

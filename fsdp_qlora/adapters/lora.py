@@ -88,8 +88,8 @@ class ExpertsLora(nn.Module):
         self.lora_A = nn.Linear(in_features, rank * num_experts, **options)  # type: ignore[arg-type]
         self.lora_B = nn.Linear(rank * num_experts, out_features, **options)  # type: ignore[arg-type]
 
-    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All A [experts, rank, in] and all B [experts, out, rank]."""
+    def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
+        """All A [experts, rank, in] and all B [experts, out, rank]. FSDP2 of torch 2.11 needs some argument."""
         lora_A, lora_B = self.lora_A.weight, self.lora_B.weight
         all_A = lora_A.view(self.num_experts, -1, lora_A.shape[1])
         return all_A, lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
@@ -131,7 +131,7 @@ class LoraExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         adapted = {
-            name: _AdaptedExperts(getattr(self.base_layer, name), lora(), self.scaling, self.transposed)
+            name: _AdaptedExperts(getattr(self.base_layer, name), lora(None), self.scaling, self.transposed)
             for name, lora in self.lora.items()
         }
         # An instance's own attributes are found before its parameters and submodules.
