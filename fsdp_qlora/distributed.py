@@ -227,7 +227,7 @@ def shard_bounds(num_rows: int, *, rank: int, size: int) -> tuple[int, int]:
 
 
 def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
-    """The rows [start, stop) of a sharded parameter that this rank keeps."""
+    """The rows [start, stop) of a parameter that this rank keeps."""
     return shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
 
 
@@ -245,9 +245,8 @@ def as_shard_of(local: torch.Tensor, whole: DTensor, shape: Sequence[int] | None
 
 @torch.no_grad()
 def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Keep `values`, this rank's rows of a sharded parameter."""
-    assert isinstance(parameter, DTensor)
-    local = parameter.to_local()
+    """Keep `values`, this rank's rows of a parameter: all of a plain one, which every rank has whole."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     local.copy_(values.view(local.shape))
 
 

@@ -54,15 +54,24 @@ def shard_model(
 
     The adapters stay gathered from forward to backward: they are small, and so CPU offload and the second
     gather move frozen bytes only. DoRA's magnitudes are a group of their own, which is gathered in fp32.
+    Where each rank has the whole model, frozen weights stay plain tensors, unless they are offloaded.
     """
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    plain = set() if cpu_offload or shard_size(mesh) > 1 else _frozen_as_gathered(model, precision.param_dtype)
 
-    def shard(modules: nn.Module | list[nn.Module], *, reshard: bool | None) -> None:
-        fully_shard(modules, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+    def shard(module: nn.Module, *, reshard: bool | None) -> None:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=plain,
+        )
 
     for block in find_blocks(model):
         if in_fp32 := magnitudes(block):
@@ -78,6 +87,15 @@ def shard_model(
         shard(head, reshard=False)
     # None: FSDP2 keeps the root gathered after its forward, since its backward comes next.
     shard(model, reshard=None if reshard_after_forward else False)
+
+
+def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """The frozen parameters that a gather would only copy: FSDP2 keeps what it has gathered beside the shards."""
+    return {
+        parameter
+        for parameter in model.parameters()
+        if not parameter.requires_grad and (param_dtype is None or parameter.dtype == param_dtype)
+    }
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
@@ -48,3 +48,37 @@ def test_every_module_that_fsdp2_gathers_is_called_with_an_argument(
         argv = options(models("llama"), tmp_path, train_type=train_type)
     statuses, output = on_ranks(1, _train_with_arguments, (argv,), tmp_path / "logs")
     assert statuses == [0], output[-3000:]
+
+
+def _train_with_kinds(argv: list[str], expected: set[tuple[bool, bool]]) -> int:
+    import train
+
+    kinds = set()
+
+    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, FSDPModule) and isinstance(module, PreTrainedModel):
+            kinds.update((each.requires_grad, isinstance(each, DTensor)) for each in module.parameters())
+
+    register_module_forward_pre_hook(look)
+    status = train.main(argv)
+    return 9 if kinds != expected else status
+
+
+@pytest.mark.parametrize(
+    "ranks, changed, frozen_is_sharded",
+    [
+        (1, {}, False),
+        (1, {"train_type": "lora", "precision": "bf16"}, False),
+        (1, {"use_cpu_offload": True}, True),
+        (2, {}, True),
+        (2, {"sharding_strategy": "ddp"}, False),
+    ],
+)
+def test_frozen_weights_that_a_rank_has_whole_are_not_kept_twice(
+    models: Models, tmp_path: Path, ranks: int, changed: dict[str, object], frozen_is_sharded: bool
+) -> None:
+    # FSDP2 keeps a gathered copy beside the shard, even where that is all of the weight.
+    argv = options(models("llama"), tmp_path, **{"train_type": "qlora", "max_steps": 1, **changed})
+    expected = {(True, True), (False, frozen_is_sharded)}
+    statuses, output = on_ranks(ranks, _train_with_kinds, (argv, expected), tmp_path / "logs")
+    assert statuses == [0] * ranks, output[-3000:]
