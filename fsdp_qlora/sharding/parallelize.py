@@ -87,6 +87,7 @@ def shard_model(
         shard(head, reshard=False)
     # None: FSDP2 keeps the root gathered after its forward, since its backward comes next.
     shard(model, reshard=None if reshard_after_forward else False)
+    _skip_backward_gathers(model)
 
 
 def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
@@ -96,6 +97,18 @@ def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> se
         for parameter in model.parameters()
         if not parameter.requires_grad and (param_dtype is None or parameter.dtype == param_dtype)
     }
+
+
+def _skip_backward_gathers(model: PreTrainedModel) -> None:
+    """Do not gather again what comes before all that trains: no gradient passes through it.
+
+    FSDP2 would prefetch it, unused, while the group after it is at work: the embeddings, 11% of an 8B model's bytes.
+    """
+    for module in (model.get_input_embeddings(), *find_blocks(model)):
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            return
+        if isinstance(module, FSDPModule):
+            module.set_unshard_in_backward(False)
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:

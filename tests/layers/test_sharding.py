@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -82,3 +83,21 @@ def test_frozen_weights_that_a_rank_has_whole_are_not_kept_twice(
     expected = {(True, True), (False, frozen_is_sharded)}
     statuses, output = on_ranks(ranks, _train_with_kinds, (argv, expected), tmp_path / "logs")
     assert statuses == [0] * ranks, output[-3000:]
+
+
+def _train_and_count_gathers(argv: list[str], gathers: dict[str, int]) -> int:
+    import train
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        status = train.main(argv)
+    counts = {event.key: event.count for event in profile.key_averages() if "FSDP::all_gather (" in event.key}
+    print(counts)
+    return status if all(counts[f"FSDP::all_gather ({name})"] == count for name, count in gathers.items()) else 9
+
+
+def test_what_no_gradient_passes_through_is_not_gathered_for_the_backward_pass(models: Models, tmp_path: Path) -> None:
+    # In one step. FSDP2 gathers the group before the one at work, and nothing uses the embeddings then.
+    argv = options(models("llama"), tmp_path, train_type="qlora", max_steps=1)
+    gathers = {"model.embed_tokens": 1, "model.layers.1": 2}
+    statuses, output = on_ranks(2, _train_and_count_gathers, (argv, gathers), tmp_path / "logs")
+    assert statuses == [0, 0], output[-3000:]
