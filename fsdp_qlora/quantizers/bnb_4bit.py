@@ -37,6 +37,7 @@ from fsdp_qlora.storage.safetensors_files import TensorForm
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
+_GPU_PIECE = 2**30  # and on a GPU, decoded too: bitsandbytes' kernels get their number as an int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +187,14 @@ class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
 
-    In pieces, since bitsandbytes' CPU kernel has temporary values of many times the size of its input.
+    In pieces, since bitsandbytes' CPU kernel has temporary values of many times the size of its input, and its GPU
+    kernel counts in 32 bits: a rank's part of the largest models' experts is more.
     """
     if not values.numel():  # fewer blocks than ranks
         return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
     pieces = [
         torch.ops.bitsandbytes.quantize_4bit(piece, _BLOCKSIZE, quant_type, torch.uint8)
-        for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else values.numel())
+        for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else _GPU_PIECE)
     ]
     return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
 
@@ -254,9 +256,15 @@ def _dequantize(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor)
     if double:
         absmax = _decode_absmax(absmax, double)
     # Rows are blocks: bitsandbytes 0.50's CPU kernel scales wrongly where a row ends in half a block (32 weights).
-    blocks = (absmax.numel(), _BLOCKSIZE)
-    decoded = torch.ops.bitsandbytes.dequantize_4bit(codes, absmax, _BLOCKSIZE, fmt.quant_type, blocks, dtype)
-    return decoded.view(-1)[: math.prod(fmt.shape)].view(fmt.shape)
+    pieces = zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
+    decoded = [
+        torch.ops.bitsandbytes.dequantize_4bit(
+            part, scales, _BLOCKSIZE, fmt.quant_type, (scales.numel(), _BLOCKSIZE), dtype
+        )
+        for part, scales in pieces
+    ]
+    whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
+    return whole.view(-1)[: math.prod(fmt.shape)].view(fmt.shape)
 
 
 def _times_transposed(
