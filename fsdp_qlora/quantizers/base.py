@@ -108,6 +108,10 @@ class QuantizedWeight(nn.Module):
         """Quantize and keep `values`, the weights of `shard_range`; every rank of the shard group calls it."""
         raise NotImplementedError
 
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        """The bytes of `weight` that `values`, whole rows of weights, are quantized to."""
+        raise NotImplementedError
+
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         """What `dequantize` must give for the whole `weight`, from one unsharded computation."""
         raise NotImplementedError

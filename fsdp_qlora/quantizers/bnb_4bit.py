@@ -103,6 +103,9 @@ class Bnb4bitWeight(QuantizedWeight):
             return _times_transposed(grad_y, fmt, tensors)
         return grad_y @ _dequantize(fmt, grad_y.dtype, *tensors)
 
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        return quantize_blocks(values, self.format.quant_type)[0]
+
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_dequantize`.
         blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)

@@ -61,6 +61,10 @@ class HqqWeight(QuantizedWeight):
     def decode_tensors(fmt: _HqqFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         return _dequantize(fmt, dtype, *tensors)
 
+    def codes(self, values: torch.Tensor) -> torch.Tensor:
+        fmt = self.format
+        return _pack(_quantize_groups(values, fmt.n_bits, fmt.group_size)[0], fmt.n_bits)
+
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         fmt = self.format
         codes, scale_zero = _quantize_groups(weight, fmt.n_bits, fmt.group_size)

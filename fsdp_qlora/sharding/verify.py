@@ -1,6 +1,7 @@
 """Proof that the model is sharded: the byte account, and a layer compared bit for bit."""
 
 import logging
+import math
 from collections.abc import Mapping
 
 import torch
@@ -13,7 +14,7 @@ from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import gather_numbers, local_part, shard_size
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.models import canonical_name, find_blocks
-from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.sharding.byte_account import count_bytes, each_parameter
 from fsdp_qlora.units import format_bytes
@@ -87,6 +88,35 @@ def check_one_layer(model: nn.Module, weights: Weights) -> None:
             "continues on wrong weights; please report the model and this machine."
         )
     log.info("Self-test: %s, gathered from its shards, is bit-identical to the same weight %s.", name, how)
+    _check_one_expert(model, weights)
+
+
+def _check_one_expert(model: nn.Module, weights: Weights) -> None:
+    """Compare the codes of a tensor's last expert, where the model has quantized ones: its end is the furthest away."""
+    layers = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, QuantizedExperts))
+    path, layer = next(layers, (None, None))
+    if path is None or layer is None:
+        return
+    name, block = canonical_name(path), next(b for b in find_blocks(model) if any(layer is m for m in b.modules()))
+    assert isinstance(block, FSDPModule)
+    block.unshard()
+    last = layer.shape[0] - 1
+    num_bytes = math.prod(layer.shape[1:]) // layer.row_weights * layer.weight.shape[1] * layer.weight.element_size()
+    start, stop = last * num_bytes, (last + 1) * num_bytes
+    codes = layer.weight.view(-1).view(torch.uint8)[start:stop]
+    files, source = weights.files, weights.sources[name]
+    if weights.packed:
+        expected = files.read_flat(source, start, stop).to(codes.device)
+    else:
+        expected = layer.codes(files.read_rows(source, last, last + 1).to(codes.device))
+    same = torch.equal(codes, expected.view(-1).view(torch.uint8))
+    block.reshard()
+    if not same:
+        raise RuntimeError(
+            f"Self-test failed: expert {last} of {name}, gathered from its shards, has other codes than the same "
+            "expert quantized alone. No run continues on wrong weights; please report the model and this machine."
+        )
+    log.info("Self-test: expert %d of %s, gathered from its shards, has the codes of that expert alone.", last, name)
 
 
 def _has_stored_values(

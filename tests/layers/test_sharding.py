@@ -101,3 +101,38 @@ def test_what_no_gradient_passes_through_is_not_gathered_for_the_backward_pass(m
     gathers = {"model.embed_tokens": 1, "model.layers.1": 2}
     statuses, output = on_ranks(2, _train_and_count_gathers, (argv, gathers), tmp_path / "logs")
     assert statuses == [0, 0], output[-3000:]
+
+
+def _train_with_wrong_expert(argv: list[str], where: float) -> int:
+    import train
+    from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
+
+    load = Bnb4bitExperts.load_shard
+
+    def load_wrongly(self: Bnb4bitExperts, values: torch.Tensor, mesh: Any) -> None:
+        load(self, values, mesh)
+        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        local.view(torch.uint8).view(-1)[int(local.numel() * local.element_size() * where)] ^= 1
+
+    Bnb4bitExperts.load_shard = load_wrongly  # type: ignore[method-assign]
+    return train.main(argv)
+
+
+@pytest.mark.parametrize("where", [None, 0.99])
+def test_the_self_test_looks_at_an_expert(models: Models, tmp_path: Path, where: float | None) -> None:
+    model = models("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    argv = options(model, tmp_path, train_type="qlora", max_steps=1)
+    target, args = (_train, (argv,)) if where is None else (_train_with_wrong_expert, (argv, where))
+    statuses, output = on_ranks(2, target, args, tmp_path / "logs")
+    if where is None:
+        assert statuses == [0, 0], output[-3000:]
+        assert "Self-test: expert 3 of model.layers.0.mlp.experts.gate_up_proj" in output
+    else:
+        assert 0 not in statuses
+        assert "Self-test failed: expert 3 of" in output
+
+
+def _train(argv: list[str]) -> int:
+    import train
+
+    return train.main(argv)
