@@ -1,5 +1,6 @@
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,15 @@ import pytest
 # Before torch is imported: one thread per rank, and a cache of the tests' own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests see no GPU unless those of the marker gpu are asked for.
+
+    They hold for a CPU, and importing bitsandbytes would initialize CUDA in the server process that forks the ranks.
+    """
+    if not re.search(r"(?<!not )\bgpu\b", str(config.getoption("markexpr"))):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)
