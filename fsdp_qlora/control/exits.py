@@ -1,6 +1,7 @@
 """How a run fails: recorded in status.json, told to the other ranks, and put into one clear sentence."""
 
 import contextlib
+import itertools
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,13 @@ from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory, RunStopped, TrainingError, UserError, print_error
 
-# How gloo, and TCP below it, put it that the other side is gone.
-_LOST = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|Socket (Timeout|closed)", re.IGNORECASE)
+# How gloo, NCCL, and TCP below them, put it that the other side is gone.
+_LOST = re.compile(
+    r"gloo|Connection (was )?(likely )?(closed|reset)|Broken pipe|Socket (Timeout|closed)|ncclRemoteError",
+    re.IGNORECASE,
+)
+# How NCCL puts it that it got no memory from CUDA.
+_NCCL_MEMORY = ("out of memory", "Failed to CUDA malloc", "Failed to CUDA calloc")
 
 
 @contextlib.contextmanager
@@ -47,7 +53,8 @@ def told(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterato
             step = watchdog.heartbeat.step + 1
             failure = LostRank(f"The connection to another rank was lost in step {step}: it has ended.")
         else:
-            failure = Crashed(f"{type(error).__name__}: {error}")
+            text = _in_one_line(error) if isinstance(error, dist.DistBackendError) else error
+            failure = Crashed(f"{type(error).__name__}: {text}")
             watchdog.end_others(str(failure))
             traceback.print_exception(error)
             print_error(failure)
@@ -87,19 +94,29 @@ def memory_settings(options: Mapping[str, Any]) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator: can't allocate" in str(
-        error
-    )
+    texts = ("DefaultCPUAllocator: can't allocate", *(_NCCL_MEMORY if isinstance(error, dist.DistBackendError) else ()))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts)
 
 
 def _is_lost(error: Exception) -> bool:
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_LOST.search(str(error))))
+    if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
+        return True  # the store, which is closed with the rank that hosts it
+    return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
+
+
+def _in_one_line(error: Exception) -> str:
+    """The first line of an error's text; of NCCL's, which tells where in torch it was called, what it said last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    for before, line in itertools.pairwise(lines):
+        if before == "Last error:":
+            return f"NCCL: {line}"
+    return next((f"NCCL: {line}" for line in lines if re.match(r"nccl\w+: ", line)), lines[0])
 
 
 def _describe_out_of_memory(error: Exception, watchdog: Watchdog, settings: str) -> str:
     rank, beat = watchdog.ranks.rank, watchdog.heartbeat
-    kind = "GPU" if isinstance(error, torch.OutOfMemoryError) else "host"
-    detail = (str(error).splitlines() or [""])[0]
+    kind = "GPU" if isinstance(error, (torch.OutOfMemoryError, dist.DistBackendError)) else "host"
+    detail = _in_one_line(error)
     return (
         f"Rank {rank} ran out of {kind} memory in step {beat.step + 1} ({beat.phase}): {detail} All ranks have been "
         f"ended. What helps: {settings}."
