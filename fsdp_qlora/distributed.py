@@ -121,7 +121,8 @@ def start_process_group(ranks: Ranks, store: dist.Store | None = None, *, timeou
     """
     if ranks.device.type == "cuda":
         # NCCL's flight recorder: the last collectives, which it writes down when one does not end.
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     store = store or connect(ranks, timeout_minutes=timeout_minutes)
     dist.init_process_group(

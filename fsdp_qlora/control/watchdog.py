@@ -168,7 +168,9 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         everyone = self._ask_where_all_are()
         with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
-            dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
+            bindings = torch._C._distributed_c10d
+            # torch 2.13 has the second only.
+            dump = getattr(bindings, "_dump_nccl_trace_json", None) or getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
             stacks.with_suffix(".json").write_bytes(dump())
         message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
         if self.ranks.rank == min(everyone):  # one message; not rank 0's where that is the one that is gone
