@@ -17,6 +17,9 @@ from fsdp_qlora.redact import guard_output, redact_values
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 only when the run is finished, else as in errors.ENDINGS."""
     guard_output()
+    # Steps differ in length, and would cut fixed segments up. Before an import of bitsandbytes initializes CUDA.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # A rank that is gone is one sentence from us; torch would add pages of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if (end := restarts.earlier_end()) is not None:
