@@ -299,6 +299,13 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def forget_loading(device: torch.device) -> None:
+    """Return the GPU memory that only loading needed, and let peaks count from here."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def stop_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -80,6 +80,7 @@ def train_and_export(
     with exits.naming_lost_ranks("while the model was loaded"):
         mesh = load_model(config, plan.model, weights, ranks)
     guard.memory.record("after loading")
+    distributed.forget_loading(ranks.device)
     files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
     guard.folder.prepare(files, identity, keep_run=not start.is_new)
 
