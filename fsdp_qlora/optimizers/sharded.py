@@ -175,6 +175,20 @@ class ShardedOptimizer:
         local = self._local_of.get(id(parameter))
         return {} if self.optimizer is None or local is None else self.optimizer.state[local]
 
+    def room_for_state(self) -> list[torch.Tensor]:
+        """Empty memory of the size of the state that the first step will make; nothing where there is state already.
+
+        That of paged optimizers is not in GPU memory alone.
+        """
+        if self.optimizer is None or self.optimizer.state or self.name.startswith("paged_"):
+            return []
+        sizes = [int(OPTIMIZER_STATES[self.name] * local.numel()) for local in self.local]
+        return [
+            torch.empty(size, dtype=torch.float32, device=local.device)
+            for size, local in zip(sizes, self.local, strict=True)
+            if size
+        ]
+
     def paged_buffer(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
         """New memory for one of a paged optimizer's states, of the local shape; None where it keeps no such memory.
 

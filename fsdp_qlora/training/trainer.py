@@ -237,17 +237,22 @@ class Trainer:
         return loss_sum, grad_norm, numbers[:, 2 + NUM_FLAGS :]
 
     def try_longest(self, rows: np.ndarray) -> None:
-        """Forward and backward pass of each rank's longest rows, without a step: what does not fit fails now.
+        """Forward and backward passes of each rank's longest rows, without a step: what does not fit fails now.
 
+        With as much memory taken as the optimizer's state will need, and twice where gradients are added up.
         It leaves no trace: every step seeds its randomness anew, and the gradients are thrown away.
         """
         size = self.schedule.batch_size * self.ranks.world_size
         longest = rows[np.argsort(-self.data.lengths[rows], kind="stable")][:size]
         self.heartbeat.beat(0, "compute")
-        self._set_gradient_sync(True)
         self.model.train()
-        for micro_batch in self._micro_batches(longest):
-            self._loss(micro_batch).backward()
+        state = self.optimizer.room_for_state()
+        accumulates = self.schedule.global_batch_size > size
+        for is_last in (False, True) if accumulates else (True,):
+            self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
+            for micro_batch in self._micro_batches(longest):
+                self._loss(micro_batch).backward()
+        del state
         self.optimizer.zero_grad()
 
     @torch.no_grad()

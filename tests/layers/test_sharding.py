@@ -136,3 +136,31 @@ def _train(argv: list[str]) -> int:
     import train
 
     return train.main(argv)
+
+
+def _train_after_a_trial(argv: list[str]) -> int:
+    import train
+    from fsdp_qlora.training import trainer
+
+    calls, train_step, loss = [], trainer.Trainer.train_step, trainer.Trainer._loss
+
+    def record(self: Any, micro_batch: Any) -> torch.Tensor:
+        calls.append(any(local.grad is not None for local in self.optimizer.sharded))
+        return loss(self, micro_batch)
+
+    def step(self: Any, number: int, rows: Any) -> dict[str, Any]:
+        trainer.Trainer._loss = record  # type: ignore[method-assign]
+        self.try_longest(rows)
+        trainer.Trainer._loss = loss  # type: ignore[method-assign]
+        return train_step(self, number, rows)
+
+    trainer.Trainer.train_step = step  # type: ignore[method-assign]
+    status = train.main(argv)
+    return status if calls[:2] == [False, True] else 9
+
+
+def test_what_is_tried_first_adds_up_gradients_as_the_steps_do(models: Models, tmp_path: Path) -> None:
+    changed = {"train_type": "full", "gradient_accumulation_steps": 2, "max_steps": 1}
+    argv = options(models("llama"), tmp_path, **changed)
+    statuses, output = on_ranks(1, _train_after_a_trial, (argv,), tmp_path / "logs")
+    assert statuses == [0], output[-3000:]
