@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.utils import HF_MODULES_CACHE
 
+from fsdp_qlora.attention import choose_sdpa
 from fsdp_qlora.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
@@ -145,13 +146,16 @@ def _attention_candidates(
             f"attn_implementation flash_attention_2 needs a GPU and 16-bit compute; this run computes in "
             f"{str(compute_dtype).removeprefix('torch.')} on {device.type}. Leave it at auto."
         )
-    if requested != "auto":
+    if requested not in ("auto", "sdpa"):
         return [requested]
+    best_sdpa = choose_sdpa(config, compute_dtype, device)
+    if requested == "sdpa":
+        return [best_sdpa]
     has_flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
     fits_flash = has_flash and compute_dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
     flash = ["flash_attention_2"] if fits_flash else []
     # SDPA has no soft cap on attention logits (gemma2): transformers would leave it out silently.
-    sdpa = [] if getattr(config.get_text_config(), "attn_logit_softcapping", None) else ["sdpa"]
+    sdpa = [] if getattr(config.get_text_config(), "attn_logit_softcapping", None) else [best_sdpa]
     return [*flash, *sdpa, "eager"]
 
 

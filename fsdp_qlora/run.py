@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdp_qlora import distributed, export
 from fsdp_qlora.adapters.peft_format import peft_config
+from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.resume import StartRequest
@@ -46,6 +47,7 @@ def run(config: TrainConfig) -> None:
     """
     if config.deterministic:
         distributed.make_deterministic()
+    leave_out_cudnn()
     ranks = distributed.read_ranks()
     distributed.set_up_logging(ranks, verbose=config.verbose)
     if config.dry_run:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.attention import describe_kernel
 from fsdp_qlora.config.help import needless_lines
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
@@ -103,6 +104,8 @@ def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, worl
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
     plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=world_size)
     log.info("%s, precision %s", describe.describe_model(plan.meta), plan.precision_name)
+    if kernel := describe_kernel(plan.meta.model.config, plan.precision.compute_dtype, ranks.device):
+        log.info(kernel)
     models.warn_of_long_context(model_config, config.context_length)
     for line in describe.describe_memory(plan.meta, num_shards=plan.num_shards, optimizer=config.optimizer):
         log.info(line)

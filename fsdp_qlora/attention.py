@@ -1,0 +1,69 @@
+"""Which kernel computes torch's scaled_dot_product_attention on a GPU: asked of torch, and chosen, before a run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+REPEATED = "sdpa_repeated"  # our name for SDPA with a head of keys and values for each head of queries
+
+
+def leave_out_cudnn() -> None:
+    """Let SDPA not take cuDNN's kernel, torch's first choice on Hopper: it plans anew for each shape of a batch."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
+    """The name for transformers of the SDPA that needs the least memory: `sdpa`, or REPEATED where that is better.
+
+    Only the flash kernel (16 bits, Ampere and newer) takes grouped keys and values as they are. Elsewhere torch falls
+    back to the math kernel, whose scores take memory for T x T values per head, unless they are repeated.
+    """
+    if device.type != "cuda" or find_kernel(config, dtype, device, repeated=False) != "math":
+        return "sdpa"
+    if find_kernel(config, dtype, device, repeated=True) == "math":
+        return "sdpa"
+    AttentionInterface.register(REPEATED, _sdpa_of_repeated)
+    AttentionMaskInterface.register(REPEATED, sdpa_mask)
+    return REPEATED
+
+
+def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, repeated: bool) -> str:
+    """What torch takes for causal rows without a mask: flash, memory-efficient or math."""
+    text = config.get_text_config()
+    num_heads = text.num_attention_heads
+    num_groups = num_heads if repeated else getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    query = torch.empty(1, num_heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
+    key = torch.empty(1, num_groups, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
+    params = SDPAParams(query, key, key, None, 0.0, True, num_groups != num_heads)  # type: ignore[call-arg]
+    if can_use_flash_attention(params):
+        return "flash"
+    return "memory-efficient" if can_use_efficient_attention(params) else "math"
+
+
+def describe_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """One line about SDPA's kernel; None where it is not used on a GPU."""
+    implementation = config._attn_implementation
+    if device.type != "cuda" or implementation not in ("sdpa", REPEATED):
+        return None
+    kernel = find_kernel(config, dtype, device, repeated=implementation == REPEATED)
+    repeated = ", keys and values repeated for each head" if implementation == REPEATED else ""
+    return f"Attention: torch's {kernel} kernel{repeated}"
+
+
+def _sdpa_of_repeated(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """transformers' SDPA, of query [rows, heads, T, head_dim], key and value [rows, groups, T, head_dim]."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    # In place of the module, which says how many heads share a key.
+    alone = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(alone, query, key, value, *args, **kwargs)  # type: ignore[arg-type]
+    return result

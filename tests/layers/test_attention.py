@@ -1,0 +1,27 @@
+"""Attention with repeated keys and values against transformers' own, on the CPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fsdp_qlora import attention
+from tests.tiny import PROBE
+
+
+def test_repeating_keys_and_values_changes_nothing(
+    models: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = models("llama")  # two heads share each key
+    # As on a card of the Turing generation.
+    monkeypatch.setattr(attention, "find_kernel", lambda *args, repeated: "memory-efficient" if repeated else "math")
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    name = attention.choose_sdpa(config, torch.float16, torch.device("cuda"))
+    assert name == attention.REPEATED
+    logits = [
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)(PROBE).logits
+        for implementation in ("sdpa", name)
+    ]
+    assert torch.equal(*logits)
