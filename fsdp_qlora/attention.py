@@ -41,7 +41,7 @@ def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     query = torch.empty(1, num_heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(1, num_groups, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
-    params = SDPAParams(query, key, key, None, 0.0, True, num_groups != num_heads)  # type: ignore[call-arg]
+    params = SDPAParams(query, key, key, None, 0.0, True, num_groups != num_heads)
     if can_use_flash_attention(params):
         return "flash"
     return "memory-efficient" if can_use_efficient_attention(params) else "math"
@@ -65,5 +65,5 @@ def _sdpa_of_repeated(
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     # In place of the module, which says how many heads share a key.
     alone = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
-    result: tuple[torch.Tensor, None] = sdpa_attention_forward(alone, query, key, value, *args, **kwargs)  # type: ignore[arg-type]
+    result: tuple[torch.Tensor, None] = sdpa_attention_forward(alone, query, key, value, *args, **kwargs)
     return result
