@@ -79,7 +79,7 @@ def train_and_export(
     ranks, start = guard.ranks, guard.start
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
-    with exits.naming_lost_ranks("while the model was loaded"):
+    with exits.loading_explained(ranks.rank, guard.memory_settings):
         mesh = load_model(config, plan.model, weights, ranks)
     guard.memory.record("after loading")
     distributed.forget_loading(ranks.device)

@@ -69,6 +69,7 @@ class Supervision:
             output_dir=folder.path,
             on_end=self.status.end,
         )
+        self.memory_settings = exits.memory_settings(resolved_options(config))
         self.memory = MemoryLog(self.ranks.device, enabled=config.profile_memory)
         self.metrics: MetricLog | None = None
         self.mirror: Mirror | None = None
@@ -87,7 +88,6 @@ class Supervision:
             run_id=self.start.run_id,
             **{name: redact_values(getattr(config, name)) for name in ("project_name", "name", "group", "entity")},
         )
-        settings = exits.memory_settings(resolved_options(config))
         self._continue_metrics()
         with self.control.catching_signals(), contextlib.ExitStack() as at_leisure:
             target = self.folder.request.mirror if self.ranks.is_rank_0 else None
@@ -95,7 +95,7 @@ class Supervision:
                 open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
             )
             self.mirror = at_leisure.enter_context(contextlib.closing(Mirror(path, target)))
-            with exits.told(self.status, self.watchdog, memory_settings=settings):
+            with exits.told(self.status, self.watchdog, memory_settings=self.memory_settings):
                 if self.start.saved_step >= 0:
                     self.mirror.copy_later()  # a kill may have come before its copy
                 self.saver = Saver(

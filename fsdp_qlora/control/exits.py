@@ -63,17 +63,23 @@ def told(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterato
 
 
 @contextlib.contextmanager
-def naming_lost_ranks(when: str) -> Iterator[None]:
-    """Turn an error in a collective into one sentence, since the reason lies with another rank, which says it.
+def loading_explained(rank: int, settings: str) -> Iterator[None]:
+    """Turn what may go wrong while the model is loaded into one sentence.
 
     Raises:
-        LostRank: instead of that error.
+        OutOfMemory: instead of this rank's error of that kind.
+        LostRank: instead of an error in a collective, since the reason lies with another rank, which says it.
     """
     try:
         yield
     except Exception as error:
+        if _is_out_of_memory(error):
+            kind, detail = _kind_of_memory(error), _in_one_line(error)
+            message = f"Rank {rank} ran out of {kind} memory while the model was loaded: {detail}"
+            raise OutOfMemory(f"{message} What helps: {settings}.") from error
         if _is_lost(error):
-            raise LostRank(f"The connection to another rank was lost {when}: it has ended.") from error
+            message = "The connection to another rank was lost while the model was loaded: it has ended."
+            raise LostRank(message) from error
         raise
 
 
@@ -98,6 +104,10 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts)
 
 
+def _kind_of_memory(error: Exception) -> str:
+    return "GPU" if isinstance(error, (torch.OutOfMemoryError, dist.DistBackendError)) else "host"
+
+
 def _is_lost(error: Exception) -> bool:
     if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
         return True  # the store, which is closed with the rank that hosts it
@@ -115,9 +125,8 @@ def _in_one_line(error: Exception) -> str:
 
 def _describe_out_of_memory(error: Exception, watchdog: Watchdog, settings: str) -> str:
     rank, beat = watchdog.ranks.rank, watchdog.heartbeat
-    kind = "GPU" if isinstance(error, (torch.OutOfMemoryError, dist.DistBackendError)) else "host"
     detail = _in_one_line(error)
     return (
-        f"Rank {rank} ran out of {kind} memory in step {beat.step + 1} ({beat.phase}): {detail} All ranks have been "
-        f"ended. What helps: {settings}."
+        f"Rank {rank} ran out of {_kind_of_memory(error)} memory in step {beat.step + 1} ({beat.phase}): {detail} "
+        f"All ranks have been ended. What helps: {settings}."
     )

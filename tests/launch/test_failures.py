@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from fsdp_qlora.control.exits import told
+from fsdp_qlora.control.exits import loading_explained, told
 from fsdp_qlora.control.status import Status
 from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory
 
@@ -60,4 +61,13 @@ def test_only_a_closed_connection_is_a_lost_rank(
 ) -> None:
     status = Status(tmp_path, is_rank_0=True, state="running", step=6)
     with pytest.raises(failure, match=words), told(status, _Alone(), memory_settings=""):  # type: ignore[arg-type]
+        raise error
+
+
+def test_out_of_memory_while_loading_is_one_sentence_that_helps() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    with (
+        pytest.raises(OutOfMemory, match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What helps: more GPUs\.$"),
+        loading_explained(3, "more GPUs"),
+    ):
         raise error
