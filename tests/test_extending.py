@@ -1,0 +1,91 @@
+"""docs/extending.md, walked: its examples are added to the tables and train, and the places that it lists exist."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from safetensors import safe_open
+
+from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows
+
+GUIDE = (ROOT / "docs" / "extending.md").read_text()
+SECTIONS = dict(re.findall(r"^## A (.+)\n((?:(?!^## ).*\n?)*)", GUIDE, re.MULTILINE))
+RIDDLES = [{"riddle": f"{word} {number}", "solution": word} for number in range(8) for word in ("river", "mountain")]
+
+
+def places(section: str) -> dict[str, list[str]]:
+    """File -> the names that must be in it, of each item of the numbered list."""
+    items = re.findall(r"^\d+\. (.*(?:\n   .*)*)", section, re.MULTILINE)
+    found = {}
+    for words in (re.findall(r"`([^`]+)`", item) for item in items):
+        files = [word for word in words if "/" in word and " " not in word]
+        found.update({name: [word for word in words if word.isidentifier()] for name in files})
+    return found
+
+
+def test_every_place_in_the_lists_exists_and_names_what_is_said_to_be_there() -> None:
+    assert list(SECTIONS) == ["quantizer", "train type", "dataset format", "metric sink"]
+    for kind, section in SECTIONS.items():
+        listed = places(section)
+        assert len(listed) >= 4, kind
+        for name, words in listed.items():
+            text = (ROOT / name).read_text()
+            assert [word for word in words if word not in text] == [], name
+
+
+def add_the_examples() -> None:
+    """Do what the lists say, in this process: the examples, and the names among the values of options."""
+    from fsdp_qlora.config import cli
+    from fsdp_qlora.config.marks import MAY_DIFFER, NOT_EMPTY, one_of_names
+    from fsdp_qlora.config.options import LIMITS, TrainConfig, option_types
+    from fsdp_qlora.data.formats import FORMATS
+    from fsdp_qlora.metrics.metric_log import SINKS
+    from fsdp_qlora.train_types import TRAIN_TYPES
+
+    for example in re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
+        exec(example, {"__name__": "example"})
+    # In the sources these are edits of three fields; --train_type takes the names of its table.
+    LIMITS["train_type"] = one_of_names(TRAIN_TYPES)
+    fields: dict[str, Any] = TrainConfig.__annotations__
+    fields["dataset_format"] = Literal[("auto", *FORMATS)]
+    fields["log_to"] = Annotated[tuple[Literal[tuple(SINKS)], ...], NOT_EMPTY, MAY_DIFFER]
+    cli._HINTS.update(option_types())
+
+
+def train_with_the_examples(argv: list[str]) -> int:
+    import train
+
+    add_the_examples()
+    return train.main(argv)
+
+
+def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    argv = flags(
+        model_name=make_model(tmp_path / "model"),
+        dataset=write_rows(tmp_path / "riddles.jsonl", RIDDLES),
+        dataset_format="riddle",
+        train_type="float8_lora",
+        log_to="csv,stdout",
+        output_dir=output,
+        batch_size=4,
+        lr=1e-2,
+        num_epochs=3,
+        max_steps=6,
+        quant_cache=tmp_path / "cache",
+    )
+    statuses, said = on_ranks(2, train_with_the_examples, (argv,), tmp_path / "logs")
+    assert statuses == [0, 0], said[-4000:]
+
+    losses = read_metrics(output)
+    assert losses[-1] < losses[0]
+    lines = [line.split(",") for line in (output / "metrics.csv").read_text().splitlines()]
+    assert [(int(step), float(loss)) for step, loss in lines] == list(enumerate(losses, 1))
+
+    assert "Riddle: river 0\nSolution:" in said
+    assert "is bit-identical to the same weight quantized whole" in said
+    (entry,) = (tmp_path / "cache").rglob("checksums.json")
+    assert json.loads(entry.read_text())["quantizer"] == "float8"
+    with safe_open(output / "adapter_model.safetensors", "pt") as adapter:
+        assert [name for name in adapter.keys() if "lora_B" in name]  # noqa: SIM118
