@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The chaos tests, longer than in CI: 20 kills in one run instead of 4, ROUNDS times with another seed (default 3).
+# The chaos tests, longer than in CI: 20 kills per run instead of 4, in ROUNDS rounds (3) with different seeds.
 #
 #     bash scripts/chaos.sh
-#     CHAOS_SEED=1700000000 bash scripts/chaos.sh    # the kills of a run that printed this seed
+#     CHAOS_SEED=1700000000 bash scripts/chaos.sh    # repeat the kills of the run that printed this seed
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 . scripts/setup_env.sh || exit

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From a fresh clone to a fine-tuned model: makes the environment, gets a small pretrained model, fine-tunes
-# it with a sharded 4-bit base on all GPUs (without a GPU: on two CPU ranks), and shows what the adapter
-# does when PEFT loads it. Everything it writes is in .venv and demo/. Arguments go to train.py:
+# From a fresh clone to a fine-tuned model: makes an environment, downloads a small model, trains it with a sharded
+# 4-bit base on all GPUs (without a GPU: on two CPU ranks), and shows what the adapter does when PEFT loads it.
+# It writes only to .venv and demo/. Arguments are passed to train.py:
 #
 #     bash scripts/demo.sh --lora_rank 32
 set -euo pipefail

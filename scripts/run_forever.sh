@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts a command again until its run is finished, for boxes that are preempted or reboot. The run goes on from its
-# newest checkpoint; what would only fail again is not started again.
+# Restarts a command until its run is finished, for machines that are preempted or reboot. The run resumes from its
+# newest checkpoint. Errors that would repeat are not retried.
 #
 #     bash scripts/run_forever.sh OUTPUT_DIR COMMAND...
 #     bash scripts/run_forever.sh output torchrun train.py --train_type qlora --dataset alpaca --output_dir output

@@ -1,13 +1,13 @@
-# Sourced by demo.sh and test.sh: makes the virtual environment, installs the package with its [dev] extra,
-# and puts it first on PATH. Takes no time when the environment is up to date.
+# Sourced by demo.sh and test.sh: makes the virtual environment, installs the package with its [dev] extra, and puts it
+# first on PATH. Returns at once when the environment is up to date.
 #
 # FSDP_QLORA_VENV names the environment (default: .venv in the repository).
 
 SETUP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SETUP_VENV="${FSDP_QLORA_VENV:-$SETUP_ROOT/.venv}"
 SETUP_STAMP="$SETUP_VENV/.fsdp_qlora_installed"
-# Without a GPU the version that the tests are run with. With one the newest: where the driver is too old for
-# it, make the environment yourself with a torch that fits, it is kept.
+# Without a GPU the version that the tests run with, with a GPU the newest. If the driver is too old for it, make the
+# environment yourself with a torch that fits: it is kept.
 SETUP_TORCH_CPU="torch==2.13.0"
 SETUP_TORCH_GPU="torch>=2.11"
 
@@ -66,7 +66,7 @@ install_environment() {
 if [ "$(cat "$SETUP_STAMP" 2>/dev/null)" != "$(setup_state)" ]; then
     SETUP_START=$SECONDS
     install_environment || {
-        echo "setup: failed; the reason is above. Run the script again to go on from there." >&2
+        echo "setup: failed; the reason is above. Run the script again to continue." >&2
         return 1
     }
     echo "setup: ready after $((SECONDS - SETUP_START)) s"

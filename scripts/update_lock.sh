@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes requirements.lock: every package with the hashes of its files, in the versions that the tests were run
-# with in the active environment. Needs uv (pip install uv). To install from it:
+# Writes requirements.lock: every package with the hashes of its files, in the versions of the active environment, with
+# which the tests were run. Needs uv (pip install uv). To install from it:
 #
 #     pip install --require-hashes -r requirements.lock && pip install --no-deps .
 set -euo pipefail
