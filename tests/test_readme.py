@@ -1,16 +1,203 @@
-"""The README and the docs say what the code does."""
+"""The README and the docs say what the code does: their commands run, their links lead somewhere, their names exist."""
 
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora import __main__ as beside
+from fsdp_qlora.config.options import option_types
 from scripts import update_docs
-from tests.tiny import ROOT
+from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, write_rows
+
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+# Command -> the test or script of continuous integration that runs it, and how it is called there.
+RUN_ELSEWHERE = {
+    "bash scripts/demo.sh": ("tests/test_readme.py", "scripts/demo.sh"),
+    "bash scripts/test.sh": (".ci/run", "scripts/test.sh"),
+    "pip install -e .": ("scripts/setup_env.sh", "--editable"),
+    "ruff check .": ("scripts/test.sh", "ruff check ."),
+    "ruff format .": ("scripts/test.sh", "ruff format --check ."),
+    "mypy": ("scripts/test.sh", "mypy"),
+    "python -m pytest": ("scripts/test.sh", "python -m pytest"),
+    "bash scripts/run_forever.sh": ("tests/chaos/test_torchrun.py", "scripts/run_forever.sh"),
+    "python scripts/update_docs.py": ("tests/test_readme.py", "update_docs.main"),
+}
+# Too slow for every run, or in need of a package index: what they name is checked. Command -> why.
+BY_HAND = {
+    "pip install --require-hashes -r requirements.lock": "downloads",
+    "pip install --no-deps -e .": "goes with it",
+    "bash scripts/same_bytes.sh main": "trains every train type at two commits",
+}
+# Flags in the documents that are not options of train.py.
+OTHER_FLAGS = {
+    *("max-restarts", "nnodes", "signals-to-handle"),  # torchrun
+    *("out", "prune", "expansion_rate"),  # our commands
+    *("config", "help", "dry_run"),
+}
+
+
+def commands(text: str) -> list[str]:
+    """The lines of all ```bash blocks, without comments."""
+    blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    lines = [line.strip() for block in blocks for line in re.sub(r"\\\n +", "", block).splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+COMMANDS = [line for path in DOCUMENTS for line in commands(path.read_text())]
+COMMANDS += [line for path in CONFIGS for line in re.findall(r"^# +(torchrun .*)", path.read_text(), re.MULTILINE)]
+
+
+def arguments_of_train(line: str) -> list[str] | None:
+    """What train.py is given by a command that starts it, also through torchrun; None for other commands."""
+    words = shlex.split(line)
+    if "torchrun" in words:  # also where scripts/run_forever.sh starts it
+        words = words[words.index("torchrun") :]
+    if words[:2] == ["python", "train.py"]:
+        return words[2:]
+    if words[:1] != ["torchrun"]:
+        return None
+    from torch.distributed.run import get_args_parser
+
+    parsed = get_args_parser().parse_args(words[1:])
+    assert parsed.training_script == "train.py", line
+    return list(parsed.training_script_args)
+
+
+PLANNED = {line: argv for line in COMMANDS if (argv := arguments_of_train(line)) is not None}
+
+
+def plan_all(argvs: list[list[str]]) -> int:
+    import train
+
+    return next((status for argv in argvs if (status := train.main(argv))), 0)
+
+
+def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., Path], tmp_path: Path) -> None:
+    mixture = models("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
+    tiny, expanded = models(), tmp_path / "expanded"
+    assert beside.main(["expand", str(tiny), *flags(out=expanded, expansion_rate=0.5)]) == 0
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(200))
+    argvs = []
+    for argv in PLANNED.values():
+        # The last of two flags wins: the model, the rows and the folder that a reader has are replaced.
+        stand_ins = {
+            "model_name": mixture if "--lora_target_parameters" in argv else tiny,
+            "dataset": rows,
+            "context_length": 256,
+            "output_dir": tmp_path / "output",
+            "dry_run": True,
+            **({"llama_pro_path": expanded} if "--llama_pro_path" in argv else {}),
+        }
+        argvs.append([*argv, *flags(**stand_ins)])
+    assert len(argvs) >= 10
+    statuses, output = on_ranks(1, plan_all, (argvs,), tmp_path / "logs")
+    assert statuses == [0], output[-4000:]
+    assert output.count("Steps: ") == len(argvs)
+
+
+def test_every_command_beside_training_runs_on_a_tiny_model(
+    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    lines = [shlex.split(line) for line in COMMANDS if line.startswith("python -m fsdp_qlora ")]
+    assert lines
+    for number, (_, _, _, command, *words) in enumerate(lines):
+        if "--out" in words:  # MODEL --out DIR
+            words[0], words[words.index("--out") + 1] = str(models()), str(tmp_path / str(number))
+        if command == "expand":
+            words += flags(expansion_rate=0.5)  # of two blocks
+        assert beside.main([command, *words]) == 0
+
+
+def test_every_other_command_is_run_by_a_test_or_a_script() -> None:
+    others = [line for line in COMMANDS if line not in PLANNED and not line.startswith("python -m fsdp_qlora ")]
+    others += [line for line in COMMANDS if "run_forever" in line]
+    unknown = [line for line in others if line not in BY_HAND and not line.startswith(tuple(RUN_ELSEWHERE))]
+    assert unknown == []
+    for runner, call in RUN_ELSEWHERE.values():
+        assert call in (ROOT / runner).read_text()
+    named = [word for line in others for word in shlex.split(line) if "/" in word]
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_scripts_are_correct_shell() -> None:
+    for script in (ROOT / "scripts").glob("*.sh"):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_the_lock_has_every_dependency_with_hashes() -> None:
+    tomllib = pytest.importorskip("tomllib")
+    lock = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text())
+    locked = {entry.partition("==")[0].lower() for entry in lock if "--hash=sha256:" in entry}
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[<>=]", name)[0].lower().replace("_", "-") for name in wanted}
+    assert names <= {name.replace("_", "-") for name in locked}
+
+
+def test_the_demo_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("scripts", "configs", "fsdp_qlora", "train.py", "pyproject.toml"):
+        (clone / name).symlink_to(ROOT / name)
+    make_model(clone / "demo" / "model", max_position_embeddings=1024)  # a folder that is complete is kept
+    bin_folder = tmp_path / "venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    for name, words in {"python": "", "torchrun": "-m torch.distributed.run"}.items():
+        (bin_folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        (bin_folder / name).chmod(0o755)
+    state = f"cat {clone}/pyproject.toml {clone}/scripts/setup_env.sh | cksum; echo {clone}"
+    stamp = subprocess.run(["bash", "-c", state], check=True, capture_output=True).stdout
+    (bin_folder.parent / ".fsdp_qlora_installed").write_bytes(stamp)  # so nothing is installed
+    environment = os.environ | {
+        "FSDP_QLORA_VENV": str(bin_folder.parent),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = ["bash", str(clone / "scripts/demo.sh"), *flags(context_length=1024, max_steps=8, lr=1e-2)]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "Adapter loaded by PEFT" in done.stdout
+    assert done.stdout.rstrip().endswith("the adapter is in demo/output")
 
 
 def test_the_page_of_options_is_that_of_the_code() -> None:
     assert update_docs.main(["--check"]) == 0, "python scripts/update_docs.py"
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
-    text = (ROOT / "README.md").read_text()
-    words = {word.strip("`().,;:") for word in text.split()}
-    named = {word for word in words if word.startswith(("scripts/", "configs/", "benchmarks/", "fsdp_qlora/"))}
-    assert named
-    assert not [name for name in named if not (ROOT / name).exists()]
+def anchors(path: Path) -> set[str]:
+    """A document's headings as GitHub makes anchors of them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def links(path: Path) -> Iterator[tuple[Path, str]]:
+    """The files and anchors that a document links to."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not target.startswith("https://"):
+            name, _, anchor = target.partition("#")
+            yield ((path.parent / name).resolve() if name else path), anchor
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_file_and_flag_of_a_document_exists(path: Path) -> None:
+    for target, anchor in links(path):
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), f"{target}#{anchor}"
+    text = path.read_text()
+    folders = r"(?:scripts|configs|benchmarks|fsdp_qlora|tests|docs)/"
+    named = set(re.findall(rf"(?<![\w/.~-]){folders}[\w./]*\w", text))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    if path.name != "CONTRIBUTING.md":
+        lines = [line for line in text.splitlines() if not line.startswith(("pip ", "ruff "))]
+        given = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", "\n".join(lines)))
+        assert sorted(given - option_types().keys() - OTHER_FLAGS) == []
