@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         return status
     try:
         config = parse_train_config(argv)
-        if not config.dry_run and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
+        if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
             return status_of_workers
         sys.argv = redact_values(sys.argv)  # wandb keeps a copy
         # Imported here so that --help and wrong options answer at once.

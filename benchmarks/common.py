@@ -103,7 +103,7 @@ def build_run(
     on_phase("planned")
     mesh = load_model(config, plan, weights, ranks)
     on_phase("loaded and verified")
-    schedule = config.pick(Schedule, num_rows=len(data), world_size=ranks.world_size, rows_per_step=None)
+    schedule = config.pick(Schedule, num_rows=len(data), world_size=ranks.world_size, rows_per_step=None, mixture=None)
     rows = np.arange(len(data))
     run_data = RunData(data, rows, data, rows[:0], sample="", rejected=[])
     trainer = build_trainer(config, Plan(plan, run_data, schedule, warmup_steps=0), ranks)

@@ -27,7 +27,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights, open_weight_files
 from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.plan import ModelPlan, Plan, check_resources, continued, lora_options, make_plan
+from fsdp_qlora.planning.plan import ModelPlan, Plan, check_resources, continued, lora_options, make_plan, show_samples
 from fsdp_qlora.storage.fingerprint import fingerprint_files
 from fsdp_qlora.supervision import Supervision
 from fsdp_qlora.training.trainer import Trainer, train
@@ -50,6 +50,11 @@ def run(config: TrainConfig) -> None:
     leave_out_cudnn()
     ranks = distributed.read_ranks()
     distributed.set_up_logging(ranks, verbose=config.verbose)
+    if config.show_samples:
+        samples = show_samples(config)
+        if ranks.is_rank_0:
+            print(samples)
+        return
     if config.dry_run:
         make_plan(config, ranks, None)
         log.info("Options:\n%s", resolved_yaml(config))

@@ -184,3 +184,28 @@ def train_ok(world_size: int, output_dir: Path, *, logits_file: Path | None = No
     statuses, output = run_ranks(world_size, argv, output_dir.parent / f"{output_dir.name}_logs", logits_file)
     assert statuses == [0] * world_size, output[-6000:]
     return output
+
+
+MERGES = [("h", "i"), ("g", "o"), ("{blank}", "o"), ("{blank}o", "n"), ("n", "o"), ("s", "o")]  # of `spelled_tokenizer`
+
+
+def spelled_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens can be told by hand: letters, and `hi`, `go`, ` on`, `no`, `so`.
+
+    Args:
+        kind: "byte_level" (GPT-2's, Llama 3's, Qwen's) or "sentencepiece" (Llama 2's, Mistral's).
+    """
+    blank = {"byte_level": "Ġ", "sentencepiece": "▁"}[kind]
+    merges = [(a.format(blank=blank), b) for a, b in MERGES]
+    letters = pre_tokenizers.ByteLevel.alphabet() if kind == "byte_level" else [blank, "\n", *map(chr, range(33, 127))]
+    tokens = ["<s>", "</s>", *sorted(letters), *(a + b for a, b in merges)]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    if kind == "byte_level":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")

@@ -31,6 +31,7 @@ from fsdp_qlora.config.marks import (
     one_of_names,
     one_of_numbers,
 )
+from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import TRAIN_TYPES
 
@@ -185,22 +186,38 @@ class TrainConfig:
     number of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off disables the cache."""
 
     # == data ==
-    dataset: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "alpaca_sample"
-    """Rows to train on: alpaca, alpaca_sample, alpaca_demo (no network needed), dummy (to measure speed),
-    owner/name on the Hugging Face hub, or a .json, .jsonl, .csv or .parquet file or a folder of them."""
+    dataset: Annotated[tuple[str, ...], NOT_EMPTY, MAY_DIFFER, PER_NODE] = ("alpaca_sample",)
+    """Rows to train on, one or more of: alpaca, alpaca_sample, alpaca_demo (no network needed), guanaco, sql,
+    orca_math, dummy (to measure speed), owner/name:config[split][:1000] on the Hugging Face hub, a .json, .jsonl,
+    .csv, .tsv, .parquet or .txt file (or one of these with .gz), or a folder of them or of datasets.save_to_disk.
+    Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has as many rows in these shares as
+    there are before a dataset would repeat one, and the next epoch takes the next rows of each."""
     dataset_samples: Annotated[int | None, at_least(1)] = None
-    """Use only the first rows, this many; by default all of them (alpaca_sample and dummy have sizes of their own)."""
-    dataset_format: Literal["auto", "alpaca"] = "auto"
-    """Format of the rows; auto detects it from the names of the columns."""
+    """Use only the first rows of each dataset, this many; by default all of them (alpaca_sample, orca_math and dummy
+    have sizes of their own)."""
+    dataset_format: Annotated[str, one_of_names(["auto", *FORMATS])] = "auto"
+    """Format of the rows; auto detects it from the names of the columns (docs/data.md)."""
+    columns: Annotated[tuple[str, ...], MAY_DIFFER] = ()
+    """Which column of the dataset is which of the format, such as instruction=task,output=result; for columns with
+    names of their own."""
+    prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
+    """Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat
+    template), a text file with {instruction}, {input} and {system}; or a chat template for models that have none:
+    chatml, user_assistant, a .jinja file. By default the format's, and for chats the model's."""
+    learn: Annotated[Literal["assistant", "last", "all"], MAY_DIFFER] = "assistant"
+    """What is learned of a row: every turn of the assistant (or every response), only the last one, or all text."""
+    show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0
+    """Print this many rows as the model sees them, what is learned in colour, and stop."""
     on_bad_row: Annotated[Literal["skip", "error"], MAY_DIFFER] = "skip"
     """What to do with a row that cannot be used (malformed, or with no output or no room for it): skip leaves it out
     and lists it in rejected.jsonl, error ends the run."""
     max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
-    """Largest share of the rows that on_bad_row skip may leave out; with more the run does not start."""
+    """Largest share of the rows that on_bad_row skip may leave out; with more the run does not start. Rows whose prompt
+    fills the context are not counted."""
     eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
     """Share of the rows that is held out for evaluation."""
     eval_dataset: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
-    """Dataset for evaluation, named as in dataset."""
+    """Dataset for evaluation, one, named as in dataset: rows.jsonl, folder[test], owner/name[validation]."""
     eval_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Evaluate every this many optimizer steps; 0 evaluates only before and after training."""
 
@@ -293,6 +310,11 @@ class TrainConfig:
     """Activation checkpointing is always non-reentrant."""
     loading_workers: Annotated[int | None, MAY_DIFFER, NO_EFFECT] = None
     """Reading runs ahead of quantizing by loading_buffer_mib."""
+
+    @property
+    def is_preview(self) -> bool:
+        """Whether the run is only shown, by one process, and nothing is trained."""
+        return self.dry_run or self.show_samples > 0
 
     @property
     def learning_rate(self) -> float:

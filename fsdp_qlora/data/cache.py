@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fsdp_qlora")
 
-CACHE_VERSION = 2  # raise it when the arrays, the templates or the rules of masking change
+CACHE_VERSION = 3  # raise it when the arrays, the templates or the rules of masking change
 
 
 class DamagedFile(ValueError):

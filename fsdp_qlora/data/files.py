@@ -1,13 +1,17 @@
 """Readers of local files. They are strict: a malformed file is refused with the place of the fault."""
 
 import csv
+import gzip
 import hashlib
+import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 from fsdp_qlora.data.rows import Row, Rows, SourceFile, locate
 from fsdp_qlora.errors import UserError
@@ -19,11 +23,18 @@ class Malformed(ValueError):
 
 NumberedRows = Iterator[tuple[int, Row | Malformed]]
 
+LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """The content of a file; a .gz is unpacked."""
+    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+
 
 def read_jsonl(path: Path) -> NumberedRows:
     """One object per line. Blank lines are skipped. Numbers are line numbers."""
     has_rows = False
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 if text := _decode(line).rstrip():
@@ -39,9 +50,10 @@ def read_jsonl(path: Path) -> NumberedRows:
 
 
 def read_json(path: Path) -> NumberedRows:
-    """An array of objects."""
+    """An array of objects, or an object with one of `LISTS` that is such an array."""
     try:
-        text = _decode(path.read_bytes())
+        with open_file(path) as file:
+            text = _decode(file.read())
         if not text or text.isspace():
             return
         values = _parse(text)
@@ -50,8 +62,16 @@ def read_json(path: Path) -> NumberedRows:
         raise UserError(f"{path}:{error.lineno}: {error.msg} (column {error.colno}).{hint}") from error
     except Malformed as reason:
         raise UserError(f"{path}: {reason}.") from reason
+    if isinstance(values, dict) and len(lists := [name for name in LISTS if isinstance(values.get(name), list)]) == 1:
+        values = values[lists[0]]
     if not isinstance(values, list):
-        raise UserError(f"{path}: expected an array of objects, found {_kind(values)}.")
+        lists = [name for name, value in values.items() if isinstance(value, list)] if isinstance(values, dict) else []
+        named = f" with the keys {', '.join(map(repr, values))}" if isinstance(values, dict) else ""
+        raise UserError(
+            f"{path}: expected an array of objects, found {_kind(values)}{named}. "
+            + (f"If the rows are in {lists[0]!r}, call it 'data'. " if lists else "")
+            + "Write [ around the objects, or one object per line into a .jsonl file."
+        )
     for number, value in enumerate(values, start=1):
         try:
             yield number, _require_object(value)
@@ -60,12 +80,19 @@ def read_json(path: Path) -> NumberedRows:
 
 
 def read_csv(path: Path) -> NumberedRows:
-    """Comma-separated values under a header line. Every value is a string. A row's number is that of its first line."""
+    """Values under a header line, separated by commas, semicolons or tabs. Every value is a string.
+
+    A row's number is that of its first line.
+    """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is less than a long text
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with open_file(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
             header = next(reader, [])
+            if len(header) == 1 and (marks := [mark for mark in ";\t" if mark in header[0]]):  # as Excel writes it
+                file.seek(0)
+                reader = csv.reader(file, strict=True, delimiter=marks[0])
+                header = next(reader)
             if len(set(header)) < len(header):
                 raise UserError(f"{path}:1: a column name occurs twice: {', '.join(header)}.")
             number = reader.line_num + 1
@@ -78,8 +105,31 @@ def read_csv(path: Path) -> NumberedRows:
         except csv.Error as error:
             raise UserError(f"{path}:{reader.line_num}: {error}.") from error
         except UnicodeDecodeError as error:
-            where = f"{path}: after line {reader.line_num}"
-            raise UserError(f"{where}: not UTF-8 text ({error.reason}).") from error
+            raise UserError(
+                f"{path}:{_line_that_is_not_utf8(path)}: not UTF-8 text ({error.reason}). Save the file as CSV UTF-8, "
+                "or convert it: iconv -f cp1252 -t utf-8."
+            ) from error
+
+
+def _line_that_is_not_utf8(path: Path) -> int:
+    with open_file(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    return 1
+
+
+def read_text(path: Path) -> NumberedRows:
+    """One text per line, in the column `text`. Blank lines are skipped. Numbers are line numbers."""
+    with open_file(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
+                    yield number, {"text": text}
+            except Malformed as reason:
+                yield number, reason
 
 
 def read_parquet(path: Path) -> NumberedRows:
@@ -88,7 +138,7 @@ def read_parquet(path: Path) -> NumberedRows:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
             yield from enumerate(rows, start=1)
     except pyarrow.ArrowException as error:
@@ -108,12 +158,30 @@ FILE_KINDS: dict[str, FileKind] = {
     ".json": FileKind(read_json, "row"),
     ".jsonl": FileKind(read_jsonl, "line"),
     ".csv": FileKind(read_csv, "line"),
+    ".tsv": FileKind(read_csv, "line"),
+    ".txt": FileKind(read_text, "line"),
     ".parquet": FileKind(read_parquet, "row"),
 }
 
 
-def read_files(origin: Path, files: list[Path], limit: int | None) -> Rows:
-    """Read files one after the other, up to `limit` entries, malformed ones included. The rest is not read.
+def kind_of(path: Path) -> FileKind | None:
+    """How to read a file, told from its name, which may end in .gz."""
+    name = path.name.lower().removesuffix(".gz")
+    return FILE_KINDS.get(Path(name).suffix)
+
+
+def _read(kind: FileKind, path: Path) -> NumberedRows:
+    try:
+        yield from kind.read(path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
+
+
+def read_files(origin: Path, files: list[Path], limit: int | None, start: int = 0, names: Path | None = None) -> Rows:
+    """Read files one after the other: `limit` entries from `start`, malformed ones included. The rest is not read.
+
+    Args:
+        names: the folder that the names of files are relative to.
 
     Raises:
         UserError: a file cannot be read at all (the message names the place), or no file has a row.
@@ -123,14 +191,18 @@ def read_files(origin: Path, files: list[Path], limit: int | None) -> Rows:
     malformed: dict[int, str] = {}
     sources: list[SourceFile] = []
     columns: dict[str, None] = {}
-    last = 0
+    last, skip = 0, start
     for path in files:
-        kind = FILE_KINDS[path.suffix.lower()]
-        source = SourceFile(path.name, kind.unit, offset=last)
+        kind = kind_of(path)
+        assert kind is not None
+        source = SourceFile(path.relative_to(names).as_posix() if names else path.name, kind.unit, offset=last)
         sources.append(source)
-        room = None if limit is None else limit - len(rows) - len(malformed)
-        for number, row in islice(kind.read(path), room):
+        room = None if limit is None else limit + skip - len(rows) - len(malformed)
+        for number, row in islice(_read(kind, path), room):
             last = source.offset + number
+            if skip:
+                skip -= 1
+                continue
             if isinstance(row, Malformed):
                 malformed[last] = str(row)
                 continue
@@ -144,27 +216,6 @@ def read_files(origin: Path, files: list[Path], limit: int | None) -> Rows:
         place = locate([number], sources, str(origin))
         raise UserError(f"{place}: {reason}. None of its {len(malformed):,} rows can be read.")
     return Rows(rows, numbers, list(columns), sources, malformed)
-
-
-def find_files(path: Path) -> list[Path]:
-    """The file itself, or the folder's files of known kinds, sorted by name. Hidden files are ignored.
-
-    Raises:
-        UserError: there is no file of a known kind.
-    """
-    kinds = ", ".join(FILE_KINDS)
-    if not path.is_dir():
-        if path.suffix.lower() not in FILE_KINDS:
-            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}.")
-        if not path.is_file():  # reading a pipe or a device might never end
-            raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
-        return [path]
-    files = [
-        file for file in path.iterdir() if file.suffix.lower() in FILE_KINDS and file.name[0] != "." and file.is_file()
-    ]
-    if not files:
-        raise UserError(f"dataset: the folder {path} has no file of a known kind. Kinds: {kinds}.")
-    return sorted(files, key=lambda file: file.name)
 
 
 def hash_file(path: Path) -> str:

@@ -1,35 +1,17 @@
-"""Formats: how a row of a dataset becomes text, and which of the text is learned. A new format is a row of FORMATS."""
+"""Formats: what a row of a dataset means, told from its columns. A new format is a row of FORMATS."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from fsdp_qlora.data import chats, prompts
+from fsdp_qlora.data.examples import BadRow, Content, Fields, Preference, Segment, Text, Tokens, text_of
 from fsdp_qlora.errors import UserError
 
-# The templates of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, train.py); the response follows
-# the colon directly.
-ALPACA_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
-)
-ALPACA_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:"
-)
+Row = Mapping[str, object]
 
-
-class BadRow(ValueError):
-    """A row that cannot be used; the message is the reason under which it is counted."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A piece of a row's text. Segments are tokenized apart, so no token crosses a boundary."""
-
-    text: str
-    learned: bool
-    """True where the model learns to write the text, false where it only reads it."""
+HUMAN, ASSISTANT = "### Human:", "### Assistant:"  # of timdettmers/openassistant-guanaco
 
 
 @dataclass(frozen=True)
@@ -40,12 +22,21 @@ class Format:
     """Columns that a dataset must have. One that has them all is of this format."""
     optional_columns: tuple[str, ...]
     """Columns that are used where they are present."""
-    render: Callable[[Mapping[str, object]], list[Segment]]
-    """The text of a row in order, in any number of segments. Raises BadRow."""
+    read: Callable[[Row], Content]
+    """What the row holds. Raises BadRow."""
+    template: prompts.PromptTemplate = prompts.TEMPLATES["alpaca"]
+    """For `Fields`, unless --prompt_template names another."""
+    recognizes: Callable[[Row], bool] | None = None
+    """What the first row must be too, where the columns alone do not tell the format."""
 
     def fits(self, columns: Collection[str]) -> bool:
         """Whether a dataset with these columns can be read in this format."""
-        return set(self.columns) <= set(columns)
+        return None not in _matches(self.columns, columns).values()
+
+    def renames(self, columns: Collection[str]) -> dict[str, str]:
+        """Those of the dataset's columns that are used: their name -> the format's, which may differ in case."""
+        names = _matches((*self.columns, *self.optional_columns), columns)
+        return {found: name for name, found in names.items() if found is not None}
 
     def describe_columns(self) -> str:
         """The columns for people: "instruction, output (and input, if present)"."""
@@ -53,28 +44,149 @@ class Format:
         return ", ".join(self.columns) + optional
 
 
-def render_alpaca(row: Mapping[str, object]) -> list[Segment]:
-    """Fill the Alpaca template. An `input` that is absent, null or blank counts as no input."""
-    instruction, response = _text(row, "instruction"), _text(row, "output")
-    context = _text(row, "input", required=False)
-    template = ALPACA_WITH_INPUT if context else ALPACA_WITHOUT_INPUT
-    prompt = template.format(instruction=instruction, input=context)
-    return [Segment(prompt, learned=False), Segment(response, learned=True)]
+def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str | None]:
+    """Wanted column -> the dataset's of the same name, or the only one that differs in case and blanks alone."""
+    close = {name: [column for column in columns if column.strip().lower() == name] for name in wanted}
+    return {name: name if name in columns else found[0] if len(found := close[name]) == 1 else None for name in wanted}
+
+
+# --- instructions, for a prompt template ---
+
+
+def read_alpaca(row: Row) -> Fields:
+    """An `input` that is absent, null or blank counts as no input. `history` is LLaMA-Factory's list of pairs."""
+    return Fields(
+        instruction=text_of(row, "instruction"),
+        response=text_of(row, "output"),
+        context=text_of(row, "input", required=False),
+        system=text_of(row, "system", required=False),
+        history=_history(row.get("history")),
+    )
+
+
+def _history(value: object) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for number, pair in enumerate(value if isinstance(value, list) else [value] if value else [], start=1):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise BadRow(f"history {number} is not a pair of instruction and response")
+        named = dict(zip((f"history {number} instruction", f"history {number} response"), pair, strict=True))
+        instruction, response = (text_of(named, name) for name in named)
+        pairs.append((instruction, response))
+    return tuple(pairs)
+
+
+def read_dolly(row: Row) -> Fields:
+    return Fields(text_of(row, "instruction"), text_of(row, "response"), text_of(row, "context", required=False))
+
+
+def read_question(row: Row) -> Fields:
+    return Fields(text_of(row, "question"), text_of(row, "answer"), text_of(row, "context", required=False))
+
+
+# --- text ---
+
+
+def read_text(row: Row) -> Text:
+    return Text((Segment(text_of(row, "text"), learned=True),))
+
+
+def read_prompt_completion(row: Row) -> Content:
+    """Text, or messages in both columns, of which the completion's are learned."""
+    if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
+        return chats.read_prompted(row, "completion")
+    return _prompted_text(row, "completion")
+
+
+def _prompted_text(row: Row, column: str) -> Text:
+    prompt = Segment(text_of(row, "prompt", required=False), learned=False)
+    return Text((prompt, Segment(text_of(row, column), learned=True)))
+
+
+def read_guanaco(row: Row) -> Text:
+    """Turns after ### Human: and ### Assistant:. The assistant's are learned, each from the blank before it."""
+    text = text_of(row, "text")
+    segments, rest = [], text
+    while ASSISTANT in rest:
+        asked, _, rest = rest.partition(ASSISTANT)
+        end = rest.find(HUMAN)
+        answer = rest if end < 0 else rest[:end].rstrip()
+        segments += [Segment(asked + ASSISTANT, learned=False), Segment(answer, learned=True)]
+        rest = rest[len(answer) :]
+    if not segments:
+        raise BadRow(f"no {ASSISTANT} in the text")
+    return Text((*segments, Segment(rest, learned=False)) if rest.strip() else tuple(segments))
+
+
+def is_guanaco(row: Row) -> bool:
+    text = row.get("text")
+    return isinstance(text, str) and text.lstrip().startswith(HUMAN) and ASSISTANT in text
+
+
+# --- tokens ---
+
+_MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+
+
+def read_tokens(row: Row) -> Tokens:
+    """Token ids; learned is what `labels` or a mask says, else all of them."""
+    ids, labels = _integers(row, "input_ids"), _integers(row, "labels", required=False)
+    masks = [mask for name in _MASKS if (mask := _integers(row, name, required=False)) is not None]
+    if ids is None or any(len(other) != len(ids) for other in (labels, *masks) if other is not None):
+        raise BadRow("labels or mask have another length than input_ids")
+    if labels is not None and any(label not in (-100, token) for label, token in zip(labels, ids, strict=True)):
+        raise BadRow("labels are neither -100 nor the token of the same place: shift them back")
+    learned = np.ones(len(ids), dtype=np.bool_) if labels is None else np.array(labels) != -100
+    for mask in masks:
+        learned &= np.array(mask) != 0
+    return Tokens(ids, learned.tolist())
+
+
+def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | None:
+    values = row.get(column)
+    if values is None and not required:
+        return None
+    if not isinstance(values, list) or not values:
+        raise BadRow(f"empty {column}" if values in (None, []) else f"{column} is not a list of numbers")
+    if not all(isinstance(value, int) for value in values):  # bool is one
+        raise BadRow(f"{column} is not a list of whole numbers")
+    return [int(value) for value in values]
+
+
+# --- preferences ---
+
+
+def read_preference(row: Row) -> Preference:
+    """Two answers to a prompt, as text or as messages, with the prompt in a column of its own or in both answers."""
+    if isinstance(row.get("chosen"), list):
+        return Preference(chats.read_prompted(row, "chosen"), chats.read_prompted(row, "rejected"))
+    return Preference(_prompted_text(row, "chosen"), _prompted_text(row, "rejected"))
 
 
 # With dataset_format auto the first that fits is used, so a format stands before those that need only some of its
 # columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
 FORMATS: dict[str, Format] = {
-    "alpaca": Format(columns=("instruction", "output"), optional_columns=("input",), render=render_alpaca),
+    "alpaca": Format(("instruction", "output"), ("input", "system", "history"), read_alpaca),
+    "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
+    "preference": Format(("chosen", "rejected"), ("prompt", "tools"), read_preference),
+    "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
+    "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
+    "dolly": Format(("instruction", "response"), ("context",), read_dolly),
+    "question_answer": Format(
+        ("question", "answer"), ("context",), read_question, template=prompts.TEMPLATES["question_answer"]
+    ),
+    "prompt_completion": Format(("prompt", "completion"), ("tools",), read_prompt_completion),
+    "guanaco": Format(("text",), (), read_guanaco, recognizes=is_guanaco),
+    "text": Format(("text",), (), read_text),
 }
 
 
-def choose_format(columns: Collection[str], *, dataset_format: str, origin: str) -> str:
+def choose_format(columns: Collection[str], *, dataset_format: str, origin: str, first_row: Row | None = None) -> str:
     """Name the format of a dataset with these columns.
 
     Args:
         dataset_format: a key of FORMATS, or "auto" for the first format that fits.
         origin: the dataset's path or name, for the message.
+        first_row: tells formats apart that have the same columns.
     Raises:
         UserError: the format is unknown, or the dataset lacks columns that it needs.
     """
@@ -82,33 +194,34 @@ def choose_format(columns: Collection[str], *, dataset_format: str, origin: str)
         raise UserError(f"dataset_format: unknown format {dataset_format!r}. Formats: {', '.join(['auto', *FORMATS])}.")
     candidates = list(FORMATS) if dataset_format == "auto" else [dataset_format]
     for name in candidates:
-        if FORMATS[name].fits(columns):
+        found = FORMATS[name]
+        if not found.fits(columns):
+            continue
+        if dataset_format != "auto" or found.recognizes is None or found.recognizes(first_row or {}):
             return name
     needed = "; ".join(f"{name}: {FORMATS[name].describe_columns()}" for name in candidates)
     raise UserError(
         f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}. Needed ({needed}). "
-        "Rename the columns of the dataset."
+        "Say which column is which, such as --columns instruction=task output=result."
     )
 
 
-def _text(row: Mapping[str, object], column: str, *, required: bool = True) -> str:
-    """The text of a column; "" if it is blank and not required."""
-    value = row.get(column)
-    if value is not None and not isinstance(value, str):
-        raise BadRow(f"{column} is not text but {type(value).__name__}")
-    if not value or value.isspace():
-        if required:
-            raise BadRow(f"empty {column}")
-        return ""
-    if not _is_unicode(value):
-        raise BadRow(f"{column} has half a surrogate pair")
-    return value
+def parse_columns(columns: Sequence[str]) -> dict[str, str]:
+    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's.
 
-
-def _is_unicode(text: str) -> bool:
-    """False for lone surrogates: JSON can contain them, a tokenizer cannot read them."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    Raises:
+        UserError: an item is no such pair, or a column is renamed twice.
+    """
+    renames: dict[str, str] = {}
+    for item in columns:
+        ours, equals, theirs = item.partition("=")
+        if not (ours and equals and theirs):
+            raise UserError(
+                f"columns: {item!r} does not say which column is which. Write the format's name first, then the "
+                "dataset's: instruction=task."
+            )
+        if theirs in renames or ours in renames.values():
+            name = theirs if theirs in renames else ours
+            raise UserError(f"columns: {name!r} occurs twice in {' '.join(columns)}. Name each column once.")
+        renames[theirs] = ours
+    return renames

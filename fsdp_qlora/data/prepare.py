@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data import tokenization
 from fsdp_qlora.data.cache import cache_path, locked, read_cache, tokenizer_identity, write_cache
-from fsdp_qlora.data.formats import choose_format
-from fsdp_qlora.data.rows import NUMBERS_SHOWN, DataReport, TokenizedRows
+from fsdp_qlora.data.dataset_names import parse_name
+from fsdp_qlora.data.formats import FORMATS, choose_format, parse_columns
+from fsdp_qlora.data.mixture import Mixture, check_weights, concatenate, mix, split_rows
+from fsdp_qlora.data.prompts import find_template
+from fsdp_qlora.data.rendering import Renderer
+from fsdp_qlora.data.rows import NO_ROOM, NUMBERS_SHOWN, DataReport, Rows, TokenizedRows
 from fsdp_qlora.data.schedule import split_eval
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Source, find_source
 from fsdp_qlora.errors import UserError
@@ -26,11 +31,14 @@ log = logging.getLogger("fsdp_qlora")
 class DataOptions:
     """The options that decide a run's rows. Each is the option of the same name, and its help says what it means."""
 
-    dataset: str
+    dataset: tuple[str, ...]
     eval_dataset: str | None
     eval_fraction: float
     context_length: int
     dataset_format: str
+    columns: tuple[str, ...]
+    prompt_template: str | None
+    learn: str
     dataset_samples: int | None
     on_bad_row: str
     max_bad_rows: float
@@ -51,6 +59,12 @@ class RunData:
     """One row as text, its masked and learned parts marked."""
     rejected: list[tuple[str, str]]
     """(place, reason) of every row that was left out."""
+    mixture: Mixture | None = None
+    """The datasets' parts in an epoch, where they have weights."""
+
+    @property
+    def rows_per_epoch(self) -> int:
+        return sum(self.mixture.rows_per_epoch) if self.mixture else len(self.train_rows)
 
     def files(self) -> dict[str, str]:
         """Files for the run's folder, name -> text: rejected.jsonl, if rows were left out."""
@@ -67,26 +81,45 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         UserError: a dataset cannot be used, see `prepare_rows`, or has a token that the model does not have.
     """
 
-    def prepare(options: DataOptions) -> TokenizedRows:
-        rows, report = prepare_rows(tokenizer, options, cache_dir=cache_folder() / "tokenized", show_progress=True)
-        tokenization.check_vocabulary(rows, vocab_size)
-        rejected.extend(report.places())
-        return rows
+    def prepare(datasets: Sequence[str], samples: int | None) -> list[TokenizedRows]:
+        parts = []
+        for dataset in datasets:
+            one = dataclasses.replace(options, dataset=(dataset,), dataset_samples=samples)
+            rows, report = prepare_rows(tokenizer, one, cache_dir=cache_folder() / "tokenized", show_progress=True)
+            tokenization.check_vocabulary(rows, vocab_size)
+            rejected.extend(report.places())
+            parts.append(rows)
+        return parts
 
     rejected: list[tuple[str, str]] = []
-    train = evaluation = prepare(options)
+    shares = check_weights([parse_name(dataset) for dataset in options.dataset])
+    parts = prepare(options.dataset, options.dataset_samples)
+    train = evaluation = concatenate(parts)
     train_rows, eval_rows = split_eval(len(train), fraction=options.eval_fraction, seed=options.seed)
+    mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
     if options.eval_dataset is not None:
-        evaluation = prepare(dataclasses.replace(options, dataset=options.eval_dataset, dataset_samples=None))
+        [evaluation] = prepare([options.eval_dataset], None)
         eval_rows = np.arange(len(evaluation))
     sample = tokenization.describe_sample(train, int(train_rows[0]), tokenizer)
-    return RunData(train, train_rows, evaluation, eval_rows, sample, rejected)
+    return RunData(train, train_rows, evaluation, eval_rows, sample, rejected, mixture)
+
+
+def _mixture(
+    datasets: Sequence[str], shares: Sequence[float], parts: Sequence[TokenizedRows], train_rows: np.ndarray
+) -> Mixture:
+    """The datasets in their shares, which are logged."""
+    ends = tuple(int(end) for end in np.cumsum([len(part) for part in parts]))
+    sizes = [len(group) for group in split_rows(train_rows, ends)]
+    mixture = Mixture(ends, mix(shares, sizes))
+    for dataset, share, count, size in zip(datasets, shares, mixture.rows_per_epoch, sizes, strict=True):
+        log.info("%s: %.1f%% of the rows, %d of its %d in each epoch", dataset, 100 * share, count, size)
+    return mixture
 
 
 def prepare_rows(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, cache_dir: str | Path, show_progress: bool = False
 ) -> tuple[TokenizedRows, DataReport]:
-    """Tokenize `options.dataset`, or map what an earlier call with the same input left in `cache_dir`.
+    """Tokenize the one `options.dataset`, or map what an earlier call with the same input left in `cache_dir`.
 
     Every rank calls it. The first one on a machine does the work, the others wait and map its file.
 
@@ -96,9 +129,9 @@ def prepare_rows(
         UserError: the dataset is missing, malformed, empty or has too many unusable rows, the tokenizer
             has no end-of-sequence token, or `cache_dir` cannot be written.
     """
-    dataset, limit = options.dataset, options.dataset_samples
-    num_samples = DEFAULT_SAMPLES.get(dataset) if limit is None else limit
-    if dataset == DUMMY:
+    [dataset], limit = map(parse_name, options.dataset), options.dataset_samples
+    num_samples = DEFAULT_SAMPLES.get(dataset.name) if limit is None else limit
+    if dataset.name == DUMMY:
         assert num_samples is not None
         rows, report = tokenization.dummy_rows(
             num_samples, len(tokenizer), context_length=options.context_length, seed=options.seed
@@ -107,7 +140,12 @@ def prepare_rows(
         rows, report = _cached_rows(
             find_source(dataset), num_samples, tokenizer, options, Path(cache_dir), show_progress=show_progress
         )
-    check_report(report, on_bad_row=options.on_bad_row, max_bad_rows=options.max_bad_rows)
+    check_report(
+        report,
+        on_bad_row=options.on_bad_row,
+        max_bad_rows=options.max_bad_rows,
+        context_length=options.context_length,
+    )
     if limit is not None and report.num_rows < limit:
         log.warning("dataset_samples is %d, but there are only %d rows.", limit, report.num_rows)
     return rows, report
@@ -123,8 +161,10 @@ def _cached_rows(
     show_progress: bool,
 ) -> tuple[TokenizedRows, DataReport]:
     """Map the cached rows of a source, or make them, one process at a time."""
-    dataset_format, context_length = options.dataset_format, options.context_length
-    key = [source.identity, tokenizer_identity(tokenizer), dataset_format, context_length, num_samples]
+    template = find_template(options.prompt_template)
+    renames = parse_columns(options.columns)
+    key = [source.identity, tokenizer_identity(tokenizer), options.dataset_format, options.context_length, num_samples]
+    key += [renames, dataclasses.astuple(template), options.learn, tokenizer.chat_template]
     path = cache_path(cache_dir, key)
     with locked(path):
         cached = read_cache(path)
@@ -132,15 +172,38 @@ def _cached_rows(
             log.info("Tokenized rows are read from %s", path)
             # The same content may be at another path now.
             return cached[0], dataclasses.replace(cached[1], origin=source.origin)
-        rows = source.read(num_samples)
-        name = choose_format(rows.columns, dataset_format=dataset_format, origin=source.origin)
-        made = tokenization.tokenize_rows(rows, name, source.origin, tokenizer, context_length, show_progress)
+        rows, name = _with_format(source.read(num_samples), renames, options.dataset_format, source.origin)
+        with Renderer(tokenizer, template, options.learn, FORMATS[name].template) as renderer:
+            made = tokenization.tokenize_rows(
+                rows, name, source.origin, tokenizer, options.context_length, renderer, show_progress
+            )
         write_cache(path, *made)
         return read_cache(path) or made  # mapped, so that all ranks share it
 
 
-def check_report(report: DataReport, *, on_bad_row: str, max_bad_rows: float) -> None:
+def _with_format(rows: Rows, renames: Mapping[str, str], dataset_format: str, origin: str) -> tuple[Rows, str]:
+    """The rows with the columns of their format, and its name.
+
+    Raises:
+        UserError: a column to rename is not there, or the columns are of no format.
+    """
+    if missing := [name for name in renames if name not in rows.columns]:
+        raise UserError(
+            f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(rows.columns)}."
+        )
+    # A column whose name is given to another one is set aside.
+    names = {name: renames.get(name, name) for name in rows.columns if name in renames or name not in renames.values()}
+    renamed = rows.renamed(names)
+    first = renamed.rows[0]
+    name = choose_format(renamed.columns, dataset_format=dataset_format, origin=origin, first_row=first)
+    used = renamed.renamed(FORMATS[name].renames(renamed.columns))
+    return dataclasses.replace(used, unused_columns=renamed.unused_columns + used.unused_columns), name
+
+
+def check_report(report: DataReport, *, on_bad_row: str, max_bad_rows: float, context_length: int) -> None:
     """Log what became of the rows, and refuse a dataset with too many unusable ones.
+
+    A row without room for its response is no bad row: it is told apart, with the context that would do.
 
     Args:
         on_bad_row: "skip" leaves unusable rows out, "error" allows none.
@@ -148,17 +211,26 @@ def check_report(report: DataReport, *, on_bad_row: str, max_bad_rows: float) ->
     Raises:
         UserError: no row is left, or too many were rejected. The message names the first of them with their places.
     """
-    allowed = max_bad_rows if on_bad_row == "skip" else 0.0
-    if report.num_used == 0 or report.num_rejected > allowed * report.num_rows:
-        lines = [f"{place}: {reason}" for place, reason in report.places()[:NUMBERS_SHOWN]]
-        if report.num_rejected > len(lines):
-            lines.append(f"... and {report.num_rejected - len(lines):,} more")
-        limit = f"allowed are {allowed:.1%}" if on_bad_row == "skip" else "--on_bad_row is error"
-        advice = "raise --max_bad_rows" if on_bad_row == "skip" else "leave them out with --on_bad_row skip"
+    skips, is_empty = on_bad_row == "skip", report.num_used == 0
+    counts_too_long = is_empty or not skips
+    num_bad = report.num_rejected - (0 if counts_too_long else report.num_too_long)
+    allowed = max_bad_rows if skips else 0.0
+    advice = report.describe_cut(context_length)
+    if is_empty or num_bad > allowed * report.num_rows:
+        bad = [(place, reason) for place, reason in report.places() if counts_too_long or reason != NO_ROOM]
+        lines = [f"{place}: {reason}" for place, reason in bad[:NUMBERS_SHOWN]]
+        if num_bad > len(lines):
+            lines.append(f"... and {num_bad - len(lines):,} more")
+        limit = f"allowed are {allowed:.1%}" if skips else "--on_bad_row is error"
+        cure = "raise --max_bad_rows" if skips else "leave them out with --on_bad_row skip"
+        if report.num_too_long == num_bad:
+            cure = "raise --context_length"
         raise UserError(
-            f"{report.origin}: {report.num_rejected:,} of {report.num_rows:,} rows cannot be used, {limit}. "
-            f"Repair them or {advice}.\n  " + "\n  ".join(lines)
+            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, {limit}. Repair them or {cure}."
+            + "".join(f"\n  {line}" for line in [*lines, *advice])
         )
     log.info("%s", report.describe())
     for line in report.describe_rejected():
         log.warning("Rows left out, %s", line)
+    for line in [*report.describe_notes(), *advice]:
+        log.warning("%s", line)

@@ -1,8 +1,9 @@
 """What the modules of this package hand to each other: rows as read, rows as tokens, and the report on them."""
 
+import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,6 +12,11 @@ import numpy as np
 Row = dict[str, object]
 
 NUMBERS_SHOWN = 10  # rows named in a message
+CUT_SHARE_TO_WARN = 0.05  # of the tokens
+
+# Why a row is left out, besides what a format or template says of it.
+NO_ROOM = "no room for a response within context_length"
+NO_TARGET = "nothing to learn"
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,15 @@ class Rows:
     files: list[SourceFile]
     malformed: dict[int, str] = field(default_factory=dict)
     """The number of an entry that is not a row -> the reason."""
+    unused_columns: list[str] = field(default_factory=list)
+    """Columns that the format does not use."""
+
+    def renamed(self, names: Mapping[str, str]) -> "Rows":
+        """The rows with these columns alone (their name -> another); the others are listed as unused."""
+        rows = [{names[name]: value for name, value in row.items() if name in names} for row in self.rows]
+        columns = [names[name] for name in self.columns if name in names]
+        unused = [name for name in self.columns if name not in names]
+        return dataclasses.replace(self, rows=rows, columns=columns, unused_columns=unused)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +127,20 @@ class DataReport:
     """The reason -> the numbers of the rows that were left out for it."""
     parts: list[SourceFile]
     """The files of the dataset, in the order in which they were read."""
+    notes: dict[str, list[int]] = field(default_factory=dict)
+    """What is odd -> the numbers of the rows, which are used."""
+    unused_columns: list[str] = field(default_factory=list)
+    length_of_99_percent: int = 0
+    """The tokens that 99% of the rows have at most, before any is cut."""
 
     @property
     def num_rejected(self) -> int:
         return sum(map(len, self.rejected.values()))
+
+    @property
+    def num_too_long(self) -> int:
+        """Rows that are left out because the prompt alone fills the context."""
+        return len(self.rejected.get(NO_ROOM, []))
 
     def places(self) -> list[tuple[str, str]]:
         """(place, reason) of every row that was left out, in the order of the dataset."""
@@ -132,8 +157,26 @@ class DataReport:
 
     def describe_rejected(self) -> list[str]:
         """One line for each reason, with the first rows it applies to."""
+        return self._lines(self.rejected)
+
+    def describe_notes(self) -> list[str]:
+        """One line for each oddity of rows that are used, and for columns that are not."""
+        unused = f"{self.origin}: columns that the format {self.dataset_format} does not use: "
+        return [*([unused + ", ".join(self.unused_columns)] if self.unused_columns else []), *self._lines(self.notes)]
+
+    def describe_cut(self, context_length: int) -> list[str]:
+        """A line of advice where many tokens are cut or prompts fill the context."""
+        share = self.num_tokens_cut / max(1, self.num_tokens + self.num_tokens_cut)
+        found = [f"{share:.0%} of the tokens are cut off"] if share > CUT_SHARE_TO_WARN else []
+        found += [f"{self.num_too_long:,} rows have no room for a response"] if self.num_too_long else []
+        needed = self.length_of_99_percent
+        advice = f"--context_length {needed} would keep 99% of the rows whole." if needed > context_length else ""
+        line = f"{self.origin}: with --context_length {context_length} {' and '.join(found)}. {advice}"
+        return [line.rstrip()] if found else []
+
+    def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:
         return [
             f"{len(numbers):,} x {reason}: {locate(numbers[:NUMBERS_SHOWN], self.parts, self.origin)}"
             + (", ..." if len(numbers) > NUMBERS_SHOWN else "")
-            for reason, numbers in self.rejected.items()
+            for reason, numbers in rows.items()
         ]

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_qlora.data.mixture import Mixture, split_rows
 from fsdp_qlora.errors import UserError
 
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
+MIXTURE_STREAM = 0x6D6978  # keeps the rows that an epoch takes of a dataset independent of their order
 
 
 def global_batch_size(batch_size: int, gradient_accumulation_steps: int, world_size: int) -> int:
@@ -43,6 +45,8 @@ class Schedule:
     seed: int
     rows_per_step: int | None = None
     """Replaces the product of the three factors, for a run that was started with another one."""
+    mixture: Mixture | None = None
+    """The datasets' parts in an epoch; without it an epoch takes every row once."""
 
     @property
     def global_batch_size(self) -> int:
@@ -74,12 +78,16 @@ class Schedule:
         for step in range(first, self.total_steps):
             epoch, index = divmod(step, self.steps_per_epoch)
             if index == 0 or step == first:
-                order = epoch_order(train_rows, seed=self.seed, epoch=epoch)
+                order = epoch_order(train_rows, seed=self.seed, epoch=epoch, mixture=self.mixture)
             yield step, order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
 
-def epoch_order(rows: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-    """The indices of the rows in the order of one epoch: each once, int64 [rows]."""
+def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:
+    """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the mixture takes."""
+    if mixture is not None:
+        groups = split_rows(rows, mixture.ends)
+        shuffled = [_permutation(len(group), [seed, i, MIXTURE_STREAM]) for i, group in enumerate(groups)]
+        rows = mixture.rows_of_epoch(rows, epoch, shuffled)
     return rows[_permutation(len(rows), [seed, epoch])].astype(np.int64)
 
 

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.data.files import FILE_KINDS, find_files, hash_file, read_files
+from fsdp_qlora.data.dataset_names import DatasetName, parse_name
+from fsdp_qlora.data.files import FILE_KINDS, hash_file, kind_of, read_files
+from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.data.rows import Rows, SourceFile
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason, is_hub_name
@@ -18,7 +20,7 @@ from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason, is_hub_name
 log = logging.getLogger("fsdp_qlora")
 
 DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
-DEFAULT_SAMPLES = {"alpaca_sample": 128, DUMMY: 512}
+DEFAULT_SAMPLES = {"alpaca_sample": 128, "orca_math": 512, DUMMY: 512}
 
 
 @dataclass(frozen=True)
@@ -29,30 +31,47 @@ class Source:
     """Its path or name, for people."""
     identity: str
     """Changes when the content does."""
-    read: Callable[[int | None], Rows]
-    """Reads the first N rows, or all. Raises UserError if they are malformed."""
+    read: Callable[..., Rows]
+    """Reads N rows, or all for None, from row `start`, which is 0. Raises UserError if they are malformed."""
 
 
-def find_source(dataset: str) -> Source:
+def find_source(dataset: str | DatasetName) -> Source:
     """Find a dataset by name or path.
 
     Args:
-        dataset: a key of DATASETS, a .json, .jsonl, .csv or .parquet file, a folder of such files, or
-            owner/name on the hub.
+        dataset: a key of DATASETS, a file of FILE_KINDS, a folder of such files or of datasets.save_to_disk, or
+            owner/name on the hub; with a configuration, split and slice, see `parse_name`.
     Raises:
-        UserError: there is no such name, file or folder, or the hub cannot be reached.
+        UserError: there is no such name, file, folder, configuration or split, or the hub cannot be reached.
     """
-    if dataset in DATASETS:
-        return DATASETS[dataset]()
-    if "://" in dataset:
-        raise UserError(f"dataset: {dataset} is a URL. Download it and give the path. {_choices()}")
-    if _looks_local(dataset):
-        return local_source(Path(dataset).expanduser())
-    if is_hub_name(dataset):
-        return hub_source(dataset)
-    close = difflib.get_close_matches(dataset, dataset_names(), n=1)
+    wanted = parse_name(dataset) if isinstance(dataset, str) else dataset
+    name = wanted.name
+    if name in DATASETS:
+        return _part(DATASETS[name](wanted), wanted)
+    if "://" in name:
+        raise UserError(f"dataset: {name} is a URL. Download it and give the path. {_choices()}")
+    if _looks_local(name):
+        if wanted.config is not None:
+            raise UserError(f"dataset: {name} is a path, and only datasets of the hub have configurations.")
+        return _part(local_source(Path(name).expanduser(), wanted.split), wanted)
+    if is_hub_name(name):
+        return _part(hub_source(name, config=wanted.config, split=wanted.split or "train"), wanted)
+    close = difflib.get_close_matches(name, dataset_names(), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise UserError(f"dataset: unknown name {dataset!r}.{hint} {_choices()}")
+    raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
+
+
+def _part(source: Source, wanted: DatasetName) -> Source:
+    """The source with its slice of rows."""
+    if not wanted.start and wanted.stop is None:
+        return source
+
+    def read(samples: int | None, start: int = 0) -> Rows:
+        first, end = wanted.limit(samples)
+        return source.read(None if end is None else max(0, end - first), start + first)
+
+    origin = f"{source.origin}[{wanted.start or ''}:{'' if wanted.stop is None else wanted.stop}]"
+    return Source(source.origin, f"{source.identity} {origin}", read)
 
 
 def dataset_names() -> list[str]:
@@ -60,30 +79,66 @@ def dataset_names() -> list[str]:
     return [*DATASETS, DUMMY]
 
 
-def demo_source() -> Source:
+def demo_source(wanted: DatasetName) -> Source:
     """The rows that ship with the package. They need no network."""
     return local_source(Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl")))
 
 
-def local_source(path: Path) -> Source:
-    """A file, or all files of the known kinds in a folder, sorted by name.
+def local_source(path: Path, split: str | None = None) -> Source:
+    """A file, or all files of the known kinds in a folder, sorted by name, that belong to the split.
 
     Raises:
         UserError: the path does not exist, or has no file of a known kind.
     """
     if not path.exists():
         raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
-    files = find_files(path)
+    if is_saved(path):
+        return saved_source(path, split)
+    files = find_files(path, split)
+    folder = path if path.is_dir() else None
     identity = hashlib.sha256()
     for file in files:
         # The name is part of it: it selects the reader, and messages and the cached report show it.
+        name = file.relative_to(folder).as_posix() if folder else file.name
+        identity.update(f"{name}\0{hash_file(file)}\0".encode())
+    read = partial(read_files, path, files, names=folder)
+    return Source(origin=str(path), identity=identity.hexdigest(), read=read)
+
+
+def saved_source(path: Path, split: str | None) -> Source:
+    """A folder that datasets.save_to_disk made, of one table or of one per split.
+
+    Raises:
+        UserError: there is no such split, or the folder cannot be read.
+    """
+    import datasets
+
+    if (path / SAVED_SPLITS).is_file():
+        splits = sorted(folder.name for folder in path.iterdir() if is_saved(folder))
+        name = split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+        if name not in splits:
+            raise UserError(f"dataset: {path} has no split {name!r}. Its splits: {', '.join(splits)}.")
+        if split is None and len(splits) > 1:
+            log.info("%s: the split %s is trained on; not %s.", path, name, ", ".join(s for s in splits if s != name))
+        path = path / name
+    elif split is not None:
+        raise UserError(f"dataset: {path} is one table, which has no split {split!r}. Leave out [{split}].")
+    identity = hashlib.sha256()
+    for file in sorted(path.glob("*.arrow")):
         identity.update(f"{file.name}\0{hash_file(file)}\0".encode())
-    return Source(origin=str(path), identity=identity.hexdigest(), read=partial(read_files, path, files))
+    try:
+        table = datasets.load_from_disk(str(path))
+    except Exception as error:  # what it raises is not documented
+        raise UserError(f"dataset: {path} cannot be read as a saved dataset ({first_line(error)}).") from error
+    return Source(str(path), identity.hexdigest(), partial(_read_table, table, str(path)))
 
 
-def hub_source(name: str) -> Source:
-    """The train split of a dataset on the Hugging Face hub, or of its copy on this machine.
+def hub_source(name: str, *, config: str | None = None, split: str = "train", shuffled: bool = False) -> Source:
+    """A split of a dataset on the Hugging Face hub, or of its copy on this machine.
 
+    Args:
+        config: one of the dataset's configurations, for one that has several.
+        shuffled: in the order in which the 2024 program took the rows.
     Raises:
         UserError: neither the hub nor a copy can be read. The message names what works without a network.
     """
@@ -104,34 +159,54 @@ def hub_source(name: str) -> Source:
             reason,
         )
     try:
-        table = datasets.load_dataset(name, split="train")
+        table = datasets.load_dataset(name, *([config] if config else []), split=split)
     except Exception as error:  # what it raises is not documented
+        advice = f" Name one of them: {name}:CONFIG." if "config name" in str(error).lower() else ""
+        reason = " ".join(str(error).split())[:300] if advice else first_line(error)
         raise UserError(
-            f"dataset {name}: its train split cannot be read from the hub ({first_line(error)}). Download the "
+            f"dataset {name}: its {split} split cannot be read from the hub ({reason}).{advice} Or download the "
             "dataset and give the path of its file or folder."
         ) from error
+    if shuffled:
+        table = table.shuffle(seed=_SEED_OF_2024)
     # The fingerprint is a hash of the repository's commit and the split. The library has no public name for it.
-    return Source(origin=name, identity=table._fingerprint, read=partial(_read_hub_table, table, name))
+    return Source(origin=name, identity=table._fingerprint, read=partial(_read_table, table, name))
 
 
-def _read_hub_table(table: Any, name: str, limit: int | None) -> Rows:
-    size = len(table) if limit is None else min(limit, len(table))
-    rows = table.select(range(size)).to_list()
+def _read_table(table: Any, name: str, limit: int | None, start: int = 0) -> Rows:
+    end = len(table) if limit is None else min(start + limit, len(table))
+    rows = table.select(range(min(start, end), end)).to_list()
     if not rows:
         raise UserError(f"{name}: the dataset is empty.")
-    return Rows(rows, list(range(1, size + 1)), list(table.column_names), [SourceFile(name, "row")])
+    return Rows(rows, list(range(start + 1, end + 1)), list(table.column_names), [SourceFile(name, "row")])
 
 
-DATASETS: dict[str, Callable[[], Source]] = {
-    "alpaca": partial(hub_source, "yahma/alpaca-cleaned"),
-    "alpaca_sample": partial(hub_source, "yahma/alpaca-cleaned"),
+def _named(name: str, *, split: str = "train", skip: int = 0, shuffled: bool = False) -> Callable[..., Source]:
+    """A dataset of the hub that has a name here. `skip`: rows that the 2024 program kept for evaluation."""
+
+    def find(wanted: DatasetName) -> Source:
+        source = hub_source(name, config=wanted.config, split=wanted.split or split, shuffled=shuffled)
+        return _part(source, DatasetName(name, start=skip)) if skip and not wanted.split else source
+
+    return find
+
+
+_SEED_OF_2024 = 42  # the default of its --seed
+
+# guanaco, sql and orca_math take the rows that AnswerDotAI/fsdp_qlora took under these names.
+DATASETS: dict[str, Callable[[DatasetName], Source]] = {
+    "alpaca": _named("yahma/alpaca-cleaned"),
+    "alpaca_sample": _named("yahma/alpaca-cleaned"),
     "alpaca_demo": demo_source,
+    "guanaco": _named("timdettmers/openassistant-guanaco"),
+    "sql": _named("knowrohit07/know_sql", split="validation", skip=1000, shuffled=True),
+    "orca_math": _named("microsoft/orca-math-word-problems-200k", shuffled=True),
 }
 
 
 def _looks_local(dataset: str) -> bool:
     path = Path(dataset).expanduser()
-    if path.suffix.lower() in FILE_KINDS or path.exists():
+    if kind_of(path) is not None or path.exists():
         return True
     return path.name != dataset and not is_hub_name(dataset)
 
@@ -139,5 +214,6 @@ def _looks_local(dataset: str) -> bool:
 def _choices() -> str:
     return (
         f"Datasets by name: {', '.join(dataset_names())}. "
-        f"Or give the path of a {', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub."
+        f"Or give the path of a {', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub. "
+        "Separate several datasets by blanks."
     )

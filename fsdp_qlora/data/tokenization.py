@@ -2,33 +2,22 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.formats import FORMATS, BadRow, Format, Segment
-from fsdp_qlora.data.rows import DataReport, Row, Rows, SourceFile, TokenizedRows
+from fsdp_qlora.data.encoding import EncodedRow, encode
+from fsdp_qlora.data.examples import BadRow, Rendered
+from fsdp_qlora.data.formats import FORMATS, Format
+from fsdp_qlora.data.rendering import Renderer
+from fsdp_qlora.data.rows import NO_ROOM, NO_TARGET, DataReport, Row, Rows, SourceFile, TokenizedRows
 from fsdp_qlora.data.sources import DUMMY
 from fsdp_qlora.errors import UserError
 
-NO_ROOM = "no room for a response within context_length"  # why a row is left out
+_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 TEXTS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
-
-
-class EncodedRow(NamedTuple):
-    """One row as tokens, cut at context_length."""
-
-    number: int
-    """The number of the row in the dataset."""
-    ids: np.ndarray
-    """int32 [tokens]."""
-    learned: np.ndarray
-    """bool [tokens]."""
-    num_cut: int = 0
-    """Tokens that were cut off."""
 
 
 def tokenize_rows(
@@ -37,27 +26,34 @@ def tokenize_rows(
     origin: str,
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
+    renderer: Renderer,
     show_progress: bool = False,
 ) -> tuple[TokenizedRows, DataReport]:
-    """Render and tokenize rows. Segments are tokenized apart, so the boundaries of what is learned are exact.
+    """Render and tokenize rows, so that the boundaries of what is learned are exact.
 
-    A row ends with the end-of-sequence token, which is learned if the last segment is. Rows are cut at
-    `context_length`, from the end. A row that cannot be rendered, or that has nothing learned before the cut, is
-    left out and listed in the report.
+    A row that is not filled into a chat template ends with the end-of-sequence token, which is learned if the last
+    segment is. Rows are cut at `context_length`, from the end. A row that cannot be rendered, or that has nothing
+    learned before the cut, is left out and listed in the report.
     """
+    row_format = FORMATS[dataset_format]
     rejected: defaultdict[str, list[int]] = defaultdict(list)
+    notes: defaultdict[str, list[int]] = defaultdict(list)
     for number, reason in rows.malformed.items():
         rejected[reason].append(number)
     used: list[EncodedRow] = []
+    lengths: list[int] = []
     with tqdm(total=len(rows.rows), desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
         for start in range(0, len(rows.rows), TEXTS_PER_BATCH):
             batch = slice(start, start + TEXTS_PER_BATCH)
-            rendered = _render(rows.rows[batch], rows.numbers[batch], FORMATS[dataset_format], rejected)
-            for row in _encode(rendered, tokenizer, context_length):
+            rendered = _render(rows.rows[batch], rows.numbers[batch], row_format, renderer, rejected)
+            for row in encode(rendered, tokenizer, context_length):
+                lengths.append(len(row.ids) + row.num_cut)
+                for note in row.notes:
+                    notes[note].append(row.number)
                 if row.learned[1:].any():  # the first token has nothing to be predicted from
                     used.append(row)
                 else:
-                    rejected[NO_ROOM].append(row.number)
+                    rejected[NO_ROOM if row.num_cut else NO_TARGET].append(row.number)
             bar.update(len(rows.rows[batch]))
     tokenized = _flatten(used)
     report = DataReport(
@@ -71,6 +67,9 @@ def tokenize_rows(
         num_tokens_cut=sum(row.num_cut for row in used),
         rejected=dict(rejected),
         parts=rows.files,
+        notes=dict(notes),
+        unused_columns=rows.unused_columns,
+        length_of_99_percent=int(np.quantile(lengths, 0.99, method="higher")) if lengths else 0,
     )
     return tokenized, report
 
@@ -96,48 +95,20 @@ def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int
 
 
 def _render(
-    rows: Sequence[Row], numbers: Sequence[int], row_format: Format, rejected: defaultdict[str, list[int]]
-) -> list[tuple[int, list[Segment]]]:
-    """(number, segments) of the rows that can be used. The others are added to `rejected`."""
+    rows: Sequence[Row],
+    numbers: Sequence[int],
+    row_format: Format,
+    renderer: Renderer,
+    rejected: defaultdict[str, list[int]],
+) -> list[tuple[int, Rendered]]:
+    """(number, text or tokens) of the rows that can be used. The others are added to `rejected`."""
     rendered = []
     for number, row in zip(numbers, rows, strict=True):
         try:
-            segments = row_format.render(row)
-            if not any(segment.learned and segment.text for segment in segments):
-                raise BadRow("nothing to learn")
-            rendered.append((number, segments))
+            rendered.append((number, renderer.render(row_format.read(row))))
         except BadRow as reason:
             rejected[str(reason)].append(number)
     return rendered
-
-
-def _encode(
-    rendered: list[tuple[int, list[Segment]]], tokenizer: PreTrainedTokenizerBase, context_length: int
-) -> Iterator[EncodedRow]:
-    """Tokenize rows: the first segment with the tokens that begin a text, the last with an end-of-sequence token."""
-    eos = tokenizer.eos_token_id
-    first = [segments[0].text for _, segments in rendered]
-    later = [segment.text for _, segments in rendered for segment in segments[1:]]
-    first_ids = iter(_token_ids(first, tokenizer, add_special_tokens=True))
-    later_ids = iter(_token_ids(later, tokenizer, add_special_tokens=False))
-    for number, segments in rendered:
-        begin = next(first_ids)
-        if begin and begin[-1] == eos:  # some tokenizers end every text with it
-            begin = begin[:-1]
-        spans = [begin, *itertools.islice(later_ids, len(segments) - 1)]
-        spans[-1] = [*spans[-1], eos]
-        ids = list(itertools.chain.from_iterable(spans))
-        learned = np.repeat([segment.learned for segment in segments], [len(span) for span in spans])
-        kept = slice(context_length)
-        yield EncodedRow(number, np.array(ids[kept], dtype=np.int32), learned[kept].copy(), len(ids[context_length:]))
-
-
-def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[list[int]]:
-    """The ids of each text; all texts in one call, which a fast tokenizer spreads over threads."""
-    if not texts:
-        return []
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-    return ids
 
 
 def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
@@ -166,13 +137,19 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
     )
 
 
-def describe_sample(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of one row for people, each masked or learned span under a heading."""
+def describe_sample(
+    tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase, *, in_colour: bool = False
+) -> str:
+    """The text of one row for people: each masked or learned span under a heading, or what is learned in green."""
     start, end = tokenized.offsets[row : row + 2]
     ids, learned = tokenized.input_ids[start:end].tolist(), tokenized.learned[start:end].tolist()
-    lines = [f"Sample: row {tokenized.row_numbers[row]}, {len(ids)} tokens"]
+    heading = f"Sample: row {tokenized.row_numbers[row]}, {len(ids)} tokens"
+    spans = []
     for is_learned, group in itertools.groupby(zip(ids, learned, strict=True), key=lambda pair: pair[1]):
         span = [token for token, _ in group]
-        lines.append(f"--- {'learned' if is_learned else 'masked'} ({len(span)} tokens) ---")
-        lines.append(str(tokenizer.decode(span)))
-    return "\n".join(lines)
+        text = str(tokenizer.decode(span))
+        if in_colour:
+            spans.append(f"{_GREEN}{text}{_PLAIN}" if is_learned else text)
+        else:
+            spans.append(f"\n--- {'learned' if is_learned else 'masked'} ({len(span)} tokens) ---\n{text}")
+    return f"{heading}, {sum(learned)} learned (green)\n{''.join(spans)}" if in_colour else heading + "".join(spans)

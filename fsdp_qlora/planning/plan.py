@@ -6,6 +6,8 @@ With run.py, which calls it, this is where the options are read.
 import dataclasses
 import logging
 import math
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
@@ -84,11 +87,25 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     # Before the process group starts, so that no collective waits for the tokenizer.
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     data = prepare_data(model.tokenizer, config.pick(DataOptions), vocab_size=vocab_size)
-    schedule = config.pick(Schedule, num_rows=len(data.train_rows), world_size=world_size, rows_per_step=None)
+    schedule = config.pick(
+        Schedule, num_rows=data.rows_per_epoch, world_size=world_size, rows_per_step=None, mixture=data.mixture
+    )
     plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))
     log.info(data.sample)
     return plan
+
+
+def show_samples(config: TrainConfig) -> str:
+    """The first rows as the model sees them. Of the model only the tokenizer is needed."""
+    folder = hub.find_model_folder(config.model, with_weights=False, with_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    data = prepare_data(tokenizer, config.pick(DataOptions), vocab_size=len(tokenizer))
+    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return "\n\n".join(
+        describe_sample(data.train, int(row), tokenizer, in_colour=in_colour)
+        for row in data.train_rows[: config.show_samples]
+    )
 
 
 def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, world_size: int) -> ModelPlan:

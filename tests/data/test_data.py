@@ -25,8 +25,10 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.cache import tokenizer_identity
-from fsdp_qlora.data.formats import FORMATS, Format, Segment
+from fsdp_qlora.data.examples import Segment
+from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
+from fsdp_qlora.data.prompts import TEMPLATES
 from fsdp_qlora.data.rows import DataReport, TokenizedRows
 from fsdp_qlora.data.schedule import Schedule, epoch_order, split_eval, split_step, steps_per_epoch
 from fsdp_qlora.data.tokenization import check_vocabulary, describe_sample
@@ -41,12 +43,16 @@ ROWS = [
 ]
 
 
+def render_alpaca(row: dict[str, Any]) -> list[Segment]:
+    return TEMPLATES["alpaca"].fill(FORMATS["alpaca"].read(row), learn="assistant")
+
+
 def make_tokenizer(*, ends_with_eos: bool = False) -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on a few lines; begins texts with <s>, as many decoders' tokenizers do."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    lines = [FORMATS["alpaca"].render(row)[0].text for row in ROWS]
+    lines = [render_alpaca(row)[0].text for row in ROWS]
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["<s>", "</s>", "<pad>"],
@@ -71,7 +77,8 @@ def prepare(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[...,
 
     def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
         chosen, cache_dir = given.pop("tokenizer", tokenizer), given.pop("cache_dir", tmp_path / "cache")
-        return prepare_rows(chosen, TrainConfig(dataset=str(dataset), **given).pick(DataOptions), cache_dir=cache_dir)
+        options = TrainConfig(dataset=(str(dataset),), **given).pick(DataOptions)
+        return prepare_rows(chosen, options, cache_dir=cache_dir)
 
     return call
 
@@ -161,8 +168,8 @@ MALFORMED = {
     "null.jsonl": (f'{GOOD}\n{{"instruction": null, "output": "b"}}\n'.encode(), ":2: empty instruction"),
     "blank.jsonl": (b"\n\n", ": the dataset is empty"),
     "columns.jsonl": (
-        b'{"question": "a", "answer": "b"}\n',
-        ": missing columns. It has: question, answer. Needed",
+        b'{"ask": "a", "tell": "b"}\n',
+        ": missing columns. It has: ask, tell. Needed",
     ),
     # JSON
     "comma.json": (f"[{GOOD},\n {GOOD}\n {GOOD}]".encode(), ":3: Expecting ',' delimiter (column 2)"),
@@ -182,12 +189,16 @@ MALFORMED = {
     "after_lines.csv": (b'instruction,output\n"a\nb",c\nd\n', ":4: 1 values, but the header has 2"),
     "quote.csv": (b'instruction,output\na,"b\n', ": unexpected end of data"),
     "twice.csv": (b"output,output\na,b\n", ":1: a column name occurs twice"),
-    "semicolons.csv": (b"instruction;output\na;b\n", ": missing columns. It has: instruction;output."),
-    "latin.csv": ("instruction,output\na,é\n".encode("latin-1"), "not UTF-8 text"),
+    "latin.csv": (
+        "instruction,output\na,é\n".encode("latin-1"),
+        ":2: not UTF-8 text (invalid continuation byte). Save",
+    ),
     "header.csv": (b"instruction,output\n", ": the dataset is empty"),
     # Others
     "random.parquet": (b"PAR1 is not enough", ": not a parquet file"),
-    "kind.txt": (b"text", "is not of a known kind"),
+    "kind.docx": (b"text", "is not of a known kind"),
+    "cut.jsonl.gz": (gzip.compress(GOOD.encode() * 99)[:-9], ": the packed file is damaged or cut off"),
+    "plain.csv.gz": (b"instruction,output\n", ": the packed file is damaged or cut off"),
 }
 
 
@@ -267,7 +278,7 @@ def test_demo_rows_are_all_usable(prepare: Any) -> None:
 
 @pytest.mark.parametrize("no_input", [{}, {"input": None}, {"input": ""}, {"input": " \n"}])
 def test_prompt_is_the_published_alpaca_template(no_input: dict[str, Any]) -> None:
-    render = FORMATS["alpaca"].render
+    render = render_alpaca
     with_input = (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n"
@@ -295,7 +306,7 @@ def test_response_and_end_of_sequence_are_learned_and_nothing_else(
     tokenizer = make_tokenizer(ends_with_eos=ends_with_eos)
     tokenized, report = prepare(write_jsonl(tmp_path / "rows.jsonl", ROWS), tokenizer=tokenizer)
     for i, row in enumerate(ROWS):
-        prompt, response = (segment.text for segment in FORMATS["alpaca"].render(row))
+        prompt, response = (segment.text for segment in render_alpaca(row))
         part = slice(*tokenized.offsets[i : i + 2])
         ids, learned = tokenized.input_ids[part], tokenized.learned[part]
         assert tokenizer.decode(ids[~learned]) == "<s>" + prompt
@@ -437,7 +448,7 @@ def test_second_call_maps_the_cached_rows_without_tokenizing(
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS * 50, {}])
     first, first_report = prepare(path)
-    monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_, **__: pytest.fail("tokenized again"))
     with caplog.at_level(logging.INFO, "fsdp_qlora"):
         second, second_report = prepare(path)
     assert "Tokenized rows are read from" in caplog.text
@@ -516,10 +527,10 @@ def test_of_several_ranks_one_tokenizes(prepare: Any, tmp_path: Path, monkeypatc
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     tokenize = tokenization.tokenize_rows
 
-    def tokenize_and_note(*arguments: Any) -> Any:
+    def tokenize_and_note(*arguments: Any, **options: Any) -> Any:
         (tmp_path / f"tokenized_by_{os.getpid()}").touch()
         time.sleep(0.5)  # long enough for the others to come
-        return tokenize(*arguments)
+        return tokenize(*arguments, **options)
 
     def work() -> None:
         assert len(prepare(path)[0]) == len(ROWS)

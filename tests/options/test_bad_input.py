@@ -145,7 +145,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "dataset without the columns": (
         {"dataset": "data/columns.jsonl"},
-        ["data/columns.jsonl", "missing columns", "It has: text", "instruction, output", "Rename"],
+        ["data/columns.jsonl", "missing columns", "It has: said", "instruction, output", "--columns"],
     ),
     "empty dataset": ({"dataset": "data/empty.jsonl"}, ["data/empty.jsonl", "the dataset is empty"]),
     "empty held-out dataset": ({"eval_dataset": "data/empty.jsonl"}, ["data/empty.jsonl", "the dataset is empty"]),
@@ -239,7 +239,7 @@ def _write_datasets(folder: Path) -> None:
     write_rows(folder / "good.jsonl", make_rows(8))
     good, *more = (json.dumps(row) for row in make_rows(3))
     (folder / "malformed.jsonl").write_text("\n".join([good, *more[:1], good[:-1], good]))
-    write_rows(folder / "columns.jsonl", [{"text": "blue"}, {"text": "red"}])
+    write_rows(folder / "columns.jsonl", [{"said": "blue"}, {"said": "red"}])
     (folder / "empty.jsonl").write_text("")
 
 

@@ -27,8 +27,8 @@ IDENTITY = """
     quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples dataset_format eval_fraction
 """
 DIFFERS_BETWEEN_NODES = """
-    model_name dataset eval_dataset output_dir profiling_output overwrite_output_dir quant_cache loading_buffer_mib
-    world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path
+    model_name dataset prompt_template eval_dataset output_dir profiling_output overwrite_output_dir quant_cache
+    loading_buffer_mib world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path
 """
 
 
@@ -76,7 +76,7 @@ LIMITS: dict[str, tuple[list[Any], list[Any]]] = {
     "active_steps profiling_frequency": ([1, 2], [0, -1]),
     "context_length": ([2], [1, 0]),
     "warmup_steps": ([-1, 0], [-2]),
-    "eval_steps save_steps wait_steps profiling_warmup_steps repeat": ([0, 1], [-1]),
+    "eval_steps show_samples save_steps wait_steps profiling_warmup_steps repeat": ([0, 1], [-1]),
     "save_minutes hang_minutes": ([0.0, 0.5, math.inf], [-0.5, math.nan]),
     "lora_dropout eval_fraction": ([0.0, 0.99], [-0.1, 1.0, math.nan]),
     "warmup_ratio max_bad_rows": ([0.0, 1.0], [-0.1, 1.01, math.nan]),
@@ -97,7 +97,7 @@ def test_a_value_within_the_limits_is_accepted_and_one_beyond_is_refused(names: 
 
 def test_options_without_a_limit_take_every_value() -> None:
     probes: dict[type, list[Any]] = {str: ["", "x"], int: [-1, 0, 2**40], float: [-1.0, math.nan]}
-    for name in set(NAMES) - set(" ".join(LIMITS).split()) - {"train_type"}:
+    for name in set(NAMES) - set(" ".join(LIMITS).split()) - {"train_type", "dataset_format"}:
         values = probes.get(type(getattr(TrainConfig(), name)), [])
         assert not [value for value in values if is_refused(name, value)], name
 

@@ -1,0 +1,69 @@
+"""The words of --dataset: a name or path, a configuration, a split, a slice of its rows and a weight."""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_qlora.errors import UserError
+
+_WEIGHT = re.compile(r":([-+]?(?:\d+\.?\d*|\.\d+|nan|inf))$", re.IGNORECASE)
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]$")
+_SLICE = re.compile(r"(\d*):(\d*)$")
+_SPLIT = re.compile(r"[\w.-]+$")
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """Which rows of which dataset."""
+
+    name: str
+    """A name or path, without what follows it."""
+    config: str | None = None
+    """A configuration of a dataset on the hub."""
+    split: str | None = None
+    start: int = 0
+    stop: int | None = None
+    weight: float | None = None
+    """Its share of a mixture, relative to the weights of the others."""
+
+    def limit(self, samples: int | None) -> tuple[int, int | None]:
+        """(first row, end) of the rows to use, when at most `samples` are."""
+        ends = [end for end in (self.stop, None if samples is None else self.start + samples) if end is not None]
+        return self.start, min(ends, default=None)
+
+
+def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
+    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7` behind it.
+
+    Args:
+        weighted: whether a weight may follow.
+    Raises:
+        UserError: what is in brackets is neither a split nor a slice, or the weight is not a number above 0.
+    """
+    name, weight = text, None
+    if Path(name).expanduser().exists():  # a path may look like anything
+        return DatasetName(name)
+    if weighted and (match := _WEIGHT.search(name)):
+        name, weight = name[: match.start()], float(match[1])
+        if not 0 < weight < math.inf:
+            raise UserError(f"dataset: the weight of {name} is {match[1]}. Give a number above 0.")
+        if Path(name).expanduser().exists():
+            return DatasetName(name, weight=weight)
+    split, start, stop = None, 0, None
+    name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)  # [train[:100]], as `datasets` writes it
+    while match := _BRACKETS.search(name):
+        inside, name = match[1], name[: match.start()]
+        if found := _SLICE.match(inside):
+            start, stop = int(found[1] or 0), int(found[2]) if found[2] else None
+        elif split is None and _SPLIT.match(inside):
+            split = inside
+        else:
+            raise UserError(
+                f"dataset: [{inside}] in {text} is neither a split such as [train] nor a slice of rows such as "
+                "[:1000] or [1000:2000]."
+            )
+    config = None
+    if ":" in name and "://" not in name and not Path(name).expanduser().exists():
+        name, _, config = name.partition(":")
+    return DatasetName(name, config or None, split, start, stop, weight)

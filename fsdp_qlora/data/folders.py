@@ -1,0 +1,109 @@
+"""Which files of a folder are trained on: its training split, if files or subfolders are named after splits."""
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from fsdp_qlora.data.files import FILE_KINDS, kind_of
+from fsdp_qlora.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+# Words in the names of files and folders -> the split they mean.
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # what datasets.save_to_disk leaves
+
+
+def split_of(path: Path) -> str | None:
+    """The split that a file's or folder's name means: "train" for train-00000-of-00002.parquet."""
+    words = re.split(r"[^a-z]+", path.name.split(".")[0].lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether datasets.save_to_disk made the folder."""
+    return (path / SAVED_SPLITS).is_file() or ((path / SAVED_TABLE).is_file() and any(path.glob("*.arrow")))
+
+
+def find_files(path: Path, split: str | None = None) -> list[Path]:
+    """The file itself, or files of known kinds in the folder, sorted by name. Hidden files are ignored.
+
+    Args:
+        split: whose files; without it, in a folder with held-out files (test, validation) only the others.
+    Raises:
+        UserError: there is no file of a known kind, or none of the split.
+    """
+    kinds = ", ".join(FILE_KINDS)
+    if not path.is_dir():
+        if kind_of(path) is None:
+            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}, each also with .gz.")
+        if not path.is_file():  # reading a pipe or a device might never end
+            raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
+        if split is not None:
+            raise UserError(f"dataset: {path} is a file, which has no split {split!r}. Leave out [{split}].")
+        return [path]
+    files = _data_files(path)
+    if not files:
+        files = [file for folder in _subfolders(path) for file in _data_files(folder)]
+        if not any(map(_split_below, files)) and [file for file in files if file.parent.name != "data"]:
+            files = []  # names that mean nothing: better asked than guessed
+    if not files:
+        below = ", ".join(folder.name for folder in _subfolders(path))
+        hint = f" Subfolders are not searched ({below}): give the path of one." if below else ""
+        raise UserError(f"dataset: the folder {path} has no file of a known kind. Kinds: {kinds}.{hint}")
+    return _choose(sorted(files, key=lambda file: file.relative_to(path).as_posix()), path, split)
+
+
+def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
+    by_split = {file: _split_below(file) for file in files}
+    if split is not None:
+        chosen = [file for file in files if by_split[file] == SPLITS.get(split, split)]
+        if not chosen:
+            known = ", ".join(sorted({found for found in by_split.values() if found})) or "none"
+            raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {known}.")
+        return chosen
+    held_out = [file for file in files if by_split[file] not in (None, "train")]
+    train = [file for file in files if by_split[file] == "train"]
+    chosen = [file for file in files if file not in held_out]
+    if train and held_out:
+        chosen = train
+    if not chosen:
+        return files
+    if left := [file for file in files if file not in chosen]:
+        names = ", ".join(sorted({by_split[file] or "" for file in held_out}))
+        log.info(
+            "%s: %s trained on; not %s. To evaluate on what is held out: --eval_dataset '%s[%s]'.",
+            folder,
+            _names(chosen, folder) + (" is" if len(chosen) == 1 else " are"),
+            _names(left, folder),
+            folder,
+            names.split(", ")[-1],
+        )
+    return chosen
+
+
+def _split_below(file: Path) -> str | None:
+    return split_of(file) or split_of(file.parent) if file.parent.name in SPLITS else split_of(file)
+
+
+def _names(files: Iterable[Path], folder: Path) -> str:
+    names = [file.relative_to(folder).as_posix() for file in files]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _data_files(folder: Path) -> list[Path]:
+    files = [file for file in folder.iterdir() if kind_of(file) and file.name[0] != "." and file.is_file()]
+    texts = [file for file in files if file.name.lower().removesuffix(".gz").endswith(".txt")]
+    if texts and len(texts) < len(files):  # a licence or notes beside the rows
+        log.info("%s: text files beside rows are not read: %s.", folder, _names(texts, folder))
+        return [file for file in files if file not in texts]
+    return files
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")

@@ -1,0 +1,318 @@
+"""Which tokens of a row are learned, against tokens and masks written by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.data.chat_template import ChatTemplate
+from fsdp_qlora.data.encoding import DOUBLE_BOS, MERGED, NO_END, encode
+from fsdp_qlora.data.examples import BadRow, Chat, Preference, Segment, Text
+from fsdp_qlora.data.formats import FORMATS
+from fsdp_qlora.data.prompts import ChosenTemplate, find_template
+from fsdp_qlora.data.rendering import Renderer
+from fsdp_qlora.errors import UserError
+from tests.tiny import spelled_tokenizer
+
+KINDS = ["byte_level", "sentencepiece"]
+
+ASK = "{% for m in messages %}{% if m.role == 'assistant' %}"
+TAGS = {
+    "with generation tags": "[a]{% generation %}{{ m.content + '</s>' }}{% endgeneration %}",
+    "without": "[a]{{ m.content + '</s>' }}",
+}
+REST = "{% else %}{{ '[' + m.role[0] + ']' + m.content }}{% endif %}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}[a]{% endif %}"
+
+
+def template(answer: str = TAGS["without"], begin: str = "{{ bos_token }}", prompt: str = PROMPT) -> str:
+    return begin + ASK + answer + REST + prompt
+
+
+def turns(*contents: str) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+CHAT = {"messages": turns("hi", "go on", "so", "no")}
+# The whole row, and under each token whether it is learned. SentencePiece puts a blank in front of a text.
+TOKENS = {
+    "byte_level": "<s> [ u ] hi [ a ] go Ġon </s> [ u ] so [ a ] no </s>",
+    "sentencepiece": "<s> ▁ [ u ] hi [ a ] go ▁on </s> ▁ [ u ] so [ a ] no </s>",
+}
+MASKS = {
+    ("byte_level", "assistant"): """
+         0  0 0 0 0  0 0 0 1  1   1    0 0 0 0  0 0 0 1  1""",
+    ("byte_level", "last"): """
+         0  0 0 0 0  0 0 0 0  0   0    0 0 0 0  0 0 0 1  1""",
+    ("byte_level", "all"): """
+         1  1 1 1 1  1 1 1 1  1   1    1 1 1 1  1 1 1 1  1""",
+    ("sentencepiece", "assistant"): """
+         0  0 0 0 0 0  0 0 0 1  1   1    0 0 0 0 0  0 0 0 1  1""",
+    ("sentencepiece", "last"): """
+         0  0 0 0 0 0  0 0 0 0  0   0    0 0 0 0 0  0 0 0 1  1""",
+    ("sentencepiece", "all"): """
+         1  1 1 1 1 1  1 1 1 1  1   1    1 1 1 1 1  1 1 1 1  1""",
+}
+
+
+def mask(learn: str, kind: str = "byte_level") -> list[int]:
+    return [int(bit) for bit in MASKS[kind, learn].split()]
+
+
+def tokens_of(
+    kind: str, format_name: str, row: dict[str, Any], learn: str = "assistant", **chosen: Any
+) -> tuple[list[str], list[int], tuple[str, ...]]:
+    """The row's tokens, 1 for each that is learned, and the notes on the row."""
+    tokenizer, row_format = spelled_tokenizer(kind), FORMATS[format_name]
+    with Renderer(tokenizer, ChosenTemplate(**chosen), learn, row_format.template) as renderer:
+        rendered = renderer.render(row_format.read(row))
+    [found] = encode([(1, rendered)], tokenizer, 1000)
+    return tokenizer.convert_ids_to_tokens(found.ids.tolist()), found.learned.astype(int).tolist(), found.notes
+
+
+@pytest.mark.parametrize("tags", TAGS)
+@pytest.mark.parametrize(("kind", "learn"), MASKS)
+def test_a_chat_is_learned_turn_by_turn(kind: str, tags: str, learn: str) -> None:
+    tokens, learned, notes = tokens_of(kind, "messages", CHAT, learn, chat=template(TAGS[tags]))
+    assert tokens == TOKENS[kind].split()
+    assert learned == mask(learn, kind)
+    assert notes == ()
+
+
+@pytest.mark.parametrize("tags", TAGS)
+def test_a_turn_of_weight_0_is_only_read(tags: str) -> None:
+    messages = turns("hi", "go on", "so", "no")
+    messages[1]["weight"] = 0
+    for learn in ("assistant", "last"):
+        _, learned, _ = tokens_of("byte_level", "messages", {"messages": messages}, learn, chat=template(TAGS[tags]))
+        assert learned == mask("last")
+    _, learned, _ = tokens_of("byte_level", "messages", {"messages": messages}, "all", chat=template(TAGS[tags]))
+    assert learned == [1] * 8 + [0] * 3 + [1] * 9
+    with pytest.raises(BadRow, match="weight above 0"):
+        messages[3]["weight"] = 0
+        tokens_of("byte_level", "messages", {"messages": messages}, chat=template(TAGS[tags]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharegpt_gives_the_same_tokens_as_messages(kind: str) -> None:
+    said = [("human", "hi"), ("gpt", "go on"), ("human", "so"), ("gpt", "no")]
+    rows = [
+        {"conversations": [{"from": speaker, "value": text} for speaker, text in said]},
+        {"conversations": CHAT["messages"]},
+    ]
+    for row in rows:
+        assert tokens_of(kind, "sharegpt", row, chat=template()) == tokens_of(kind, "messages", CHAT, chat=template())
+
+
+def test_white_space_that_a_template_writes_behind_the_end_token_is_not_learned() -> None:
+    answer = "[a]{{ m.content + '</s>\\n' }}"
+    tokens, learned, _ = tokens_of("byte_level", "messages", CHAT, chat=template(answer))
+    assert [token for token, bit in zip(tokens, learned, strict=True) if bit] == ["go", "Ġon", "</s>", "no", "</s>"]
+
+
+def test_reasoning_that_a_template_keeps_in_the_last_turn_alone_leaves_the_earlier_masks_exact() -> None:
+    # As Qwen3 does: an empty block in front of the last answer, none in front of earlier ones.
+    answer = "[a]{% if loop.last %}{{ '<>' }}{% endif %}{{ m.content + '</s>' }}"
+    tokens, learned, _ = tokens_of("byte_level", "messages", CHAT, chat=template(answer))
+    assert "".join(tokens) == "<s>[u]hi[a]goĠon</s>[u]so[a]<>no</s>"
+    assert [token for token, bit in zip(tokens, learned, strict=True) if bit] == [
+        "go",
+        "Ġon",
+        "</s>",
+        "<",
+        ">",
+        "no",
+        "</s>",
+    ]
+
+
+def test_a_prompt_that_opens_a_block_which_the_turn_does_not_have_ends_where_they_part() -> None:
+    opening = PROMPT.replace("[a]", "[a]<>")
+    _, learned, _ = tokens_of("byte_level", "messages", CHAT, chat=template(prompt=opening))
+    assert learned == mask("assistant")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_turn() -> None:
+    rewriting = "{{ messages | length }}" + template()
+    with pytest.raises(BadRow, match="turn 2: the chat template writes this turn in another way"):
+        tokens_of("byte_level", "messages", CHAT, chat=rewriting)
+    tokens_of("byte_level", "messages", CHAT, "all", chat=rewriting)
+    # The system prompt in front of the last question, as Mistral's: the last answer can be told, no other.
+    last_question = "messages[loop.index0:] | selectattr('role', 'eq', 'user') | list | length == 1"
+    system = "{% if m.role == 'user' and " + last_question + " %}"
+    moving = template().replace("{% else %}", "{% else %}" + system + "!{% endif %}")
+    with pytest.raises(BadRow, match=r"turn 2: .*--learn last or all can"):
+        tokens_of("byte_level", "messages", CHAT, chat=moving)
+    assert sum(tokens_of("byte_level", "messages", CHAT, "last", chat=moving)[1]) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "BadRow the chat template refuses it: roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "BadRow the chat template refuses it: access to attribute '__class__'"),
+        ("{% if %}", "UserError The chat template cannot be used: it is not valid (line 1"),
+        ("{{ 'a' * 99999999999 }}", "UserError The chat template cannot be used: it took more than 2 GiB"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "UserError The chat template did not end within 1 s",
+        ),
+    ],
+)
+def test_a_hostile_template_harms_nothing(bad: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 1)
+    with (
+        ChatTemplate(spelled_tokenizer("byte_level"), bad) as chat_template,
+        pytest.raises((BadRow, UserError)) as error,
+    ):
+        chat_template.fill(Chat(CHAT["messages"]), learn="assistant")
+    assert f"{type(error.value).__name__} {error.value}".startswith(message)
+
+
+def test_a_template_that_writes_the_day_writes_the_same_tomorrow() -> None:
+    dated = "{{ strftime_now('%d %b %Y') }}" + template(begin="")
+    tokens, _, _ = tokens_of("byte_level", "messages", CHAT, chat=dated)
+    assert "".join(tokens).startswith("26ĠJulĠ2024[u]")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_brings_its_own_beginning_and_end_only_once(kind: str) -> None:
+    blank = [] if kind == "byte_level" else ["▁"]
+    for text in ("go on", "<s>go on", "go on</s>"):
+        tokens, learned, notes = tokens_of(kind, "text", {"text": text})
+        assert tokens == ["<s>", *blank, "go", "Ġon" if kind == "byte_level" else "▁on", "</s>"]
+        assert learned == [1] * len(tokens)
+        assert notes == ()
+
+
+def test_a_token_across_the_boundary_is_split_and_noted() -> None:
+    row = {"prompt": "so: ", "completion": "on"}
+    tokens, learned, notes = tokens_of("byte_level", "prompt_completion", row)
+    assert tokens == ["<s>", "so", ":", "Ġ", "o", "n", "</s>"]
+    assert learned == [0, 0, 0, 0, 1, 1, 1]
+    assert notes == (MERGED,)
+    tokens, learned, notes = tokens_of("byte_level", "prompt_completion", {"prompt": "so:", "completion": " on"})
+    assert (tokens, learned, notes) == (["<s>", "so", ":", "Ġon", "</s>"], [0, 0, 0, 1, 1], ())
+
+
+def test_what_is_odd_about_a_template_is_noted() -> None:
+    twice = template(begin="{{ bos_token + bos_token }}")
+    assert tokens_of("byte_level", "messages", CHAT, chat=twice)[2] == (DOUBLE_BOS,)
+    endless = template("[a]{{ m.content + '.' }}")
+    assert tokens_of("byte_level", "messages", CHAT, chat=endless)[2] == (NO_END,)
+
+
+def test_guanaco_learns_each_turn_of_the_assistant_and_no_other() -> None:
+    text = "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"
+    tokens, learned, _ = tokens_of("byte_level", "guanaco", {"text": text})
+    assert "".join(tokens) == "<s>" + text.replace(" ", "Ġ").replace("\n", "Ċ") + "</s>"
+    spoken = "".join(token for token, bit in zip(tokens, learned, strict=True) if bit)
+    assert spoken == "ĠgoĠonĠno</s>"
+
+
+def test_tokens_are_taken_as_they_are() -> None:
+    for row, expected in (
+        ({"input_ids": [5, 6, 7]}, [1, 1, 1]),
+        ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, [0, 1, 1]),
+        ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "loss_mask": [1, 0, 1]}, [0, 0, 1]),
+        ({"input_ids": [5, 6, 7], "completion_mask": [False, True, False]}, [0, 1, 0]),
+    ):
+        tokens, learned, _ = tokens_of("byte_level", "pretokenized", row)
+        assert (len(tokens), learned) == (3, expected)
+    with pytest.raises(BadRow, match="shift them back"):
+        tokens_of("byte_level", "pretokenized", {"input_ids": [5, 6, 7], "labels": [6, 7, -100]})
+
+
+def test_system_and_history_of_alpaca_are_in_the_prompt_and_past_answers_are_learned() -> None:
+    row = {"instruction": "so", "output": "no", "system": "on", "history": [["hi", "go"]]}
+    tokens, learned, _ = tokens_of("byte_level", "alpaca", row)
+    text = "".join(tokens).replace("Ġ", " ").replace("Ċ", "\n")
+    assert text == (
+        "<s>on\n\n### Instruction:\nhi\n\n### Response:go</s>\n\n### Instruction:\nso\n\n### Response:no</s>"
+    )
+    spoken = [token for token, bit in zip(tokens, learned, strict=True) if bit]
+    assert spoken == ["go", "</s>", "no", "</s>"]
+    assert sum(tokens_of("byte_level", "alpaca", row, "last")[1]) == 2
+    assert sum(tokens_of("byte_level", "alpaca", row, "all")[1]) == len(tokens)
+    tokens, learned, _ = tokens_of("byte_level", "alpaca", row, chat=template())
+    assert "".join(tokens) == "<s>[s]on[u]hi[a]go</s>[u]so[a]no</s>"
+
+
+def test_preferences_become_the_same_segments_and_are_not_trained_on_yet() -> None:
+    plain = FORMATS["preference"].read({"prompt": "hi", "chosen": "go", "rejected": "no"})
+    assert plain == Preference(
+        Text((Segment("hi", False), Segment("go", True))), Text((Segment("hi", False), Segment("no", True)))
+    )
+    asked, answers = turns("hi"), [[{"role": "assistant", "content": text}] for text in ("go", "no")]
+    rows = [
+        {"prompt": asked, "chosen": answers[0], "rejected": answers[1]},
+        {"prompt": "hi", "chosen": answers[0], "rejected": answers[1]},
+    ]
+    for row in rows:
+        found = FORMATS["preference"].read(row)
+        assert isinstance(found, Preference) and isinstance(found.chosen, Chat) and isinstance(found.rejected, Chat)
+        assert [message["content"] for message in found.chosen.messages] == ["hi", "go"]
+        assert [message["content"] for message in found.rejected.messages] == ["hi", "no"]
+    with pytest.raises(UserError, match=r"preferences .*not supported yet.*--columns completion=chosen"):
+        tokens_of("byte_level", "preference", rows[0])
+
+
+def test_a_template_file_fills_the_fields_and_learns_what_stands_behind_the_response(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text('Q {question} ({context})\nA {answer}!\n===\nQ {question} {"a": 1}\nA {answer}!\n')
+    chosen = find_template(str(file))
+    row = {"question": "hi {context}", "answer": "go", "context": "so"}
+    for given, text in ((row, "Q hi {context} (so)\nA go!"), (row | {"context": ""}, 'Q hi {context} {"a": 1}\nA go!')):
+        fields = FORMATS["question_answer"].read(given)
+        segments = chosen.prompt.fill(fields, learn="assistant")  # type: ignore[union-attr, arg-type]
+        assert "".join(segment.text for segment in segments) == text
+        assert segments[-1] == Segment("go!", True)
+    file.write_text("Q {ask}")
+    with pytest.raises(UserError, match=r"mine.txt: \{ask\} is not known. Known: \{instruction\}"):
+        find_template(str(file))
+    with pytest.raises(UserError, match=r"no_such is none of alpaca, .*chatml, .*chat, and no file"):
+        find_template("no_such")
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 1})}}
+
+
+def test_calls_of_tools_reach_the_template_as_objects() -> None:
+    seen = (
+        "{% for tool in tools %}{{ tool.name }}{% endfor %}{% for m in messages %}[{{ m.role[0] }}]"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.a }}{% endfor %}"
+        "{{ m.content or '' }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}" + PROMPT
+    )
+    openai = [
+        {"role": "user", "content": "so"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "no"},
+    ]
+    sharegpt = [
+        {"from": "human", "value": "so"},
+        {"from": "function_call", "value": json.dumps({"name": "add", "arguments": {"a": 1}})},
+        {"from": "observation", "value": "hi"},
+        {"from": "gpt", "value": "no"},
+    ]
+    tools = [{"name": "go"}]
+    found = tokens_of("byte_level", "messages", {"messages": openai, "tools": tools}, chat=seen)
+    assert "".join(found[0]) == "go[u]so[a]add1</s>[t]hi[a]no</s>"
+    assert "".join(token for token, bit in zip(*found[:2], strict=True) if bit) == "add1</s>no</s>"
+    row = {"conversations": sharegpt, "tools": json.dumps(tools)}
+    assert tokens_of("byte_level", "sharegpt", row, chat=seen) == found
+
+
+def test_the_tokenizer_s_own_template_is_used_and_its_lack_named() -> None:
+    tokenizer: PreTrainedTokenizerFast = spelled_tokenizer("byte_level")
+    with (
+        ChatTemplate(tokenizer) as none,
+        pytest.raises(UserError, match=r"no chat template\. Give another"),
+    ):
+        none.fill(Chat(CHAT["messages"]), learn="assistant")
+    tokenizer.chat_template = template()
+    with ChatTemplate(tokenizer) as own:
+        segments = own.fill(Chat(CHAT["messages"]), learn="assistant")
+    assert [segment.text for segment in segments if segment.learned] == ["go on</s>", "no</s>"]

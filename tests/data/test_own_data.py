@@ -1,0 +1,439 @@
+"""Data as people have it: each file or folder trains, or is refused with what to do."""
+
+import dataclasses
+import gzip
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.dataset_names import DatasetName, parse_name
+from fsdp_qlora.data.mixture import mix
+from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.schedule import Schedule, split_step
+from fsdp_qlora.data.sources import find_source
+from fsdp_qlora.errors import UserError
+from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
+from tests.tiny import make_rows, spelled_tokenizer
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    found = spelled_tokenizer("byte_level")
+    found.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ '[' + m.role + ']' + m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return found
+
+
+@pytest.fixture
+def prepare(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> Callable[..., tuple[RunData, str]]:
+    """prepare_data with options; returns the run's rows and what was logged."""
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+
+    def call(*datasets: object, **given: Any) -> tuple[RunData, str]:
+        options = TrainConfig(dataset=tuple(map(str, datasets)), **{"context_length": 2000, **given}).pick(DataOptions)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "fsdp_qlora"):
+            data = prepare_data(tokenizer, options, vocab_size=len(tokenizer))
+        return data, caplog.text
+
+    return call
+
+
+ALPACA: Rows = make_rows(4)
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "go on"}]
+SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
+
+
+def with_bom(path: Path, rows: Rows) -> Path:
+    write_csv(path, rows)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    return path
+
+
+def excel(path: Path, rows: Rows) -> Path:
+    return write_csv(path, [{name.capitalize(): value for name, value in row.items()} for row in rows])
+
+
+def semicolons(path: Path, rows: Rows) -> Path:
+    names = list(rows[0])
+    lines = [";".join(names), *(";".join(f'"{row[name]}"' for name in names) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def in_data(path: Path, rows: Rows) -> Path:
+    path.write_text(json.dumps({"version": "1", "data": rows}))
+    return path
+
+
+def packed(path: Path, rows: Rows) -> Path:
+    path.write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+    return path
+
+
+def cp1252(path: Path, rows: Rows) -> Path:
+    path.write_bytes("instruction,output\na,b\ncafé,c\n".encode("cp1252"))
+    return path
+
+
+def lines(path: Path, rows: Rows) -> Path:
+    path.write_text("".join(f"{row['text']}\n" for row in rows))
+    return path
+
+
+def split_files(path: Path, rows: Rows) -> Path:
+    path.mkdir()
+    write_jsonl(path / "train.jsonl", rows)
+    write_jsonl(path / "test.jsonl", [{"instruction": "hold", "output": "out"}])
+    return path
+
+
+def split_folders(path: Path, rows: Rows) -> Path:
+    for name, part in (("train", rows), ("val", rows[:1])):
+        (path / name).mkdir(parents=True)
+        packed(path / name / "rows.jsonl.gz", part)
+    return path
+
+
+def unnamed_folders(path: Path, rows: Rows) -> Path:
+    (path / "first").mkdir(parents=True)
+    write_jsonl(path / "first" / "rows.jsonl", rows)
+    return path
+
+
+def saved(path: Path, rows: Rows) -> Path:
+    import datasets
+
+    datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return path
+
+
+def saved_splits(path: Path, rows: Rows) -> Path:
+    import datasets
+
+    table = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(str(path))
+    return path
+
+
+class Case(NamedTuple):
+    """A dataset, and what becomes of it."""
+
+    write: Callable[[Path, Rows], Path]
+    name: str
+    rows: Rows
+    trained: int = 0
+    """Rows that are trained on, 0 where it is refused."""
+    says: str = ""
+    """In the log, or in the refusal."""
+
+
+LONG = [{"instruction": "a" * 3000, "output": "b"}]
+CASES = {
+    "alpaca json": Case(write_json, "a.json", ALPACA, 4),
+    "alpaca jsonl": Case(write_jsonl, "a.jsonl", ALPACA, 4),
+    "alpaca csv from Excel": Case(with_bom, "a.csv", ALPACA, 4),
+    "alpaca parquet": Case(write_parquet, "a.parquet", ALPACA, 4),
+    "system and history": Case(
+        write_json, "a.json", [{**ALPACA[0], "system": "s", "history": [["q", "r"]], "id": 7}], 1, "does not use: id"
+    ),
+    "train and test files": Case(split_files, "folder", ALPACA, 4, "train.jsonl is trained on; not test.jsonl"),
+    "messages": Case(write_jsonl, "a.jsonl", [{"messages": TALK}], 1),
+    "messages with system": Case(
+        write_jsonl, "a.jsonl", [{"messages": [{"role": "system", "content": "s"}, *TALK]}], 1
+    ),
+    "messages with weight": Case(write_jsonl, "a.jsonl", [{"messages": [*TALK, TALK[0], {**TALK[1], "weight": 0}]}], 1),
+    "sharegpt": Case(write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not use: id"),
+    "prompt and completion": Case(write_jsonl, "a.jsonl", [{"prompt": "a", "completion": "b"}], 1),
+    "prompt and completion of messages": Case(
+        write_jsonl, "a.jsonl", [{"prompt": TALK[:1], "completion": TALK[1:]}], 1
+    ),
+    "question and answer": Case(write_jsonl, "a.jsonl", [{"question": "a", "answer": "b"}], 1),
+    "with context": Case(write_jsonl, "a.jsonl", [{"question": "a", "context": "c", "answer": "b"}], 1),
+    "dolly": Case(
+        write_jsonl,
+        "a.jsonl",
+        [{"instruction": "a", "context": "c", "response": "b", "category": "d"}],
+        1,
+        ": category",
+    ),
+    "guanaco": Case(write_jsonl, "a.jsonl", [{"text": "### Human: a### Assistant: b"}], 1),
+    "text": Case(write_jsonl, "a.jsonl", [{"text": "go on"}], 1),
+    "lines of text": Case(lines, "a.txt", [{"text": "go"}, {"text": ""}, {"text": "on"}], 2),
+    "tokens": Case(write_jsonl, "a.jsonl", [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}], 1),
+    "preferences": Case(
+        write_jsonl,
+        "a.jsonl",
+        [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+        0,
+        "preferences (chosen and rejected)",
+    ),
+    "capitals": Case(excel, "a.csv", ALPACA, 4),
+    "semicolons": Case(semicolons, "a.csv", ALPACA, 4),
+    "cp1252": Case(cp1252, "a.csv", [], 0, "a.csv:3: not UTF-8 text (invalid continuation byte). Save the file as CSV"),
+    "an object with data": Case(in_data, "a.json", ALPACA, 4),
+    "json with lines": Case(write_jsonl, "a.json", ALPACA, 0, "A file with one object per line is named .jsonl"),
+    "save_to_disk": Case(saved, "folder", ALPACA, 4),
+    "save_to_disk with splits": Case(saved_splits, "folder", ALPACA, 4, "the split train is trained on; not test"),
+    "packed": Case(packed, "a.jsonl.gz", ALPACA, 4),
+    "train and val folders": Case(split_folders, "folder", ALPACA, 4, "not val/rows.jsonl.gz"),
+    "other folders": Case(unnamed_folders, "folder", ALPACA, 0, "Subfolders are not searched (first)"),
+    "prompts that are too long": Case(
+        write_jsonl, "a.jsonl", LONG, 0, "--context_length 3142 would keep 99% of the rows"
+    ),
+    "ten of 999 too long": Case(
+        write_jsonl, "a.jsonl", LONG * 10 + ALPACA[:1] * 989, 989, "10 rows have no room for a response"
+    ),
+    "long responses": Case(
+        write_jsonl,
+        "a.jsonl",
+        [{"instruction": "a", "output": "b" * 6000}],
+        1,
+        "67% of the tokens are cut off. --context",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_data_as_people_have_it(name: str, prepare: Any, tmp_path: Path) -> None:
+    case = CASES[name]
+    path = case.write(tmp_path / case.name, case.rows)
+    if case.trained:
+        data, log = prepare(path)
+        assert len(data.train_rows) == case.trained
+        assert case.says in log
+    else:
+        with pytest.raises(UserError) as error:
+            prepare(path)
+        assert case.says in str(error.value)
+
+
+GOOD = {"messages": TALK}
+
+
+def turn(number: int, **change: Any) -> dict[str, Any]:
+    return {"messages": [{**old, **change} if i == number else old for i, old in enumerate(TALK)]}
+
+
+NO_NAME = [{"type": "function", "function": {"arguments": "{}"}}]
+BAD_ROWS = {
+    "no assistant turn, so nothing to learn": {"messages": TALK[:1]},
+    "turn 1: unknown role 'narrator'; known: system, developer": turn(0, role="narrator"),
+    "turn 2: its content is null": turn(1, content=None),
+    "turn 2: a tool call without a name": turn(1, content=None, tool_calls=NO_NAME),
+    "turn 2: its weight is 0.5, and can be 0 (only read) or 1 (learned)": turn(1, weight=0.5),
+    "turn 1: a part of its content is image_url, and only text": turn(0, content=[{"type": "image_url"}]),
+    "turn 1: its content is not text but int": turn(0, content=7),
+    "messages is not a list of turns": {"messages": ["hi"]},
+    "empty messages": {"messages": []},
+    "turn 2 has half a surrogate pair": turn(1, content="\ud800"),
+    "tools is not JSON": {**GOOD, "tools": "{"},
+}
+
+
+@pytest.mark.parametrize("reason", BAD_ROWS)
+def test_a_bad_chat_row_is_named_with_its_line_and_reason(reason: str, prepare: Any, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD, BAD_ROWS[reason]])
+    with pytest.raises(UserError) as error:
+        prepare(path)
+    assert "1 of 2 rows cannot be used" in str(error.value)
+    assert f"{path}:2: {reason}" in str(error.value)
+
+
+BAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "columns: 'task' occurs twice": {"columns": ("instruction=task", "output=task")},
+    "columns: 'output' occurs twice": {"columns": ("output=a", "output=task")},
+    "columns: 'task' does not say which column is which": {"columns": ("task",)},
+    "has no column 'tsak'. It has: task, result": {"columns": ("instruction=tsak", "output=result")},
+    "missing columns. It has: task, result. Needed": {},
+    "prompt_template: alpacca is none of alpaca, question_answer": {"prompt_template": "alpacca"},
+}
+
+
+@pytest.mark.parametrize("message", BAD_OPTIONS)
+def test_options_that_do_not_fit_the_data_are_refused(message: str, prepare: Any, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"task": "a", "result": "b"}])
+    with pytest.raises(UserError) as error:
+        prepare(path, **BAD_OPTIONS[message])
+    assert message in str(error.value)
+
+
+def test_columns_with_names_of_their_own_give_the_same_rows(prepare: Any, tmp_path: Path) -> None:
+    rows = [{"task": row["instruction"], "result": row["output"], "output": "another"} for row in ALPACA]
+    plain = [{"instruction": row["instruction"], "output": row["output"]} for row in ALPACA]
+    renamed, log = prepare(write_jsonl(tmp_path / "a.jsonl", rows), columns=("instruction=task", "output=result"))
+    assert renamed.train.digest == prepare(write_jsonl(tmp_path / "b.jsonl", plain))[0].train.digest
+    assert "does not use: output" in log
+
+
+def test_held_out_files_of_a_folder_are_for_evaluation(prepare: Any, tmp_path: Path) -> None:
+    for write in (split_files, saved_splits):
+        folder = write(tmp_path / write.__name__, ALPACA)
+        data, _ = prepare(folder, eval_dataset=f"{folder}[test]")
+        assert (len(data.train_rows), len(data.eval_rows)) == (4, 1)
+        with pytest.raises(UserError, match=r"validation.*Its splits: test, train"):
+            prepare(f"{folder}[validation]")
+
+
+# ---- names ----------------------------------------------------------------------------------------------
+
+
+NAMES = {
+    "openai/gsm8k": DatasetName("openai/gsm8k"),
+    "openai/gsm8k:main[train]": DatasetName("openai/gsm8k", "main", "train"),
+    "openai/gsm8k:main[train][:1000]": DatasetName("openai/gsm8k", "main", "train", 0, 1000),
+    "openai/gsm8k:main[train[5:]]:0.5": DatasetName("openai/gsm8k", "main", "train", 5, None, 0.5),
+    "rows.jsonl[10:20]:3": DatasetName("rows.jsonl", None, None, 10, 20, 3.0),
+    "alpaca:0.7": DatasetName("alpaca", weight=0.7),
+}
+
+
+@pytest.mark.parametrize("text", NAMES)
+def test_a_dataset_is_named_with_configuration_split_slice_and_weight(text: str) -> None:
+    assert parse_name(text) == NAMES[text]
+
+
+def test_wrong_names_are_refused_with_what_is_meant(tmp_path: Path) -> None:
+    for text, message in (
+        ("a.jsonl:0", "the weight of a.jsonl is 0. Give a number above 0"),
+        ("a.jsonl:nan", "the weight of a.jsonl is nan"),
+        ("a/b[train 1]", r"\[train 1\] in a/b\[train 1\] is neither a split"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_name(text)
+    path = write_jsonl(tmp_path / "rows[1]:2", ALPACA)
+    assert parse_name(str(path)) == DatasetName(str(path))
+
+
+def test_a_slice_takes_these_rows(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ALPACA)
+    assert find_source(f"{path}[1:3]").read(None).rows == ALPACA[1:3]
+    assert find_source(f"{path}[1:]").read(2).rows == ALPACA[1:3]
+    assert find_source(f"{path}[1:3]").read(None).numbers == [2, 3]
+    assert len({find_source(f"{path}{part}").identity for part in ("", "[1:3]", "[1:]")}) == 3
+
+
+def test_names_of_2024_are_the_rows_of_2024(monkeypatch: pytest.MonkeyPatch, prepare: Any) -> None:
+    import datasets
+
+    tables = {
+        ("timdettmers/openassistant-guanaco", "train"): [{"text": f"### Human: {i}### Assistant: b"} for i in range(9)],
+        ("knowrohit07/know_sql", "validation"): [
+            {"question": f"{i}", "context": "c", "answer": "b"} for i in range(1005)
+        ],
+        ("microsoft/orca-math-word-problems-200k", "train"): [{"question": f"{i}", "answer": "b"} for i in range(600)],
+        ("openai/gsm8k", "train", "main"): [{"question": "a", "answer": "b"}],
+    }
+
+    def load(name: str, *config: str, split: str) -> Any:
+        return datasets.Dataset.from_list(tables[(name, split, *config)])
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
+    monkeypatch.setattr("datasets.load_dataset", load)
+    assert len(prepare("guanaco")[0].train) == 9
+    assert len(prepare("openai/gsm8k:main[train]")[0].train) == 1
+    for name, key, part in (
+        ("sql", ("knowrohit07/know_sql", "validation"), slice(1000, None)),
+        ("orca_math", ("microsoft/orca-math-word-problems-200k", "train"), slice(512)),
+    ):
+        # As train.py of 2024 did.
+        expected = datasets.Dataset.from_list(tables[key]).shuffle(seed=42)["question"][part]
+        assert [row["question"] for row in find_source(name).read(512).rows] == list(expected)
+
+
+# ---- mixtures -------------------------------------------------------------------------------------------
+
+
+def write_two(folder: Path) -> tuple[Path, Path]:
+    first = write_jsonl(folder / "a.jsonl", [{"text": f"a {i}"} for i in range(50)])
+    return first, write_parquet(folder / "b.parquet", [{"text": f"b {i}"} for i in range(30)])
+
+
+def schedule_of(data: RunData, **given: Any) -> Schedule:
+    options = {"batch_size": 2, "gradient_accumulation_steps": 2, "num_epochs": 4, "max_steps": -1, "seed": 3, **given}
+    return Schedule(num_rows=data.rows_per_epoch, mixture=data.mixture, **options)
+
+
+def test_several_datasets_without_weights_are_joined(prepare: Any, tmp_path: Path) -> None:
+    first, second = write_two(tmp_path)
+    both, _ = prepare(first, second)
+    alone = [prepare(path)[0].train for path in (first, second)]
+    assert both.train.input_ids.tolist() == [token for part in alone for token in part.input_ids.tolist()]
+    assert both.train.lengths.tolist() == [length for part in alone for length in part.lengths.tolist()]
+    assert both.train.row_numbers.tolist() == list(range(1, 81))
+    assert both.mixture is None
+
+
+def test_shares_are_those_of_the_weights_in_every_epoch(prepare: Any, tmp_path: Path) -> None:
+    first, second = write_two(tmp_path)
+    data, log = prepare(f"{first}:0.7", f"{second}:0.3")
+    assert data.rows_per_epoch == 71  # 50 / 0.7: then the first would repeat a row
+    assert "70.0% of the rows, 50 of its 50 in each epoch" in log
+    assert "30.0% of the rows, 21 of its 30 in each epoch" in log
+    schedule = schedule_of(data, world_size=1)
+    epochs: list[list[int]] = [[] for _ in range(4)]
+    for step, rows in schedule.rows_of_steps(data.train_rows):
+        epochs[step // schedule.steps_per_epoch] += rows.tolist()
+    for rows in epochs:
+        assert len(set(rows)) == len(rows) == 71
+        assert abs(sum(row < 50 for row in rows) - 0.7 * 71) <= 1
+    assert set(epochs[0] + epochs[1]) == set(range(80))  # what one epoch leaves the next one takes
+    twice, _ = prepare(f"{first}:7", f"{second}:3")
+    assert twice.mixture == data.mixture
+
+
+def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare: Any, tmp_path: Path) -> None:
+    first, second = write_two(tmp_path)
+    data, _ = prepare(f"{first}:0.7", f"{second}:0.3", eval_fraction=0.1)
+    assert data.mixture is not None
+
+    def steps(world_size: int) -> list[list[int]]:
+        schedule = schedule_of(data, world_size=world_size, batch_size=4 // world_size)
+        found = []
+        for _, rows in schedule.rows_of_steps(data.train_rows):
+            ranks = [
+                split_step(rows, data.train.lengths, world_size=world_size, rank=rank, batch_size=schedule.batch_size)
+                for rank in range(world_size)
+            ]
+            found.append(sorted(int(row) for rank in ranks for part in rank for row in part))
+        return found
+
+    assert steps(1) == steps(2) == steps(4)
+    assert not {row for step in steps(1) for row in step} & set(data.eval_rows.tolist())
+    resumed = schedule_of(data, world_size=1).rows_of_steps(data.train_rows, first=9)
+    whole = dict(schedule_of(data, world_size=1).rows_of_steps(data.train_rows))
+    assert all(np.array_equal(whole[step], rows) for step, rows in resumed)
+    other = dataclasses.replace(schedule_of(data, world_size=1), seed=4)
+    assert any(not np.array_equal(whole[step], rows) for step, rows in other.rows_of_steps(data.train_rows))
+
+
+def test_shares_are_within_one_row_for_any_sizes() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        sizes = generator.integers(20, 500, size=3).tolist()
+        shares = generator.dirichlet([5, 5, 5])
+        counts = mix(shares.tolist(), sizes)
+        assert all(abs(count - share * sum(counts)) < 1 + 1e-9 for count, share in zip(counts, shares, strict=True))
+        assert all(0 < count <= size for count, size in zip(counts, sizes, strict=True))
+
+
+def test_weights_for_some_datasets_alone_are_refused(prepare: Any, tmp_path: Path) -> None:
+    first, second = write_two(tmp_path)
+    with pytest.raises(UserError, match=r"each dataset a weight, or none of them. Without one: .*b.parquet"):
+        prepare(f"{first}:0.7", second)
+    with pytest.raises(UserError, match=r"an epoch has no row of dataset number 2"):
+        prepare(f"{first}:0.999", f"{second}:0.001")
