@@ -1,0 +1,49 @@
+"""docs/data.md: every example is read in its format, and what is said to be learned is."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from fsdp_qlora.data.encoding import encode
+from fsdp_qlora.data.formats import FORMATS, choose_format
+from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, find_template
+from fsdp_qlora.data.rendering import Renderer
+from tests.tiny import ROOT, spelled_tokenizer
+
+PAGE = (ROOT / "docs" / "data.md").read_text()
+EXAMPLES = re.findall(r"^\*\*`(\w+)`\*\*(?:(?!^\*\*`).)*?^```json\n(.*?)^```\n\nLearned: (.*?)$", PAGE, re.M | re.S)
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_every_format_that_trains_has_an_example() -> None:
+    assert {name for name, _, _ in EXAMPLES} == FORMATS.keys() - {"preference"}
+    assert all(f"`{name}`" in PAGE for name in (*FORMATS, *TEMPLATES))
+
+
+@pytest.mark.parametrize(("name", "example", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])
+def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, example: str, learned: str) -> None:
+    row = json.loads(example)
+    assert choose_format(list(row), dataset_format="auto", origin="", first_row=row) == name
+    tokenizer = spelled_tokenizer("byte_level")
+    with Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template) as renderer:
+        [found] = encode([(1, renderer.render(FORMATS[name].read(row)))], tokenizer, 1000)
+    if learned.startswith("tokens"):
+        assert (np.flatnonzero(found.learned) + 1).tolist() == [int(number) for number in re.findall(r"\d+", learned)]
+    else:
+        assert tokenizer.decode(found.ids[found.learned]) == learned.strip("`")
+
+
+def test_the_template_of_the_page_can_be_read(tmp_path: object) -> None:
+    [text] = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
+    file = tmp_path / "template.txt"  # type: ignore[operator]
+    file.write_text(text)
+    chosen = find_template(str(file))
+    assert chosen.prompt is not None
+    fields = FORMATS["alpaca"].read({"instruction": "Why?", "output": "So."})
+    segments = chosen.prompt.fill(fields, learn="assistant")  # type: ignore[arg-type]
+    assert "".join(segment.text for segment in segments) == "Q: Why?\nA: So."
