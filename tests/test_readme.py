@@ -95,6 +95,7 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
             "context_length": 256,
             "output_dir": tmp_path / "output",
             "dry_run": True,
+            "show_samples": 0,
             **({"llama_pro_path": expanded} if "--llama_pro_path" in argv else {}),
         }
         argvs.append([*argv, *flags(**stand_ins)])
