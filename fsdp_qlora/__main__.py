@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.locations import folder_error
 
 
 class _Command(NamedTuple):
@@ -58,6 +59,8 @@ def _folders(args: argparse.Namespace) -> tuple[str, Path]:
     model = args.model or args.model_name
     if not model or not args.out:
         raise UserError("Give MODEL and --out DIR. See --help.")
+    if error := folder_error("out", args.out):
+        raise UserError(error)
     return model, Path(args.out)
 
 

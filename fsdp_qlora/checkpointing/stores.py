@@ -25,6 +25,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.redact import redact
 from fsdp_qlora.storage.files import flush, read_json, staged_file, write_json
+from fsdp_qlora.storage.locations import mirror_error
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -196,8 +197,6 @@ class HubStore(Store):
     """A private repository on the Hugging Face hub; each change is one commit."""
 
     def __init__(self, repo: str) -> None:
-        if repo.count("/") != 1:
-            raise UserError(f"--mirror hf:{repo}: give the repository as hf:OWNER/NAME.")
         self.repo, self.name = repo, f"hf:{repo}"
 
     def files(self, folder: str) -> list[str]:
@@ -239,11 +238,13 @@ _STORES: dict[str, type[RcloneStore | HubStore]] = {"rclone": RcloneStore, "hf":
 
 
 def open_store(target: str) -> Store:
-    """The place that `--mirror` means: rclone:REMOTE, hf:OWNER/NAME, or a folder.
+    """The place that `--mirror` means: rclone:REMOTE:PATH, hf:OWNER/NAME, or a folder.
 
     Raises:
-        UserError: rclone is not installed, or the name is none of the hub.
+        UserError: it is none of these, or rclone is not installed.
     """
+    if error := mirror_error(target):
+        raise UserError(error)
     kind, _, rest = target.partition(":")
     return _STORES[kind](rest) if kind in _STORES else FolderStore(target)
 

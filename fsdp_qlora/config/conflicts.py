@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fsdp_qlora.adapters.targets import ALL, is_regex
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
+from fsdp_qlora.storage.locations import folder_error, mirror_error
 from fsdp_qlora.train_types import TRAIN_TYPES
 
 
@@ -188,6 +189,14 @@ def _budget_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
 
 
+def _location_errors(c: TrainConfig) -> Iterator[str]:
+    """A URL would silently become a folder of this machine, with a password as its name."""
+    for name in ("output_dir", "resume", "quant_cache", "profiling_output"):
+        yield from filter(None, [folder_error(name, getattr(c, name))])
+    if c.mirror is not None:
+        yield from filter(None, [mirror_error(c.mirror)])
+
+
 def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
     steps = c.profiling_warmup_steps + c.active_steps
     if c.profile and c.repeat == 0 and c.profiling_frequency < steps:
@@ -209,5 +218,6 @@ _RULES = (
     _optimizer_conflicts,
     _data_conflicts,
     _budget_conflicts,
+    _location_errors,
     _profiling_conflicts,
 )

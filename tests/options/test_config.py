@@ -148,6 +148,30 @@ def test_bad_input_on_the_command_line_says_what_to_do(argv, says):
 
 
 @pytest.mark.parametrize(
+    "place",
+    [
+        *("s3://bucket/run", "https://user:PaSs@host/run", "sftp:/host/run", "file:///data/run", "s3:bucket/run"),
+        *(":sftp,host=box,user=me,pass=PaSs:run", "me:PaSs@box:run", "box:/data/run", "gs:", ":local:/data"),
+    ],
+)
+def test_a_place_elsewhere_is_no_folder_and_its_password_is_not_shown(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for option in ("mirror", "output_dir", "resume", "quant_cache", "profiling_output"):
+        error = error_of(f"--{option}", place)
+        assert f"--{option} begins with {place[:3]!r}"[:-2] in error and "rclone:REMOTE:PATH" in error
+        assert "PaSs" not in error
+    for option in ("mirror", "output_dir", "resume"):
+        for folder in ("./a:b", "/a:b", "../s3:/x", "~/a:b", "runs/10:30", "C"):
+            parse_train_config([f"--{option}", folder])
+    (tmp_path / "10:30").mkdir()
+    parse_train_config(["--output_dir", "10:30"])
+    for known in ("rclone:s3:bucket", "rclone::sftp,host=box:run", "hf:owner/name"):
+        parse_train_config(["--mirror", known])
+    for unknown in ("rclone:bucket", "hf:name", "hf://owner/name", "RCLONE:s3:bucket", "hf:a:PaSs@owner/name"):
+        assert "PaSs" not in error_of("--mirror", unknown)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("train_type: qlroa", "line 1: train_type: 'qlroa' is not a choice; did you mean qlora?"),
