@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ log = logging.getLogger("fsdp_qlora")
 
 # torch 2.13 renamed it; 2.11 has the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
 
 # strategy -> (shards over which ranks, whether a block's weights are freed between forward and backward).
 # "all": one shard group of every rank. "node": shards within a node, replicas across nodes. "none": replicas.
@@ -92,16 +95,24 @@ def make_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
 
 
-def connect(ranks: Ranks, *, timeout_minutes: float = 30.0) -> dist.Store:
+def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float = MAX_WAIT_MINUTES) -> dist.Store:
     """The store of this start, through which ranks talk before they are a process group. Rank 0's process holds it.
 
     Nobody waits here but for rank 0. One thread at a time may use the store; another one needs a `clone()`.
+
+    Args:
+        timeout_minutes: of each later request. wait_minutes: for rank 0 to be there, MAX_WAIT_MINUTES at most.
+    Raises:
+        LostRank: rank 0 was not there in time.
     """
     if ranks.world_size == 1:  # a lone process needs no server, hence no free port
         return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not ranks.is_rank_0:
+        _wait_for_store(ranks.rank, address, port, min(wait_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES))
     store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        address,
+        port,
         is_master=ranks.is_rank_0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         timeout=datetime.timedelta(minutes=timeout_minutes),
         wait_for_workers=False,
@@ -109,6 +120,26 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0) -> dist.Store:
     # torchrun keeps its store when it restarts the workers; without a prefix they would read each other's addresses
     # of before (measured: 3 of 8 restarts came up, with it 16 of 16).
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:
+    """torch itself would wait twice as long as it is told, and then print pages of its own frames."""
+    last = ""
+
+    def is_there() -> bool:
+        nonlocal last
+        try:
+            with socket.create_connection((address, port), timeout=10) as ours:
+                return bool(ours.getsockname() != ours.getpeername())  # on one machine it may reach itself
+        except OSError as error:
+            last = error.strerror or str(error)
+            return False
+
+    if not _becomes_true(is_there, seconds=60 * minutes):
+        raise LostRank(
+            f"Rank {rank} has waited {minutes:.3g} minutes for rank 0, which opens the store at {address}:{port} "
+            f"(MASTER_ADDR, MASTER_PORT): it was not started, has ended, or is out of reach ({last})."
+        )
 
 
 def start_process_group(ranks: Ranks, store: dist.Store | None = None, *, timeout_minutes: float = 30.0) -> dist.Store:

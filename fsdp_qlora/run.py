@@ -61,7 +61,7 @@ def run(config: TrainConfig) -> None:
         return
     with RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed() as folder:
         timeout_minutes = max(30, 2 * config.hang_minutes)
-        store = distributed.connect(ranks, timeout_minutes=timeout_minutes)
+        store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
         plan = make_plan(config, ranks, store)
         folder.check_keeps_model(plan.model.folder)
         weights = open_weights(plan.model)

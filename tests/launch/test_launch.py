@@ -8,15 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fsdp_qlora import launch
+from fsdp_qlora import distributed, launch
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import restarts
-from fsdp_qlora.errors import ENDINGS, UserError
+from fsdp_qlora.errors import ENDINGS, LostRank, UserError
 from fsdp_qlora.launch import is_from_an_agent
-from tests.tiny import ROOT
+from tests.tiny import ROOT, _free_port
 
 # Stands for train.py: --name says what a worker does.
 ENTRY = """
@@ -204,3 +205,19 @@ def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path
     process.wait()
     assert wait_until(lambda: not is_running(pid), seconds=10)
     process.stdout.close()
+
+
+def test_a_rank_that_is_started_alone_ends_in_time_and_says_for_whom_it_waited(monkeypatch, capfd):
+    port = _free_port()  # where nobody listens: rank 0 has died before it came so far
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(distributed, "MAX_WAIT_MINUTES", 0.01)
+    first, third = (distributed.Ranks(rank, 0, 4, 1, torch.device("cpu")) for rank in (0, 3))
+    for wait_minutes in (0.005, 0, 15):  # as --hang_minutes says, which may be longer or none
+        with pytest.raises(LostRank, match=rf"Rank 3 has waited 0.0\d+ minutes for rank 0.* at 127.0.0.1:{port}"):
+            distributed.connect(third, timeout_minutes=30, wait_minutes=wait_minutes)
+    stores = [distributed.connect(rank, timeout_minutes=30) for rank in (first, third)]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    assert not capfd.readouterr().err
