@@ -1,7 +1,6 @@
 """What guards a run while it trains: status, signals and budgets, watchdog, metrics, checkpoints and their mirror."""
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig, resolved_options
-from fsdp_qlora.control import exits
+from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Watchdog
@@ -42,7 +41,7 @@ class Supervision:
             RunStopped: earlier starts of this run have used up its budget.
         """
         self.config, self.folder, self.start, self.ranks = config, folder, start, folder.ranks
-        self.started = time.monotonic()
+        self.started = clock.elapsed()
         budget = config.pick(Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds)
         budget.check()
         self.control = Control(
@@ -173,7 +172,7 @@ class Supervision:
     @property
     def seconds(self) -> float:
         """Since this start began to load."""
-        return time.monotonic() - self.started
+        return clock.elapsed() - self.started
 
     def _keep(self, progress: Progress) -> None:
         assert self.saver is not None

@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp_qlora.control import clock
 from fsdp_qlora.control.heartbeat import Heartbeat
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError
 
@@ -75,7 +75,7 @@ class Control:
     """This rank's wish to stop or save, and what all ranks have agreed on.
 
     Args:
-        save_seconds: between checkpoints, 0 for none by the clock; started: time.monotonic() of the run's start.
+        save_seconds: between checkpoints, 0 for none by the clock; started: clock.elapsed() of the run's start.
             Rank 0's clock decides for all, so the budget is its.
     Attributes:
         heartbeat: where the training thread is, for the watchdog.
@@ -92,13 +92,13 @@ class Control:
         started: float | None = None,
     ) -> None:
         self.is_rank_0, self.budget, self.save_seconds = is_rank_0, budget or Budget(), save_seconds
-        self.started = time.monotonic() if started is None else started
+        self.started = clock.elapsed() if started is None else started
         self.heartbeat = Heartbeat()
         self.stop: Stop | None = None
         self.save = False
         self._wish = 0
-        self._saved_at = self._agreed_at = time.monotonic()
-        self._longest_step = self._longest_save = 0.0
+        self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
+        self._steps, self._saves = clock.Longest(), clock.Longest()
         self._interrupted_at: float | None = None
 
     # --- signals ---
@@ -117,7 +117,7 @@ class Control:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        now = clock.awake()
         if number == signal.SIGINT:
             # A terminal and torchrun may both pass on the same Ctrl-C.
             if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS:
@@ -130,17 +130,17 @@ class Control:
 
     def reserve_seconds(self) -> float:
         """What the rest of this step, another step and a save may take, with some air."""
-        return 2 * self._longest_step + 1.5 * self._longest_save
+        return 2 * self._steps.seconds + 1.5 * self._saves.seconds
 
     def used_seconds(self) -> float:
         """How long the run has gone on, earlier starts of it included."""
-        return self.budget.used_seconds + time.monotonic() - self.started
+        return self.budget.used_seconds + clock.elapsed() - self.started
 
     def flags(self, step: int) -> list[float]:
         """What this rank tells the others: the step it is at, whether and why to stop, whether to save."""
         if not self.is_rank_0:
             return [step, self._wish, 0]
-        now = time.monotonic()
+        now = clock.elapsed()
         over_budget = self.budget.exceeded(now - self.started + self.reserve_seconds())
         is_due = 0 < self.save_seconds <= now - self._saved_at
         return [step, max(self._wish, over_budget), is_due]
@@ -156,11 +156,11 @@ class Control:
             raise TrainingError(f"The ranks are at different steps, from rank 0 on: {', '.join(map(str, steps))}.")
         stop, save = flags[:, 1:].max(dim=0).values.tolist()
         self.stop, self.save = STOPS[int(stop)], save > 0
-        now = time.monotonic()
-        self._longest_step = max(self._longest_step, now - self._agreed_at)
+        now = clock.awake()
+        self._steps.add(now - self._agreed_at)
         self._agreed_at = now
 
     def saved(self, seconds: float) -> None:
         """Take note of a save that has just ended, for the clock."""
-        self._saved_at = self._agreed_at = time.monotonic()
-        self._longest_save = max(self._longest_save, seconds)
+        self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
+        self._saves.add(seconds)

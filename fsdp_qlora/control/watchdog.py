@@ -56,7 +56,7 @@ class Watchdog:
         self.hang_seconds = hang_minutes * 60
         self.output_dir, self.on_end = output_dir, on_end
         self._neighbour = (ranks.rank + 1) % ranks.world_size  # each rank watches one other
-        self._pulse_at = self._heard_at = time.monotonic()
+        self._pulse_at = self._heard_at = self._looked_at = time.monotonic()
         self._heard = b""
         self._lock = threading.Lock()  # one request to the store at a time
         self._stopped = threading.Event()
@@ -110,17 +110,21 @@ class Watchdog:
             self.store.set(f"alive/{self.ranks.rank}", sign)
 
     def _watch(self) -> None:
-        looked_at = time.monotonic()
+        self._looked_at = time.monotonic()
         while not self._stopped.wait(_POLL_SECONDS):
-            now = time.monotonic()
-            if now - looked_at > _PAUSE_SECONDS:  # the whole machine stood still, and all clocks are late
-                self.heartbeat.at = self._heard_at = now
-            looked_at = now
-            self._end_if_another_asked()
-            if self.ranks.world_size > 1 and not self._neighbour_lives():
-                self._end_alone()
-            if self.hang_seconds and time.monotonic() - self.heartbeat.at > self.hang_seconds:
-                self._end_hanging()
+            self._look()
+
+    def _look(self) -> None:
+        """Look once. All of it counts by the time at its begin: a pause that comes later is seen by the next look."""
+        now = time.monotonic()
+        if now - self._looked_at > _PAUSE_SECONDS:  # the whole machine stood still, and all clocks are late
+            self.heartbeat.at = self._heard_at = now
+        self._looked_at = now
+        self._end_if_another_asked()
+        if self.ranks.world_size > 1 and not self._neighbour_lives(now):
+            self._end_alone()
+        if self.hang_seconds and now - self.heartbeat.at > self.hang_seconds:
+            self._end_hanging()
 
     def _end_if_another_asked(self) -> None:
         rank, reason = self.ranks.rank, ""
@@ -131,12 +135,11 @@ class Watchdog:
             self.on_end("failed", reason)
             os._exit(ENDINGS["failed"].exit_code)
 
-    def _neighbour_lives(self) -> bool:
+    def _neighbour_lives(self, now: float) -> bool:
         """Give a sign of life every few seconds, and look for the neighbour's.
 
         Silence counts from the first sign, since a rank may read its checkpoint for long, to the goodbye.
         """
-        now = time.monotonic()
         if now - self._pulse_at > _PULSE_SECONDS:
             self._pulse_at = now
             self._tell(str(now))

@@ -1,0 +1,100 @@
+"""Clocks that jump: a suspended machine, a virtual one that stands still, a time of day that is set."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_qlora.control import watchdog
+from fsdp_qlora.control.heartbeat import Heartbeat
+from fsdp_qlora.control.stops import Budget, Control
+from fsdp_qlora.distributed import Ranks
+
+HOUR = 3600.0
+
+
+class Clocks:
+    """The system's clocks: the time of day, since boot, and since boot without what was suspended."""
+
+    def __init__(self) -> None:
+        self.day, self.boot, self.awake = 1e9, 1000.0, 1000.0
+
+    def work(self, seconds: float) -> None:
+        self.day, self.boot, self.awake = self.day + seconds, self.boot + seconds, self.awake + seconds
+
+    def suspend(self, seconds: float) -> None:
+        self.day, self.boot = self.day + seconds, self.boot + seconds
+
+    stand_still = work  # a virtual machine, whose host goes on
+
+    def since_boot(self, clock: int) -> float:
+        assert clock == time.CLOCK_BOOTTIME
+        return self.boot
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    monkeypatch.setattr(time, "time", lambda: clocks.day)
+    monkeypatch.setattr(time, "monotonic", lambda: clocks.awake)
+    monkeypatch.setattr(time, "clock_gettime", clocks.since_boot)
+    return clocks
+
+
+def steps(control: Control, clocks: Clocks, count: int) -> str | None:
+    """Steps of 10 s until all stop; returns why."""
+    for step in range(count):
+        clocks.work(10)
+        control.agree(torch.tensor([control.flags(step)], dtype=torch.float64))
+        if control.stop:
+            return control.stop.reason
+        if control.save:
+            clocks.work(5)
+            control.saved(5)
+    return None
+
+
+def test_a_run_goes_on_after_a_jump_and_stops_at_its_deadline_within_a_step(clocks: Clocks) -> None:
+    control = Control(budget=Budget(max_hours=10), save_seconds=900)
+    assert steps(control, clocks, 60) is None
+    clocks.day -= 1e6  # NTP, or a person
+    for jump in (clocks.suspend, clocks.stand_still):
+        clocks.work(3)
+        jump(2 * HOUR)  # in the middle of a step
+        used = control.used_seconds()
+        assert steps(control, clocks, 1) is None and control.save  # what lies unsaved is saved
+        assert control.used_seconds() - used == 15  # all else counts: the machine was paid for
+        assert control.reserve_seconds() < 60  # no step takes hours
+        assert steps(control, clocks, 60) is None
+    assert steps(control, clocks, 10_000) == "--max_hours is used up"
+    assert 10 * HOUR - 60 < control.used_seconds() < 10 * HOUR
+
+
+def test_a_machine_that_stood_still_is_no_hang_and_a_hang_is_found_afterwards(
+    clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging: list[float] = []
+    monkeypatch.setattr(watchdog.Watchdog, "_end_hanging", lambda self: hanging.append(clocks.awake))
+    alone = Ranks(0, 0, 1, 1, torch.device("cpu"))
+    guard = watchdog.Watchdog(
+        Heartbeat(), torch.distributed.HashStore(), alone, hang_minutes=15, output_dir=tmp_path, on_end=lambda *_: None
+    )
+    for jump in (clocks.suspend, clocks.stand_still):
+        for during in ("between two looks", "within a look"):
+            guard.heartbeat.beat(1, "compute")
+            with monkeypatch.context() as patch:
+                if during == "within a look":
+                    patch.setattr(guard, "_end_if_another_asked", lambda jump=jump: jump(2 * HOUR))
+                else:
+                    jump(2 * HOUR)
+                guard._look()
+            for _ in range(1799):  # of half a second each
+                clocks.work(0.5)
+                guard._look()
+            assert not hanging
+    begin = clocks.awake
+    while not hanging:
+        clocks.work(0.5)
+        guard._look()
+    assert clocks.awake - begin < 2
