@@ -111,10 +111,10 @@ class Supervision:
 
     def _continue_metrics(self) -> None:
         """Let metrics.jsonl end at the checkpoint that the run starts from, before it is opened."""
-        if not self.start.folder or not self.ranks.is_rank_0:
+        if not self.ranks.is_rank_0:
             return
         progress = Progress.from_dict(self.start.progress)
-        if self.start.is_new:
+        if self.start.folder and self.start.is_new:
             copy_metrics(Path(self.start.folder).parents[1], self.folder.path)
         cut_metrics(self.folder.path, progress.step, progress.last_eval_step)
 

@@ -18,7 +18,7 @@ FETCHED = ".from_mirror"  # what is on its way here from a mirror
 # What a run leaves in its folder; --overwrite_output_dir removes these and touches nothing else.
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
-    "metrics.jsonl", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
+    "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*",
     "checkpoints", FETCHED,
 )  # fmt: skip

@@ -14,16 +14,17 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain, say
+from fsdp_qlora.metrics.sinks import METRICS_FILE, METRICS_SET_ASIDE, Record, Sink, SinkOptions, numbers_in, plain, say
 from fsdp_qlora.metrics.wandb_sink import WANDB_FLOOR, WandbSink, wandb_problem
-from fsdp_qlora.storage.files import staged_file
+from fsdp_qlora.storage.files import open_own, staged_file
 
 # --- the log -------------------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class JsonlSink(Sink):
     def __init__(self, options: SinkOptions) -> None:
         path = options.output_dir / METRICS_FILE
         _cut_torn_line(path)
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._pending = b""
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
@@ -241,6 +242,8 @@ def copy_metrics(source: Path, output_dir: Path) -> None:
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     """Take out of metrics.jsonl, in one go, what came after a checkpoint: it is going to come again.
 
+    Lines that are no records go to METRICS_SET_ASIDE, and a line for people says so: they stop nobody.
+
     Args:
         step: the checkpoint's. last_eval_step: after which was last evaluated when it was saved.
     """
@@ -248,13 +251,36 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     if not path.exists():
         return
     _cut_torn_line(path)
-    kept = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        record = json.loads(line)
-        if record["step"] <= (last_eval_step if "eval_loss" in record else step):
+    kept, bad = [], {}
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        record = _record(line)
+        if record is None:
+            bad[number] = line
+        elif record["step"] <= (last_eval_step if "eval_loss" in record else step):
             kept.append(line)
+    if bad:
+        _set_aside(output_dir, bad)
     with staged_file(path) as partial:
-        partial.write_bytes(b"".join(kept))
+        partial.write_bytes(b"".join(line + b"\n" for line in kept))
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line of metrics.jsonl says; None where it is no record of a step."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_record else None
+
+
+def _set_aside(output_dir: Path, lines: Mapping[int, bytes]) -> None:
+    """Append lines, by their numbers, to METRICS_SET_ASIDE."""
+    descriptor = open_own(output_dir / METRICS_SET_ASIDE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with os.fdopen(descriptor, "ab") as file:
+        file.writelines(line + b"\n" for line in lines.values())
+    shown = ", ".join(map(str, list(lines)[:5])) + ", ..." * (len(lines) > 5)
+    say(f"{METRICS_FILE}: {len(lines)} line(s) are no records ({shown}). They are now in {METRICS_SET_ASIDE}.")
 
 
 def _cut_torn_line(path: Path) -> None:

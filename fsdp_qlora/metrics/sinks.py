@@ -16,6 +16,7 @@ log = logging.getLogger("fsdp_qlora")
 Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
+METRICS_SET_ASIDE = "metrics.jsonl.set_aside"  # lines of it that are no records
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,12 @@
 """Files and folders that are there whole or not at all, also after a power cut; room on the disks; the user's cache."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,20 @@ class FileRecord(NamedTuple):
 
     size: int
     sha256: str
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a file of our own, which others who may write to its folder have not made lead elsewhere.
+
+    Raises:
+        OSError: it is a link, or no file.
+    """
+    # O_NONBLOCK: to open a FIFO would wait for its other end.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return descriptor
 
 
 def flush(path: Path) -> None:

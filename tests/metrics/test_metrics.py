@@ -115,6 +115,26 @@ def test_what_comes_after_a_checkpoint_is_cut_and_an_evaluation_that_it_does_not
         assert [one["step"] for one in read_jsonl(tmp_path)] == expected
 
 
+def test_lines_that_are_no_records_are_set_aside_and_stop_nobody(tmp_path, lines, capsys):
+    bad = [b"\0\0\0", b"", b"{}", b'{"loss": 1.0}', b'\xff{"step": 2}', b"[1]", b'{"step": "2"}', b"step", b"[" * 5000]
+    with open_log(tmp_path) as log:
+        for step in range(1, 5):
+            log.step(record(step))
+    path = tmp_path / "out" / "metrics.jsonl"
+    whole = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*whole[:2], *bad, *whole[2:], b'{"torn']))
+    capsys.readouterr()
+    for _ in range(2):  # the second finds nothing to set aside
+        cut_metrics(tmp_path / "out", 3, -1)
+        assert path.read_bytes().splitlines() == whole[:3]
+        assert (tmp_path / "out" / "metrics.jsonl.set_aside").read_bytes().split(b"\n") == [*bad, b""]
+    said = "metrics.jsonl: 9 line(s) are no records (3, 4, 5, 6, 7, ...). They are now in metrics.jsonl.set_aside."
+    assert capsys.readouterr().out.splitlines().count(said) + lines.count(said) == 1
+    with open_log(tmp_path) as log:
+        log.step(record(4))
+    assert [one["step"] for one in read_jsonl(tmp_path)] == [1, 2, 3, 4]
+
+
 def test_lines_that_a_full_disk_does_not_take_come_later_and_in_order(tmp_path, monkeypatch, lines):
     real_write, room = os.write, iter([1000, 7, -1, -1, 1000, 1000, 1000])
 
