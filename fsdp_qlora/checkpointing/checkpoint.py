@@ -25,6 +25,7 @@ from fsdp_qlora.storage.files import FileRecord, publish_folder, write_hashed_js
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 _STEP_NAME = re.compile(r"step_(\d{6,})")
+_FILE_NAME = re.compile(r"[a-z]\w*\.(json|safetensors)", re.ASCII)  # of the folder itself, and of no other
 _SET_ASIDE = ".set_aside"
 _CHUNK_BYTES = 2**22
 
@@ -40,12 +41,18 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step that a checkpoint's name tells; None where it was given another name."""
+    match = _STEP_NAME.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
 def published(root: Path) -> dict[int, Path]:
     """Step -> folder of every published checkpoint, oldest first."""
     found = {}
     for path in root.glob("step_*"):
-        if (match := _STEP_NAME.fullmatch(path.name)) and path.is_dir():
-            found[int(match[1])] = path
+        if (step := step_of(path)) is not None and path.is_dir():
+            found[step] = path
     return dict(sorted(found.items()))
 
 
@@ -117,7 +124,10 @@ def verify(folder: Path) -> dict[str, Any]:
     files = _read_manifest(folder)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
         list(pool.map(lambda name: _check_file(folder / name, files[name]), files))
-    state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{STATE} is not JSON") from error
     return state
 
 
@@ -129,9 +139,12 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
             raise ValueError("its hash is another")
         version = manifest["format"]
         files = {name: FileRecord(**record) for name, record in manifest["files"].items()}
+        for name, record in files.items():
+            if not (_FILE_NAME.fullmatch(name) and type(record.size) is int and isinstance(record.sha256, str)):
+                raise ValueError(f"{name!r} with {record.size!r} bytes is no file of a checkpoint")
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path.name} is not there") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name} has changed ({error})") from error
     if version != FORMAT_VERSION:
         raise DamagedCheckpoint(f"it has format {version}, and this version reads {FORMAT_VERSION}")
@@ -143,6 +156,8 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
 def _check_file(path: Path, expected: FileRecord) -> None:
     digest = hashlib.sha256()
     try:
+        if not path.is_file() and path.exists():
+            raise DamagedCheckpoint(f"{path.name} is no file")
         size = path.stat().st_size
         if size != expected.size:
             raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {expected.size}")

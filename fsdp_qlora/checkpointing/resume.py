@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,15 +12,21 @@ from typing import Any, NamedTuple, NoReturn
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.layout import CHECKPOINTS, RUN, STATUS
+from fsdp_qlora.checkpointing.records import read_run, read_status, run_error, state_error
 from fsdp_qlora.checkpointing.stores import Store, fetch
+from fsdp_qlora.checkpointing.train_state import contents_error
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.redact import redact
-from fsdp_qlora.storage.files import read_json, write_json
+from fsdp_qlora.storage.files import write_json
 
 log = logging.getLogger("fsdp_qlora")
 
 _MAX_DEATHS = 3  # starts without progress: the first one and two restarts
+
+_BRING_BACK = (
+    "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir true."
+)
 
 # What of a run is compared by content -> how it is called.
 FACTS = {
@@ -106,7 +113,7 @@ def check_options(output_dir: Path, request: StartRequest) -> None:
     """
     if request.resume != "auto" or request.overwrite or not is_run(output_dir):
         return
-    if differences := _different_options(read_json(output_dir / RUN), request):
+    if differences := _different_options(read_run(output_dir), request):
         _refuse(output_dir, differences, is_finished=_is_finished(output_dir))
 
 
@@ -121,6 +128,8 @@ def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRe
     """
     run = _Run(output_dir, identity, request)
     was_followed = _was_followed(output_dir, request)
+    if is_run(output_dir) and (was_followed or request.resume == "auto"):
+        _check_reachable(output_dir / CHECKPOINTS)
     copied = _copied_run(request.mirror, output_dir)
     if request.mirror is not None and copied and (was_followed or request.resume == "auto"):
         if is_run(output_dir):
@@ -155,13 +164,10 @@ def _was_followed(output_dir: Path, request: StartRequest) -> bool:
     What was asked for is then done, and it continues as with auto. An earlier attempt may have died before it wrote its
     own run.json, so the folder tells, and not the number of the restart.
     """
-    stored = read_json(output_dir / RUN)
-    return (
-        request.resume != "auto"
-        and request.is_unattended
-        and stored.get("started_from") == redact(request.resume)
-        and not _different_options(stored, request)
-    )
+    if request.resume == "auto" or not request.is_unattended:
+        return False  # run.json, which may be of another run or damaged, is not asked
+    stored = read_run(output_dir)
+    return stored.get("started_from") == redact(request.resume) and not _different_options(stored, request)
 
 
 def _tidy_mirror(
@@ -184,7 +190,10 @@ def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
     if mirror is None:
         return {}
     try:
-        return mirror.run()
+        copied = mirror.run()
+        if error := run_error(copied) if copied else None:
+            raise UserError(f"--mirror {mirror.name}: its {RUN} cannot be used: {error}. Give another mirror, or none.")
+        return copied
     except OSError as error:
         if not is_run(output_dir):
             raise UserError(
@@ -212,7 +221,7 @@ def _fill_from_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -> No
 def _catch_up_with_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -> None:
     """Where the folder's run has got further elsewhere, copy the newest checkpoint from its mirror."""
     output_dir = run.output_dir
-    stored = read_json(output_dir / RUN)
+    stored = read_run(output_dir)
     if stored.get("run_id") != copied["run_id"] or _is_finished(output_dir) or _differences(stored, run):
         return
     newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
@@ -230,7 +239,7 @@ def _from_output_dir(run: _Run, *, overwrite: bool, origin: Path | None = None) 
     output_dir = run.output_dir
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
-    stored, is_finished = read_json(output_dir / RUN), _is_finished(output_dir)
+    stored, is_finished = read_run(output_dir), _is_finished(output_dir)
     differences = _differences(stored, run)
     if differences and not overwrite:
         _refuse(output_dir, differences, is_finished=is_finished)
@@ -241,17 +250,35 @@ def _from_output_dir(run: _Run, *, overwrite: bool, origin: Path | None = None) 
     if is_finished:
         return Start(stored["run_id"], is_new=False, is_finished=True)
     checkpoint.remove_leftovers(output_dir / CHECKPOINTS)
+    status = read_status(output_dir)
     start = _newest_whole(run, output_dir / CHECKPOINTS)
+    if start is None and (saved_step := status.get("saved_step", -1)) >= 0:
+        raise UserError(
+            f"{output_dir / CHECKPOINTS} holds no checkpoint, but {STATUS} says that step {saved_step} was saved. "
+            f"{_BRING_BACK}"
+        )
     if start is None and origin is not None:
         start = dataclasses.replace(_from_path(run, origin), run_id=stored["run_id"])
     elif start is None:
         start = Start(stored["run_id"], global_batch_size=stored["global_batch_size"])
         log.info("Resuming: the run in %s has no checkpoint yet, so it starts from the beginning.", output_dir)
-    status = read_json(output_dir / STATUS)
     deaths = _failed_starts(status, start)
     if run.request.is_unattended and deaths >= _MAX_DEATHS:
         _give_up(output_dir, status, start, deaths)
     return dataclasses.replace(start, deaths=deaths, **_used(status))
+
+
+def _check_reachable(root: Path) -> None:
+    """Refuse to start at the beginning, and to save nothing, where the checkpoints' folder cannot be used."""
+    problem = None
+    if root.is_symlink() and not root.exists():
+        problem = f"is a link to {root.readlink()}, which is not there"
+    elif root.exists() and not root.is_dir():
+        problem = "is no folder"
+    elif root.exists() and not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        problem = "cannot be read and written"
+    if problem:
+        raise UserError(f"{root} {problem}. {_BRING_BACK}")
 
 
 def _failed_starts(status: Mapping[str, Any], start: Start) -> int:
@@ -286,7 +313,7 @@ def _from_path(run: _Run, path: Path) -> Start:
         )
     if (path / checkpoint.STATE).is_file() or (path / checkpoint.MANIFEST).is_file():
         try:
-            start = _start_at(run, path, checkpoint.verify(path))
+            start = _start_at(run, path, _verified(path))
         except DamagedCheckpoint as error:
             raise UserError(f"--resume {path}: the checkpoint is damaged ({error}). Give another one.") from error
     else:
@@ -301,7 +328,7 @@ def _from_path(run: _Run, path: Path) -> Start:
     for step, folder in checkpoint.published(output_dir / CHECKPOINTS).items():
         if step > start.step:
             log.warning("Checkpoint %s is later than the one to start from: set aside.", checkpoint.set_aside(folder))
-    return dataclasses.replace(start, **_used(read_json(output_dir / STATUS)))
+    return dataclasses.replace(start, **_used(read_status(output_dir)))
 
 
 def _newest_whole(run: _Run, root: Path) -> Start | None:
@@ -309,7 +336,7 @@ def _newest_whole(run: _Run, root: Path) -> Start | None:
     folders = checkpoint.published(root)
     for folder in reversed(folders.values()):
         try:
-            state = checkpoint.verify(folder)
+            state = _verified(folder)
         except DamagedCheckpoint as error:
             log.warning(
                 "Checkpoint %s is damaged (%s). It is now %s.", folder, error, checkpoint.set_aside(folder).name
@@ -322,6 +349,19 @@ def _newest_whole(run: _Run, root: Path) -> Start | None:
             "up. Put back a good copy of one, or start from zero with --resume off --overwrite_output_dir true."
         )
     return None
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint whose bytes are those that were written, and whose parts fit together.
+
+    Raises:
+        DamagedCheckpoint: says what is wrong.
+    """
+    state = checkpoint.verify(folder)
+    error = state_error(state, checkpoint.step_of(folder)) or contents_error(folder, state["tensors"])
+    if error:
+        raise DamagedCheckpoint(f"it contradicts itself: {error}")
+    return state
 
 
 def _start_at(run: _Run, folder: Path, state: Mapping[str, Any]) -> Start:
@@ -353,7 +393,7 @@ def _start_at(run: _Run, folder: Path, state: Mapping[str, Any]) -> Start:
 
 
 def _is_finished(output_dir: Path) -> bool:
-    return read_json(output_dir / STATUS).get("state") == "finished"
+    return read_status(output_dir).get("state") == "finished"
 
 
 def _differences(stored: Mapping[str, Any], run: _Run) -> list[str]:

@@ -1,6 +1,7 @@
 """The folder of one run: who may use it, where the run in it begins, and what it says about itself."""
 
 import contextlib
+import fnmatch
 import json
 import os
 import shutil
@@ -95,14 +96,20 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output_dir {self.path} cannot be made: {error}") from error
-        for pattern in () if keep_run else RUN_FILES:
-            for path in self.path.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
         try:
+            if not keep_run:
+                _remove_run(self.path)
             write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
         except OSError as error:
             raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
         publish(self.path, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
+
+
+def _remove_run(output_dir: Path) -> None:
+    """Remove what a run leaves in its folder; of a link the link alone."""
+    for path in list(output_dir.iterdir()):
+        if any(fnmatch.fnmatch(path.name, pattern) for pattern in RUN_FILES):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def check_usable(path: Path, *, overwrite: bool) -> None:

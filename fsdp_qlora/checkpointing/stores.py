@@ -320,8 +320,8 @@ def _as_os_error() -> Iterator[None]:
 
 def _write_small_files(output_dir: Path, target: Path) -> None:
     """What goes with the checkpoints: run.json, metrics.jsonl and status.json."""
-    if (output_dir / RUN).is_file():
-        write_json(target / RUN, read_json(output_dir / RUN))
+    if run := read_json(output_dir / RUN):  # one that was damaged meanwhile does not replace the good copy
+        write_json(target / RUN, run)
     if (output_dir / METRICS_FILE).is_file():
         shutil.copyfile(output_dir / METRICS_FILE, target / METRICS_FILE)
     # A new box has none of the results, so there the run is never finished.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -43,6 +44,7 @@ from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
 
 # Parameter name -> state key -> what is stored of it.
 _Layout = dict[str, dict[str, dict[str, Any]]]
+_KINDS = ("rows", "once", "number", "local")
 _PARAMETER = "parameter"  # the key of the parameter itself
 
 
@@ -200,6 +202,9 @@ class TrainState:
                 f"{folder} is of a model with other trainable parameters: {', '.join(other[:4])}"
                 f"{', ...' if len(other) > 4 else ''} are not the same in both."
             )
+        own, groups = self.optimizer.group_values(), description["groups"]
+        if len(own) != len(groups) or not all(map(_fits, own, groups)):
+            raise UserError(f"{folder} is of an optimizer with other settings: {json.dumps(groups)[:200]}.")
         layout, num_files = description["layout"], description["files"]
         if _has_local(layout) and num_files != shard_size(self.mesh):
             raise UserError(
@@ -260,6 +265,55 @@ class TrainState:
             else:
                 value = buffer.copy_(value)
         self.optimizer.state_of(parameter)[key] = value
+
+
+def _fits(own: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    """Whether the settings of a group may take the place of others: a text for a text, a number for a number."""
+    return all(isinstance(own[name], str) == isinstance(stored[name], str) for name in own.keys() & stored.keys())
+
+
+def contents_error(folder: Path, description: Mapping[str, Any]) -> str | None:
+    """How a verified checkpoint's files differ from what `TrainState.write` said of them; None where they do not."""
+    try:
+        return next(_contradictions(folder, description), None)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        return f"what it says of its tensors cannot be read ({type(error).__name__}: {error})"
+    except (OSError, SafetensorError) as error:
+        return f"its tensors cannot be read ({error})"
+
+
+def _contradictions(folder: Path, description: Mapping[str, Any]) -> Iterator[str]:
+    layout, shapes, num_files = description["layout"], description["shapes"], description["files"]
+    if type(num_files) is not int or not 0 < num_files <= len(list(folder.iterdir())):
+        yield f"it has not the {num_files!r} files that it should have"
+    is_sharded = description["is_sharded"]
+    if type(is_sharded) is not bool or (num_files > 1 and not is_sharded):
+        yield f"is_sharded cannot be {is_sharded!r} with {num_files} files"
+    values = [value for group in description["groups"] for value in group.values()]
+    if not all(isinstance(value, (bool, int, float, str)) for value in values):
+        yield "its optimizer's groups hold other things than numbers"
+    if layout.keys() != shapes.keys():
+        yield "it does not have the same parameters everywhere"
+    for name, keys in layout.items():
+        if keys[_PARAMETER]["kind"] != "rows" or keys[_PARAMETER]["dims"] != shapes[name][1:]:
+            yield f"{name} is stored in another shape"
+        for key, entry in keys.items():
+            if entry["kind"] not in _KINDS or (entry["kind"] == "number" and "value" not in entry):
+                yield f"{_file_name(name, key)} is of an unknown kind"
+            if entry["kind"] != "number" and type(entry["is_on_device"]) is not bool:
+                yield f"{_file_name(name, key)} is on no device"
+    for index in range(num_files):
+        with safe_open(folder / _file(index), framework="pt") as file:
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            expected = {_file_name(*entry): entry for entry in _tensors_of_file(layout, index)}
+            if other := sorted(stored.keys() ^ expected.keys()):
+                yield f"{_file(index)} {'lacks' if other[0] in expected else 'has no use for'} {other[0]}"
+            for tensor, (name, key) in expected.items():
+                entry, form = layout[name][key], stored[tensor]
+                start, stop = shard_bounds(shapes[name][0], rank=index, size=num_files)
+                shape = [stop - start] * (entry["kind"] == "rows") + entry.get("dims", [])
+                if entry["kind"] != "local" and (form.get_dtype(), form.get_shape()) != (entry["dtype"], shape):
+                    yield f"{tensor} in {_file(index)} is {form.get_dtype()} {form.get_shape()}"
 
 
 def _describe(value: Any, local: torch.Tensor, kind: str | None) -> dict[str, Any]:

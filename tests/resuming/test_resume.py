@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdp_qlora.checkpointing import checkpoint, layout, resume, run_folder
 from fsdp_qlora.checkpointing.resume import Start, StartRequest
@@ -12,10 +13,16 @@ from fsdp_qlora.checkpointing.stores import FolderStore
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import write_hashed_json, write_json
+from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
 ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(resume.FACTS, "x")}
 ABOUT |= {"world_size": 1, "global_batch_size": 1}
+TENSORS, ROWS = "state_00000.safetensors", {"kind": "rows", "dtype": "F32", "is_on_device": True, "dims": [3]}
+DESCRIPTION: dict[str, Any] = {
+    **{"files": 1, "is_sharded": False, "shapes": {"w": [2, 3]}, "groups": [{"lr": 0.1}]},
+    "layout": {"w": {"parameter": ROWS, "exp_avg": ROWS}},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +35,11 @@ def add_step(run: Path, step: int, run_id: str) -> Path:
     root = run / layout.CHECKPOINTS
     staging = checkpoint.staging_folder(root, step)
     staging.mkdir(parents=True)
-    state = {"about": {**ABOUT, "run_id": run_id}, "progress": {"step": step}, "tensors": {}}
-    record = write_hashed_json(staging / checkpoint.STATE, state)
-    checkpoint.publish(staging, checkpoint.step_folder(root, step), {checkpoint.STATE: record})
+    forms = {name: TensorForm(torch.float32, (2, 3)) for name in ("w/parameter", "w/exp_avg")}
+    files = {TENSORS: write_tensors(staging / TENSORS, forms, [torch.zeros(2, 3)] * 2, {})}
+    state = {"about": {**ABOUT, "run_id": run_id}, "progress": {"step": step}, "tensors": DESCRIPTION}
+    files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, state)
+    checkpoint.publish(staging, checkpoint.step_folder(root, step), files)
     return checkpoint.step_folder(root, step)
 
 

@@ -50,7 +50,7 @@ def save_and_load(folder: Path, start: bool) -> int:
     from torch.distributed.fsdp import fully_shard
 
     from fsdp_qlora import distributed
-    from fsdp_qlora.checkpointing.train_state import TrainState
+    from fsdp_qlora.checkpointing.train_state import TrainState, contents_error
 
     ranks = distributed.read_ranks()
     distributed.start_process_group(ranks)
@@ -74,6 +74,7 @@ def save_and_load(folder: Path, start: bool) -> int:
                     write_hashed_json(place / "description.json", description)
             else:
                 description = json.loads((place / "description.json").read_text())
+                assert contents_error(place, description) is None
                 try:
                     state.load(place, description)
                 except UserError as error:

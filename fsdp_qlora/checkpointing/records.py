@@ -1,0 +1,135 @@
+"""run.json, status.json and a checkpoint's state.json, read and checked: what the rest relies on is there, of its type.
+
+All three are files that people edit. What is wrong is one sentence, and never a value that fails later.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_qlora.checkpointing.layout import RUN, STATUS
+from fsdp_qlora.errors import ENDINGS, UserError
+from fsdp_qlora.storage.files import open_own
+
+
+class _Kind(NamedTuple):
+    words: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 2**53
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 2**63 and math.isfinite(value)
+
+
+_TEXT = _Kind("a text", lambda value: isinstance(value, str))
+_TEXT_OR_NULL = _Kind("a text or null", lambda value: value is None or isinstance(value, str))
+_TABLE = _Kind("a table", lambda value: isinstance(value, dict))
+_COUNT = _Kind("a whole number of 1 or more", lambda value: _is_whole(value, 1))
+_STEP = _Kind("a whole number of 0 or more", lambda value: _is_whole(value, 0))
+_STEP_OR_NONE = _Kind("a whole number of -1 or more", lambda value: _is_whole(value, -1))
+_AMOUNT = _Kind("a number of 0 or more", lambda value: _is_number(value) and value >= 0)
+_NUMBER_OR_NULL = _Kind("a number or null", lambda value: value is None or _is_number(value))
+_NUMBERS = _Kind("a list of numbers", lambda value: isinstance(value, list) and all(map(_is_number, value)))
+_LOSS_SCALE = _Kind(
+    "empty, or a table of two numbers, scale and steps_since_change",
+    lambda value: (
+        value == {}
+        or (
+            isinstance(value, dict)
+            and all(_is_number(value.get(key)) and value[key] >= 0 for key in ("scale", "steps_since_change"))
+        )
+    ),
+)
+_STATE = _Kind(
+    f"one of running, {', '.join(ENDINGS)}", lambda value: isinstance(value, str) and value in {"running", *ENDINGS}
+)
+
+# Key -> what it must be. Of status.json only the state must be there: earlier versions wrote less.
+_RUN = {
+    "run_id": _TEXT, "options": _TABLE, "facts": _TABLE, "world_size": _COUNT, "global_batch_size": _COUNT,
+}  # fmt: skip
+_OPTIONS = {"batch_size": _COUNT, "gradient_accumulation_steps": _COUNT}
+_STATUS = {
+    "state": _STATE, "step": _STEP, "saved_step": _STEP_OR_NONE, "start_step": _STEP, "deaths": _STEP,
+    "seconds": _AMOUNT, "reserve_seconds": _AMOUNT, "reason": _TEXT_OR_NULL,
+}  # fmt: skip
+_PROGRESS = {
+    "step": _STEP, "num_tokens": _AMOUNT, "train_seconds": _AMOUNT, "num_skipped": _STEP, "loss": _NUMBER_OR_NULL,
+    "first_eval_loss": _NUMBER_OR_NULL, "eval_loss": _NUMBER_OR_NULL, "best_eval_loss": _NUMBER_OR_NULL,
+    "last_eval_step": _STEP_OR_NONE, "recent_losses": _NUMBERS, "loss_scale": _LOSS_SCALE,
+}  # fmt: skip
+
+
+def read_run(output_dir: Path) -> dict[str, Any]:
+    """What run.json says; empty where there is none.
+
+    Raises:
+        UserError: it cannot be read, or is not what a run writes.
+    """
+    advice = "Put the original back, or start anew with --resume off --overwrite_output_dir true."
+    return _read(output_dir / RUN, run_error, advice)
+
+
+def read_status(output_dir: Path) -> dict[str, Any]:
+    """What status.json says; empty where there is none.
+
+    Raises:
+        UserError: it cannot be read, or is not what a run writes.
+    """
+    advice = "Put the original back, or delete it: the run then resumes, and counts its hours from zero."
+    return _read(output_dir / STATUS, lambda status: _first_error(status, _STATUS, required={"state"}), advice)
+
+
+def run_error(run: Mapping[str, Any]) -> str | None:
+    """What is wrong with the content of a run.json; None where all is well."""
+    return _first_error(run, _RUN) or _first_error(run["options"], _OPTIONS, where="options.")
+
+
+def state_error(state: Any, step: int | None) -> str | None:
+    """What is wrong with the state.json of the checkpoint of a step, None where nobody knows it."""
+    tables = {"about": _TABLE, "progress": _TABLE, "tensors": _TABLE}
+    error = _first_error(state, tables) if isinstance(state, dict) else "it is no table"
+    if error:
+        return error
+    if error := run_error(state["about"]):
+        return f"about: {error}"
+    if error := _first_error(state["progress"], _PROGRESS, required={"step"}, where="progress."):
+        return error
+    if step not in (None, state["progress"]["step"]):
+        return f"it is of step {state['progress']['step']}, and not of step {step}"
+    return None
+
+
+def _read(path: Path, error_of: Callable[[dict[str, Any]], str | None], advice: str) -> dict[str, Any]:
+    try:
+        with open(open_own(path, 0), "rb") as file:
+            content = json.loads(file.read().decode())
+        error = error_of(content) if isinstance(content, dict) else "it is no table"
+    except FileNotFoundError:
+        return {}
+    except OSError as failure:
+        error = failure.strerror or str(failure)
+    except (ValueError, RecursionError):
+        error = "it is not JSON"
+    if error:
+        raise UserError(f"{path} cannot be used: {error}. {advice}")
+    return dict(content)
+
+
+def _first_error(
+    content: Mapping[str, Any], kinds: Mapping[str, _Kind], *, required: set[str] | None = None, where: str = ""
+) -> str | None:
+    """What is wrong with the first key that is missing or has another value than its kind's."""
+    for key, kind in kinds.items():
+        if key not in content and (required is None or key in required):
+            return f"{where}{key} is not there"
+        if key in content and not kind.accepts(content[key]):
+            shown = json.dumps(content[key])
+            return f"{where}{key} must be {kind.words}, but is {shown[:60]}{'...' * (len(shown) > 60)}"
+    return None

@@ -1,0 +1,200 @@
+"""What people and lost disks do to a run's folder: each is one sentence, and nothing starts over by itself."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_qlora.checkpointing import checkpoint, layout
+from fsdp_qlora.checkpointing.resume import Start
+from fsdp_qlora.checkpointing.stores import FolderStore
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.files import write_json
+from tests.resuming.test_resume import DESCRIPTION, TENSORS, add_step, alone, begin  # noqa: F401
+
+MISSING = object()
+WRONG = (MISSING, None, "x", -7, 1.5, [], {}, True, 10**400)
+
+
+def finds(out: Path, **how: Any) -> Start | str:
+    """Where a start begins, or how it is refused; another exception is none of ours."""
+    try:
+        return begin(out, **how)
+    except UserError as error:
+        assert "\n" not in str(error) or "is not this one" in str(error)
+        return str(error)
+
+
+def edited(content: dict[str, Any], path: tuple[str, ...], value: object) -> dict[str, Any]:
+    if len(path) > 1:
+        return {**content, path[0]: edited(content[path[0]], path[1:], value)}
+    return {key: old for key, old in {**content, path[0]: value}.items() if old is not MISSING}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with the checkpoints of steps 3 and 5."""
+    out = tmp_path / "out"
+    run_id = begin(out).run_id
+    for step in (3, 5):
+        add_step(out, step, run_id)
+    status = {"state": "running", "step": 6, "start_step": 0, "saved_step": 5, "deaths": 0, "seconds": 60.5}
+    write_json(out / layout.STATUS, {**status, "reserve_seconds": 1.0, "reason": None, "exit_code": None})
+    return out
+
+
+@pytest.mark.parametrize("name", [layout.RUN, layout.STATUS])
+def test_every_edit_of_a_runs_own_files_is_one_sentence_or_harmless(name: str, run: Path) -> None:
+    path = run / name
+    content = json.loads(path.read_text())
+    keys = [(key,) for key in content] + [("options", key) for key in content.get("options", ())]
+    refused = set()
+    for key in keys:
+        for value in WRONG:
+            path.write_text(json.dumps(edited(content, key, value)))
+            found = finds(run)
+            if isinstance(found, str):
+                refused.add(key[-1])
+                assert str(path) in found or "is not this one" in found, found
+            else:
+                assert found.step == 5
+            path.write_text(json.dumps(content))
+    assert refused >= {"world_size", "run_id"} if name == layout.RUN else refused >= {"state", "seconds", "deaths"}
+    for text in ("", "{", "[]", "\0", "nan", "[" * 10_000, '{"state": "finished"'):
+        path.write_text(text)
+        assert str(path) in str(finds(run))
+    path.write_bytes(b"\xff\xfe")
+    assert "it is not JSON" in str(finds(run))
+
+
+def test_who_starts_anew_is_not_asked_for_the_old_files(run: Path) -> None:
+    for name in (layout.RUN, layout.STATUS):
+        (run / name).write_text("{")
+    start = finds(run, resume_from="off", overwrite=True)
+    assert isinstance(start, Start) and start.step == 0
+    assert not (run / layout.CHECKPOINTS).exists()
+
+
+def move_away(root: Path) -> None:
+    root.rename(root.with_name("elsewhere"))
+
+
+def link_to_nothing(root: Path) -> None:
+    move_away(root)
+    root.symlink_to("/not_mounted/checkpoints")
+
+
+def file_instead(root: Path) -> None:
+    move_away(root)
+    root.write_text("")
+
+
+def empty(root: Path) -> None:
+    move_away(root)
+    root.mkdir()
+
+
+@pytest.mark.parametrize("lose", [move_away, link_to_nothing, file_instead, empty])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(lose: Callable[[Path], None], run: Path) -> None:
+    root = run / layout.CHECKPOINTS
+    lose(root)
+    for unattended in (False, True):
+        said = str(finds(run, unattended=unattended))
+        assert str(root) in said and "Is its disk mounted?" in said and "--resume off" in said
+    shutil.rmtree(root, ignore_errors=True)
+    root.unlink(missing_ok=True)
+    (run / "elsewhere").rename(root)
+    assert begin(run).step == 5
+    lose(root)
+    start = finds(run, resume_from="off", overwrite=True)
+    assert isinstance(start, Start) and start.step == 0 and not root.is_symlink()
+
+
+def test_a_run_that_has_saved_nothing_starts_at_its_beginning(tmp_path: Path) -> None:
+    begin(tmp_path / "out")
+    assert begin(tmp_path / "out").step == 0
+
+
+def test_a_mirror_whose_run_json_was_edited_is_refused(run: Path, tmp_path: Path) -> None:
+    mirror = FolderStore(tmp_path / "mirror")
+    mirror.update(run)
+    content = json.loads((mirror.folder / layout.RUN).read_text())
+    for value in WRONG:
+        (mirror.folder / layout.RUN).write_text(json.dumps(edited(content, ("world_size",), value)))
+        if value is not True:
+            assert "its run.json cannot be used: world_size" in str(finds(tmp_path / "box", mirror=mirror))
+    assert not (tmp_path / "box").exists()
+
+
+# --- a checkpoint that was edited and signed again ---
+
+
+def signed_again(folder: Path, edit: Callable[[dict[str, Any]], None], names: Callable[[str], str] = str) -> None:
+    state = json.loads((folder / checkpoint.STATE).read_text())
+    edit(state)
+    (folder / checkpoint.STATE).write_text(json.dumps(state))
+    contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != checkpoint.MANIFEST}
+    files = {
+        names(name): {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+    manifest = {"format": 1, "files": files}
+    own = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / checkpoint.MANIFEST).write_text(json.dumps({**manifest, "sha256": own}))
+
+
+def setting(*path: str, to: object) -> Callable[[dict[str, Any]], None]:
+    def edit(state: dict[str, Any]) -> None:
+        new = edited(state, path, to)
+        state.clear()
+        state.update(new)
+
+    return edit
+
+
+EDITS = {
+    **{f"step {value!r}": setting("progress", "step", to=value) for value in (4, "5", None, 10**400)},
+    **{f"losses {value!r}": setting("progress", "recent_losses", to=value) for value in (["x"], {}, 3)},
+    **{f"no {key}": setting(key, to=MISSING) for key in ("about", "progress", "tensors")},
+    **{f"no {key}": setting("tensors", key, to=MISSING) for key in DESCRIPTION},
+    **{f"{value!r} files": setting("tensors", "files", to=value) for value in (0, 2, 10**9, "1")},
+    "another shape": setting("tensors", "shapes", to={"w": [3, 2]}),
+    "another parameter": setting("tensors", "shapes", to={"v": [2, 3]}),
+    "no parameter": setting("tensors", "layout", "w", "parameter", to=MISSING),
+    "a tensor too many": setting("tensors", "layout", "w", "exp_avg", to=MISSING),
+    "a tensor too few": setting("tensors", "layout", "w", "more", to=DESCRIPTION["layout"]["w"]["exp_avg"]),
+    "another dtype": setting("tensors", "layout", "w", "exp_avg", "dtype", to="BF16"),
+    "another kind": setting("tensors", "layout", "w", "exp_avg", "kind", to="pickle"),
+    "a list": setting("tensors", "layout", to=[]),
+    "groups": setting("tensors", "groups", to=[{"lr": []}]),
+    "another run's": setting("about", "world_size", to="two"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_checkpoint_that_contradicts_itself_is_set_aside_in_one_sentence(
+    edit: str, run: Path, lines: list[str]
+) -> None:
+    newest = run / layout.CHECKPOINTS / "step_000005"
+    signed_again(newest, EDITS[edit])
+    said = str(finds(run.with_name("fork"), resume_from=newest))
+    assert f"--resume {newest}: the checkpoint is damaged (it contradicts itself: " in said
+    assert begin(run).step == 3
+    assert sum("step_000005 is damaged (it contradicts itself: " in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", ".", "", "sub/state_00000.safetensors", "a\0"])
+def test_a_manifest_may_name_files_of_its_folder_only(name: str, run: Path) -> None:
+    newest = run / layout.CHECKPOINTS / "step_000005"
+    signed_again(newest, lambda state: None, lambda old: name if old == TENSORS else old)
+    with pytest.raises(checkpoint.DamagedCheckpoint, match="is no file of a checkpoint"):
+        checkpoint.verify(newest)
+
+
+def test_an_unchanged_checkpoint_that_is_signed_again_is_used(run: Path) -> None:
+    signed_again(run / layout.CHECKPOINTS / "step_000005", lambda state: None)
+    assert begin(run).step == 5
