@@ -23,6 +23,8 @@ from fsdp_qlora.metrics.profiling import MemoryLog, ProfilerOptions, open_profil
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.redact import redact_values
 
+_MIN_FAILING_MINUTES = 30.0  # for which saving may fail before the run ends; three times --save_minutes if longer
+
 
 class Supervision:
     """What guards a run, and what its loop tells about each step (training.trainer.Observer).
@@ -105,6 +107,7 @@ class Supervision:
                     save_steps=config.save_steps,
                     save_total_limit=config.save_total_limit,
                     saved_step=self.start.saved_step,
+                    max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),
                 )
                 yield self
         self.status.end("finished", None)

@@ -14,6 +14,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.distributed import Ranks, first_failure, gather_numbers, gather_texts
+from fsdp_qlora.errors import TrainingError
 from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
 
 log = logging.getLogger("fsdp_qlora")
@@ -29,6 +30,7 @@ class Saver:
         about: what the run is, kept in every checkpoint.
         save_steps: 0 for none by steps. save_total_limit: newest kept, besides the best by held-out loss.
         saved_step: the newest checkpoint that is there already, -1 for none.
+        max_failing_seconds: for which saving may fail; a run that keeps nothing for longer is not worth its hours.
     """
 
     def __init__(
@@ -41,10 +43,13 @@ class Saver:
         save_steps: int,
         save_total_limit: int,
         saved_step: int = -1,
+        max_failing_seconds: float = math.inf,
     ) -> None:
         self.root, self.state, self.ranks, self.about = root, state, ranks, about
         self.save_steps, self.save_total_limit, self.saved_step = save_steps, save_total_limit, saved_step
+        self.max_failing_seconds = max_failing_seconds
         self.seconds = 0.0  # of the last save
+        self._failing_since: float | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether this step is one of those after which a checkpoint is asked for."""
@@ -56,7 +61,7 @@ class Saver:
         A disk that is full or fails is reported, and training may go on: the checkpoints before are untouched.
 
         Raises:
-            TrainingError: the parameters are not finite.
+            TrainingError: the parameters are not finite, or nothing could be saved for too long.
         """
         if self.saved_step == progress.step:
             self._prune()  # a kill may have come in between
@@ -67,17 +72,27 @@ class Saver:
             is_full, reason = failure
             freed = self._free_oldest() if is_full else None
             if freed is None:
-                log.warning(
-                    "Step %d: no checkpoint was saved: %s. Training continues; %s.", progress.step, reason,
-                    f"the last checkpoint is step {self.saved_step}" if self.saved_step >= 0 else "there is none yet",
-                )  # fmt: skip
+                self._note_failure(progress.step, reason)
                 return False
             log.warning("Step %d: %s. To make room, %s was deleted.", progress.step, reason, freed)
-        self.saved_step = progress.step
+        self.saved_step, self._failing_since = progress.step, None
         self.seconds = time.monotonic() - started
         self._prune()
         log.info("Checkpoint of step %d: %s", progress.step, checkpoint.step_folder(self.root, progress.step))
         return True
+
+    def _note_failure(self, step: int, reason: str) -> None:
+        """Report that nothing was saved; where that has been so for too long, as rank 0's clock says, end the run."""
+        last = f"the last checkpoint is step {self.saved_step}" if self.saved_step >= 0 else "there is none yet"
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        failing = gather_numbers([now - self._failing_since], self.ranks.device).flatten()[0].item()
+        if failing > self.max_failing_seconds:
+            raise TrainingError(
+                f"Step {step}: no checkpoint could be saved for {failing / 60:.0f} minutes: {reason}. The run ends, "
+                f"since it would keep nothing; {last}. Make {self.root} writable, and the same command resumes."
+            )
+        log.warning("Step %d: no checkpoint was saved: %s. Training continues; %s.", step, reason, last)
 
     def _try(self, progress: Progress) -> tuple[bool, str] | None:
         """Write and publish once. Returns whether the disk is full and the reason, where it failed on any rank."""

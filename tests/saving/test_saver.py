@@ -1,0 +1,57 @@
+"""Saving while the disk fails: how long a run goes on that keeps nothing."""
+
+import errno
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_qlora.checkpointing import saving
+from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.saving import Saver
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.errors import TrainingError
+from fsdp_qlora.storage.files import FileRecord
+
+
+class Disk:
+    """Stands for the state of a model whose disk fails while `fails`."""
+
+    fails = False
+
+    def check_finite(self) -> None:
+        pass
+
+    def write(self, folder: Path) -> tuple[dict[str, FileRecord], dict[str, object]]:
+        if self.fails:
+            raise OSError(errno.EIO, "Input/output error", str(folder))
+        return {}, {}
+
+
+def test_a_run_that_cannot_save_for_too_long_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(saving, "gather_texts", lambda text, *_: [text])
+    monkeypatch.setattr(saving, "gather_numbers", lambda numbers, *_: torch.tensor([numbers], dtype=torch.float64))
+    monkeypatch.setattr(saving, "first_failure", lambda failure, *_: failure)
+    ranks, disk = Ranks(0, 0, 1, 1, torch.device("cpu")), Disk()
+    saver = Saver(
+        tmp_path,
+        disk,
+        ranks,
+        about={},
+        save_steps=1,
+        save_total_limit=3,
+        max_failing_seconds=1800,  # type: ignore[arg-type]
+    )
+    for step in range(1, 7):
+        now += 900
+        disk.fails = step not in (1, 4)  # a save that succeeds begins a new count
+        assert saver.save(Progress(step=step)) == (not disk.fails)
+    assert sum("Training continues; the last checkpoint is step 4." in line for line in lines) == 2
+    now += 900.5 + 900
+    with pytest.raises(TrainingError, match=r"no checkpoint could be saved for 45 minutes: .*Input/output error"):
+        saver.save(Progress(step=7))
