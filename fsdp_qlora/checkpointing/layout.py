@@ -2,13 +2,16 @@
 
 import contextlib
 import fcntl
+import fnmatch
 import logging
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.files import is_partial, open_own
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -23,7 +26,34 @@ RUN_FILES = (
     "checkpoints", FETCHED,
 )  # fmt: skip
 # What a start that was killed before it had written run.json may leave: nobody's results.
-LEFTOVERS = {LOCK, ".saving", FETCHED, f".{RUN}.partial"}
+_LEFTOVERS = {LOCK, ".saving", FETCHED}
+# What is opened, or made a folder, under a name that anybody knows; all else is written elsewhere and renamed.
+_OPENED = (LOCK, FETCHED, RUN, STATUS, "metrics.jsonl*", ".saving*", "hang_rank_*")
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether a start that was killed has left it, and no other: a link is none of ours."""
+    is_ours = path.name in _LEFTOVERS or is_partial(path.name, RUN)
+    return is_ours and not path.is_symlink()
+
+
+def refuse_links(output_dir: Path) -> None:
+    """Refuse a folder in which a link, a device or a pipe waits where a run would open a file.
+
+    Raises:
+        UserError: names it.
+    """
+    for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else ():
+        if not any(fnmatch.fnmatch(path.name, pattern) for pattern in _OPENED):
+            continue
+        try:
+            mode = path.lstat().st_mode
+        except OSError:  # another rank's, gone meanwhile
+            continue
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            continue
+        problem = "is a link, and would be written through" if stat.S_ISLNK(mode) else "is a pipe, socket or device"
+        raise UserError(f"output_dir {output_dir}: {path.name} {problem}. Remove it, or give another folder.")
 
 
 @contextlib.contextmanager
@@ -52,9 +82,10 @@ def _take(output_dir: Path) -> int:
     while True:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            raise UserError(f"output_dir {output_dir} cannot be written: {error.strerror}.") from error
+            where = f" ({path.name})" if output_dir.is_dir() else ""
+            raise UserError(f"output_dir {output_dir} cannot be written{where}: {error.strerror}.") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.checkpointing import resume
-from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED, LEFTOVERS, RUN, RUN_FILES, STATUS, locked
+from fsdp_qlora.checkpointing.layout import (
+    CHECKPOINTS,
+    FETCHED,
+    RUN,
+    RUN_FILES,
+    STATUS,
+    is_leftover,
+    locked,
+    refuse_links,
+)
 from fsdp_qlora.checkpointing.publishing import publish
 from fsdp_qlora.checkpointing.resume import Start, StartRequest
 from fsdp_qlora.distributed import Ranks, gather_texts
@@ -38,6 +47,7 @@ class RunFolder:
             UserError: the folder is in use, cannot be written, or holds something else than this run.
         """
         if self.ranks.rank < self.ranks.local_world_size:  # the ranks beside rank 0 see the same folder, and say so too
+            refuse_links(self.path)
             continues = resume.continues(self.path, self.request)
             check_usable(self.path, overwrite=self.request.overwrite or continues)
             resume.check_options(self.path, self.request)
@@ -123,10 +133,11 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
         raise UserError(f"output_dir {path}: {existing} is a file. Give another folder.")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output_dir {path}: {existing} is not writable. Give another folder.")
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    entries = list(path.iterdir()) if path.is_dir() else []
+    names, leftovers = {entry.name for entry in entries}, {entry.name for entry in entries if is_leftover(entry)}
     # While a run is moved in from its mirror, these are copies of what is there.
     moving = {CHECKPOINTS, METRICS_FILE, STATUS} if FETCHED in names and RUN not in names else set()
-    is_used = bool(names - LEFTOVERS - moving)
+    is_used = bool(names - leftovers - moving)
     if is_used and not overwrite:
         raise UserError(
             f"output_dir {path} is not empty: it may hold the results of another run. Give another folder, "

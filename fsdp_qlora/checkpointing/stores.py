@@ -265,8 +265,9 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     partial.mkdir(parents=True, exist_ok=True)
     for name in _SMALL_FILES:
         with contextlib.suppress(FileNotFoundError):
-            (partial / f".{name}.partial").write_text(store.read(name))
-            (partial / f".{name}.partial").replace(partial / name)
+            text = store.read(name)
+            with staged_file(partial / name) as whole:
+                whole.write_text(text)
     _move_run(partial, output_dir)
     return True
 

@@ -5,6 +5,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.redact import redact_values
+
+PARTIAL = ".partial"
 
 
 class FileRecord(NamedTuple):
@@ -60,9 +64,14 @@ def flush_files(folder: Path) -> None:
 def staged_file(path: Path) -> Iterator[Path]:
     """A path to write to. When the block has ended it replaces `path`: a reader sees the old file or the new one.
 
-    After a failure nothing of it is left; after a kill its next writer replaces it. One writer at a time.
+    It is an empty file with a name that nobody can guess, so that no link waits under it. After a failure nothing of it
+    is left; what a kill has left its next writer removes. One writer at a time.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    for leftover in _leftovers(path):
+        with contextlib.suppress(OSError):
+            leftover.unlink()
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
         yield partial
         flush(partial)
@@ -70,6 +79,19 @@ def staged_file(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _leftovers(path: Path) -> Iterator[Path]:
+    """What killed writers of a file have left; earlier versions gave it one fixed name."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path.parent):
+            if is_partial(name, path.name):
+                yield path.with_name(name)
+
+
+def is_partial(name: str, of: str) -> bool:
+    """Whether a name is that of a file `of` that was not written to its end."""
+    return re.fullmatch(rf"\.{re.escape(of)}(\.[0-9a-f]{{16}})?{re.escape(PARTIAL)}", name) is not None
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Folders of checkpoints: what is published stays as it is, and which one goes first."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -82,3 +83,42 @@ def test_what_a_start_killed_before_its_first_file_leaves_is_in_nobodys_way(
     (out / layout.FETCHED).rmdir()
     with pytest.raises(UserError, match="is not empty"):
         run_folder.check_usable(out, overwrite=False)
+
+
+PLANTED = (".lock", "run.json", "status.json", "metrics.jsonl", "metrics.jsonl.set_aside", ".saving", ".saving_weights",
+           layout.FETCHED, "hang_rank_0.txt", "hang_rank_0.json")  # fmt: skip
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_link_in_a_shared_folder_is_never_written_through(name: str, overwrite: bool, tmp_path: Path) -> None:
+    out, outside = tmp_path / "out", tmp_path / "outside"
+    out.mkdir()
+    outside.write_text("precious")
+    folder = RunFolder(out, read_ranks(), StartRequest({}, overwrite=overwrite))
+    for target in (outside, tmp_path / "absent"):
+        (out / name).symlink_to(target)
+        refused = pytest.raises(UserError, match=rf"{name} is a link, and would be written through")
+        with refused, folder.claimed():
+            pass
+        with pytest.raises(UserError, match="is not empty"):  # somebody's link is somebody's
+            run_folder.check_usable(out, overwrite=False)
+        if name == ".lock":
+            with pytest.raises(UserError, match=r"\(.lock\): it is a link"), layout.locked(out):
+                pass
+        (out / name).unlink()
+    assert outside.read_text() == "precious" and not (tmp_path / "absent").exists()
+    os.mkfifo(out / name)
+    with pytest.raises(UserError, match=f"{name} is a pipe"), folder.claimed():
+        pass
+
+
+def test_leftovers_of_killed_starts_are_in_nobodys_way_unless_they_are_links(tmp_path: Path) -> None:
+    for name in (".run.json.partial", ".run.json.0123456789abcdef.partial"):
+        (tmp_path / name).write_text("{")
+        run_folder.check_usable(tmp_path, overwrite=False)
+        (tmp_path / name).unlink()
+        (tmp_path / name).symlink_to(tmp_path / "absent")
+        with pytest.raises(UserError, match="is not empty"):
+            run_folder.check_usable(tmp_path, overwrite=False)
+        (tmp_path / name).unlink()
