@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.adapters.first_values import saved_parameters
 from fsdp_qlora.checkpointing.publishing import cannot_save, publish, write_with_room
+from fsdp_qlora.checkpointing.result import record_result
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
@@ -68,6 +69,7 @@ class _LargeResult:
 
         def write_all(folder: Path) -> None:
             write(folder)
+            record_result(folder, self.staging.iterdir())
             for path in self.staging.iterdir():  # last: what is moved is lost where there is no room for another file
                 path.replace(folder / path.name)
             self.staging.rmdir()
@@ -86,6 +88,7 @@ def save_adapter(
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
+        record_result(folder)
 
     if is_rank_0:
         publish(output_dir, write)

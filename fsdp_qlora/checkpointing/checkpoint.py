@@ -123,7 +123,7 @@ def verify(folder: Path) -> dict[str, Any]:
     """
     files = _read_manifest(folder)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
-        list(pool.map(lambda name: _check_file(folder / name, files[name]), files))
+        list(pool.map(lambda name: check_file(folder / name, files[name]), files))
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text())
     except (ValueError, RecursionError) as error:
@@ -153,22 +153,30 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     return files
 
 
-def _check_file(path: Path, expected: FileRecord) -> None:
-    digest = hashlib.sha256()
+def record_of(path: Path) -> FileRecord:
+    """The size and hash of a file."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileRecord(size, digest.hexdigest())
+
+
+def check_file(path: Path, expected: FileRecord) -> None:
+    """Raise DamagedCheckpoint where a file is not there, or has another size or content."""
     try:
         if not path.is_file() and path.exists():
             raise DamagedCheckpoint(f"{path.name} is no file")
         size = path.stat().st_size
         if size != expected.size:
             raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {expected.size}")
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
+        found = record_of(path)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path.name} is not there") from None
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
-    if digest.hexdigest() != expected.sha256:
+    if found.sha256 != expected.sha256:
         raise DamagedCheckpoint(f"{path.name} has changed: its SHA-256 is another")
 
 

@@ -16,19 +16,22 @@ from fsdp_qlora.storage.files import is_partial, open_own
 log = logging.getLogger("fsdp_qlora")
 
 CHECKPOINTS = "checkpoints"
-LOCK, RUN, STATUS = ".lock", "run.json", "status.json"
+LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
 FETCHED = ".from_mirror"  # what is on its way here from a mirror
+BRING_BACK = (
+    "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir true."
+)
 # What a run leaves in its folder; --overwrite_output_dir removes these and touches nothing else.
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
-    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "hang_rank_*",
+    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
     "checkpoints", FETCHED,
 )  # fmt: skip
 # What a start that was killed before it had written run.json may leave: nobody's results.
 _LEFTOVERS = {LOCK, ".saving", FETCHED}
 # What is opened, or made a folder, under a name that anybody knows; all else is written elsewhere and renamed.
-_OPENED = (LOCK, FETCHED, RUN, STATUS, "metrics.jsonl*", ".saving*", "hang_rank_*")
+_OPENED = (LOCK, FETCHED, RUN, STATUS, RESULT, "metrics.jsonl*", ".saving*", "hang_rank_*")
 
 
 def is_leftover(path: Path) -> bool:
@@ -54,6 +57,23 @@ def refuse_links(output_dir: Path) -> None:
             continue
         problem = "is a link, and would be written through" if stat.S_ISLNK(mode) else "is a pipe, socket or device"
         raise UserError(f"output_dir {output_dir}: {path.name} {problem}. Remove it, or give another folder.")
+
+
+def check_reachable(root: Path) -> None:
+    """Refuse to start at the beginning, and to save nothing, where the checkpoints' folder cannot be used.
+
+    Raises:
+        UserError: it is a link to nothing, as where a disk is not mounted, a file, or not ours to use.
+    """
+    problem = None
+    if root.is_symlink() and not root.exists():
+        problem = f"is a link to {root.readlink()}, which is not there"
+    elif root.exists() and not root.is_dir():
+        problem = "is no folder"
+    elif root.exists() and not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        problem = "cannot be read and written"
+    if problem:
+        raise UserError(f"{root} {problem}. {BRING_BACK}")
 
 
 @contextlib.contextmanager

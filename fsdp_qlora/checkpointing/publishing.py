@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from fsdp_qlora.checkpointing.layout import CHECKPOINTS
+from fsdp_qlora.checkpointing.layout import CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
 from fsdp_qlora.errors import TrainingError
 from fsdp_qlora.storage.files import flush, flush_files
@@ -55,11 +55,15 @@ def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
     staging.mkdir(parents=True)
     write(staging)
     flush_files(staging)
-    # Configurations last: they are what readers look for.
-    for path in sorted(staging.iterdir(), key=lambda path: (path.suffix == ".json", path.name)):
+    for path in sorted(staging.iterdir(), key=_publishing_order):
         target = output_dir / path.name
         if target.is_dir():  # a folder (of chat templates) cannot be replaced while it is there
             shutil.rmtree(target)
         path.replace(target)
     staging.rmdir()
     flush(output_dir)
+
+
+def _publishing_order(path: Path) -> tuple[bool, bool, str]:
+    """Configurations last: they are what readers look for. What vouches for all, after all."""
+    return path.name == RESULT, path.suffix == ".json", path.name

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpointing.layout import CHECKPOINTS, RUN, STATUS
+from fsdp_qlora.checkpointing.layout import BRING_BACK, CHECKPOINTS, RUN, STATUS, check_reachable
 from fsdp_qlora.checkpointing.records import read_run, read_status, run_error, state_error
+from fsdp_qlora.checkpointing.result import result_error
 from fsdp_qlora.checkpointing.stores import Store, fetch
 from fsdp_qlora.checkpointing.train_state import contents_error
 from fsdp_qlora.data import schedule
@@ -23,10 +23,6 @@ from fsdp_qlora.storage.files import write_json
 log = logging.getLogger("fsdp_qlora")
 
 _MAX_DEATHS = 3  # starts without progress: the first one and two restarts
-
-_BRING_BACK = (
-    "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir true."
-)
 
 # What of a run is compared by content -> how it is called.
 FACTS = {
@@ -129,7 +125,7 @@ def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRe
     run = _Run(output_dir, identity, request)
     was_followed = _was_followed(output_dir, request)
     if is_run(output_dir) and (was_followed or request.resume == "auto"):
-        _check_reachable(output_dir / CHECKPOINTS)
+        check_reachable(output_dir / CHECKPOINTS)
     copied = _copied_run(request.mirror, output_dir)
     if request.mirror is not None and copied and (was_followed or request.resume == "auto"):
         if is_run(output_dir):
@@ -247,15 +243,25 @@ def _from_output_dir(run: _Run, *, overwrite: bool, origin: Path | None = None) 
         held = "another run" if differences else "this run, finished"
         log.warning("output_dir %s holds %s. It is replaced as asked for.", output_dir, held)
         return Start(secrets.token_hex(4))
-    if is_finished:
+    lost = result_error(output_dir) if is_finished and stored["options"].get("save_model", True) else None
+    if is_finished and not lost:
         return Start(stored["run_id"], is_new=False, is_finished=True)
+    if lost:
+        log.warning("The result in %s is not what the finished run has saved: %s.", output_dir, lost)
     checkpoint.remove_leftovers(output_dir / CHECKPOINTS)
     status = read_status(output_dir)
     start = _newest_whole(run, output_dir / CHECKPOINTS)
+    if lost and start is None:
+        raise UserError(
+            f"{output_dir} holds a finished run whose result is not what was saved ({lost}), and no checkpoint to "
+            "write it from. Put the file back, or train again with --resume off --overwrite_output_dir true."
+        )
+    if lost and start is not None:
+        log.info("It is written again from the checkpoint of step %d.", start.step)
     if start is None and (saved_step := status.get("saved_step", -1)) >= 0:
         raise UserError(
             f"{output_dir / CHECKPOINTS} holds no checkpoint, but {STATUS} says that step {saved_step} was saved. "
-            f"{_BRING_BACK}"
+            f"{BRING_BACK}"
         )
     if start is None and origin is not None:
         start = dataclasses.replace(_from_path(run, origin), run_id=stored["run_id"])
@@ -266,19 +272,6 @@ def _from_output_dir(run: _Run, *, overwrite: bool, origin: Path | None = None) 
     if run.request.is_unattended and deaths >= _MAX_DEATHS:
         _give_up(output_dir, status, start, deaths)
     return dataclasses.replace(start, deaths=deaths, **_used(status))
-
-
-def _check_reachable(root: Path) -> None:
-    """Refuse to start at the beginning, and to save nothing, where the checkpoints' folder cannot be used."""
-    problem = None
-    if root.is_symlink() and not root.exists():
-        problem = f"is a link to {root.readlink()}, which is not there"
-    elif root.exists() and not root.is_dir():
-        problem = "is no folder"
-    elif root.exists() and not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        problem = "cannot be read and written"
-    if problem:
-        raise UserError(f"{root} {problem}. {_BRING_BACK}")
 
 
 def _failed_starts(status: Mapping[str, Any], start: Start) -> int:

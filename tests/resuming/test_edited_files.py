@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 
 from fsdp_qlora.checkpointing import checkpoint, layout
-from fsdp_qlora.checkpointing.resume import Start
+from fsdp_qlora.checkpointing.publishing import publish
+from fsdp_qlora.checkpointing.result import record_result
+from fsdp_qlora.checkpointing.resume import Start, StartRequest
+from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.stores import FolderStore
+from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import write_json
-from tests.resuming.test_resume import DESCRIPTION, TENSORS, add_step, alone, begin  # noqa: F401
+from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 
 MISSING = object()
 WRONG = (MISSING, None, "x", -7, 1.5, [], {}, True, 10**400)
@@ -198,3 +202,66 @@ def test_a_manifest_may_name_files_of_its_folder_only(name: str, run: Path) -> N
 def test_an_unchanged_checkpoint_that_is_signed_again_is_used(run: Path) -> None:
     signed_again(run / layout.CHECKPOINTS / "step_000005", lambda state: None)
     assert begin(run).step == 5
+
+
+# --- the result of a finished run ---
+
+
+@pytest.fixture
+def finished(run: Path) -> Path:
+    def write(folder: Path) -> None:
+        (folder / "adapter_model.safetensors").write_bytes(b"weights")
+        (folder / "adapter_config.json").write_text("{}")
+        record_result(folder)
+
+    publish(run, write)
+    write_json(run / layout.STATUS, {**json.loads((run / layout.STATUS).read_text()), "state": "finished"})
+    return run
+
+
+def decide(out: Path) -> Start:
+    return RunFolder(out, read_ranks(), StartRequest(OPTIONS)).choose_start(ABOUT)
+
+
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "gone": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "changed": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_result_that_was_lost_is_written_again_from_the_last_checkpoint(
+    loss: str, finished: Path, lines: list[str]
+) -> None:
+    assert decide(finished).is_finished
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        path = finished / name
+        content = path.read_bytes()
+        LOSSES[loss](path)
+        lines.clear()
+        start = decide(finished)
+        assert not start.is_finished and not start.is_new and start.step == 5
+        assert sum("is not what the finished run has saved: " + name in line for line in lines) == 1
+        shutil.rmtree(path, ignore_errors=True)
+        path.write_bytes(content)
+    assert decide(finished).is_finished
+    LOSSES[loss](finished / "adapter_model.safetensors")
+    shutil.rmtree(finished / layout.CHECKPOINTS)
+    with pytest.raises(UserError, match=r"whose result is not what was saved .* and no checkpoint to write it from"):
+        decide(finished)
+
+
+def test_a_record_of_the_result_that_was_edited_is_not_believed(finished: Path) -> None:
+    path = finished / layout.RESULT
+    record = json.loads(path.read_text())["files"]["adapter_config.json"]
+    outside = {"files": {"../../etc/passwd": record}}
+    for content in ("", "[]", "{}", '{"files": {}}', '{"files": {"adapter_config.json": 1}}', json.dumps(outside)):
+        path.write_text(content)
+        assert decide(finished).step == 5
+    path.unlink()  # as earlier versions have left it
+    assert decide(finished).is_finished
+    (finished / "adapter_model.safetensors").write_bytes(b"")
+    assert decide(finished).step == 5

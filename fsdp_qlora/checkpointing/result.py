@@ -1,0 +1,53 @@
+"""result.json: which files a finished run has left, with the size and SHA-256 of each."""
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_file, record_of
+from fsdp_qlora.checkpointing.layout import RESULT
+from fsdp_qlora.storage.files import FileRecord, open_own
+
+# One of these is in every result; earlier versions did not record more.
+_WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
+
+
+def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
+    """Write result.json into a folder that is about to be published.
+
+    Args:
+        staged: files that are going to be put beside those of the folder, under their names.
+    """
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    paths |= {path.name: path for path in staged}
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
+        records = dict(zip(paths, pool.map(record_of, paths.values()), strict=True))
+    content = {"files": {name: record._asdict() for name, record in sorted(records.items())}}
+    (folder / RESULT).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def result_error(output_dir: Path) -> str | None:
+    """How the result in a folder differs from what was saved there; None where it is all there."""
+    try:
+        with open(open_own(output_dir / RESULT, 0), "rb") as file:
+            content: dict[str, Any] = json.loads(file.read().decode())
+        files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    except FileNotFoundError:
+        return None if _has_weights(output_dir) else f"none of {', '.join(_WEIGHTS)} is there"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{RESULT} cannot be read ({error})"
+    if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+        return f"{RESULT} names no files of the folder"
+    try:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            list(pool.map(lambda name: check_file(output_dir / name, files[name]), files))
+    except DamagedCheckpoint as error:
+        return str(error)
+    return None
+
+
+def _has_weights(output_dir: Path) -> bool:
+    return any((output_dir / name).is_file() and (output_dir / name).stat().st_size for name in _WEIGHTS)
