@@ -1,5 +1,6 @@
 """Readers of local files. They are strict: a malformed file is refused with the place of the fault."""
 
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fsdp_qlora.data.rows import Row, Rows, SourceFile, locate
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.hub import first_line
 
 
 class Malformed(ValueError):
@@ -133,16 +135,49 @@ def read_text(path: Path) -> NumberedRows:
 
 
 def read_parquet(path: Path) -> NumberedRows:
-    """The rows of a parquet file."""
-    import pyarrow
+    """The rows of a parquet file. Columns of kinds that hold no text (dates, times, bytes, ...) are null throughout."""
     import pyarrow.parquet
 
+    count = 0
     try:
         with open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-            yield from enumerate(rows, start=1)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: not a parquet file that can be read ({error}).") from error
+            schema = file.schema_arrow
+            if len(set(schema.names)) < len(schema.names):
+                raise ValueError(f"a column name occurs twice: {', '.join(schema.names)}")
+            columns = [field.name for field in schema if _may_hold_text(field.type)]
+            for batch in file.iter_batches(batch_size=1000, columns=columns):
+                for row in _rows_of(batch):
+                    count += 1
+                    yield count, dict.fromkeys(schema.names) | row
+    except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
+        place = f"{path} row {count + 1}" if isinstance(error, Malformed) else str(path)
+        after = f"behind row {count}, " if count and place == str(path) else ""
+        raise UserError(
+            f"{place}: not a parquet file that can be read ({after}{first_line(error)}). Copy or download it again."
+        ) from error
+
+
+def _may_hold_text(kind: Any) -> bool:
+    """Whether a column may hold text, as it is or in lists and objects. Others are not read, damaged or not."""
+    from pyarrow import types
+
+    no_text = (types.is_temporal, types.is_decimal, types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
+    return not any(is_kind(kind) for is_kind in no_text)
+
+
+def _rows_of(batch: Any) -> Iterator[Row]:
+    """The rows of a batch. Raises Malformed at the first that cannot be read, with the column."""
+    with contextlib.suppress(Exception):  # before the first row is given: to_pylist makes them all
+        yield from batch.to_pylist()
+        return
+    for index in range(batch.num_rows):
+        row = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                row[name] = column[index].as_py()
+            except Exception as error:
+                raise Malformed(f"column {name!r}: {error}") from error
+        yield row
 
 
 @dataclass(frozen=True)

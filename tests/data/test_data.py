@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import gzip
+import io
 import json
 import logging
 import multiprocessing
@@ -210,6 +211,56 @@ def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_p
         prepare(tmp_path / name)
     assert str(tmp_path / name) in str(error.value)
     assert message in str(error.value)
+
+
+def make_parquet(rows: int = 5000, **more: object) -> bytes:
+    """A file of 5,000 rows whose columns may be replaced or added to."""
+    columns = {"instruction": [f"Say {n}." for n in range(rows)], "output": [f"{n}" * 4 for n in range(rows)]}
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({**columns, **more}), buffer, row_group_size=2000)
+    return buffer.getvalue()
+
+
+def not_utf8(rows: int = 5000) -> pyarrow.Array:
+    """Texts of which the 4,001st is not UTF-8: a writer that does not look leaves such."""
+    made = pyarrow.array([b"text"] * 4000 + [b"\xff\xfe"] + [b"text"] * (rows - 4001))
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(made), made.buffers())
+
+
+def encrypted() -> bytes:
+    return make_parquet()[:-4] + b"PARE"
+
+
+def broken_page() -> bytes:
+    whole = bytearray(make_parquet())
+    whole[len(whole) // 2 : len(whole) // 2 + 200] = b"\xff" * 200
+    return bytes(whole)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lambda: make_parquet()[:-100], "rows.parquet: not a parquet file that can be read"),
+        (encrypted, "rows.parquet: not a parquet file that can be read"),
+        (broken_page, "rows.parquet: not a parquet file that can be read (behind row "),
+        (lambda: make_parquet(output=not_utf8()), "rows.parquet row 4001: not a parquet file that can be read"),
+    ],
+)
+def test_a_damaged_parquet_file_is_refused_with_its_place(
+    content: Callable[[], bytes], words: str, prepare: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.parquet").write_bytes(content())
+    with pytest.raises(UserError) as error:
+        prepare(tmp_path / "rows.parquet")
+    assert words in str(error.value) and "Copy or download it again" in str(error.value)
+
+
+def test_a_parquet_column_that_holds_no_text_is_not_read(prepare: Any, tmp_path: Path) -> None:
+    times = pyarrow.array([2**62] * 5000, pyarrow.timestamp("us"))  # more than Python's datetime holds
+    (tmp_path / "rows.parquet").write_bytes(make_parquet(time=times))
+    found = sources.find_source(str(tmp_path / "rows.parquet")).read(2)
+    assert found.columns == ["instruction", "output", "time"] and found.rows[0]["time"] is None
+    assert len(prepare(tmp_path / "rows.parquet")[0]) == 5000
 
 
 def test_pipe_is_refused_before_it_is_read(prepare: Any, tmp_path: Path) -> None:
