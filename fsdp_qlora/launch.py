@@ -77,10 +77,10 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
     if processes == 1:
         _end_with_launcher()
         return None
-    _check_address(config.master_addr, config.master_port)
     # print and not the logger, which is set up in the workers.
-    print(f"Starting {processes} processes, {reason}.", flush=True)
-    return _run_workers(processes, argv, master_addr=config.master_addr, master_port=config.master_port)
+    with _listen(config.master_addr, config.master_port) as meeting_point:
+        print(f"Starting {processes} processes, {reason}.", flush=True)
+        return _run_workers(processes, argv, config.master_addr, meeting_point)
 
 
 def planned_processes(config: TrainConfig) -> int:
@@ -154,27 +154,37 @@ def _check_gpus(processes: int) -> None:
         )
 
 
-def _check_address(address: str, port: int) -> None:
+def _listen(address: str, port: int) -> socket.socket:
+    """A socket at which the processes meet: of this address alone, where torch's own listens on every interface.
+
+    Args:
+        port: 0 is any free one.
+    """
     try:
-        socket.create_server((address, port)).close()
-    except OSError as error:
+        return socket.create_server((address, port))
+    except (OSError, UnicodeError) as error:
         raise UserError(
             f"--master_addr {address} --master_port {port}: the processes cannot meet there: "
-            f"{error.strerror}. Give an address of this machine and a free port, or leave both out. To train "
-            "on several machines, start train.py with torchrun on each."
+            f"{getattr(error, 'strerror', error)}. Give an address of this machine and a free port, or leave both out. "
+            "To train on several machines, start train.py with torchrun on each."
         ) from error
 
 
 # --- the launcher ---
 
 
-def _run_workers(processes: int, argv: list[str], *, master_addr: str, master_port: int) -> int:
+def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_point: socket.socket) -> int:
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
-        launch = _launch_config(processes, master_addr=master_addr, master_port=master_port, folder=folder)
+        port = meeting_point.getsockname()[1]
+        launch = _launch_config(processes, master_addr=master_addr, master_port=port, folder=folder)
+        # The agent asks for a server at this port too, and with multi_tenant it is given this one.
+        descriptor = meeting_point.detach()
+        server = TCPStore(master_addr, port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
         try:
             elastic_launch(launch, sys.executable)("-u", str(Path(sys.argv[0]).absolute()), *argv)
         except ChildFailedError as error:
@@ -182,6 +192,8 @@ def _run_workers(processes: int, argv: list[str], *, master_addr: str, master_po
         except SignalException as error:
             print(f"Stopped by {error.sigval.name}; all processes have ended.", file=sys.stderr, flush=True)
             return _STATUS_OF_SIGNAL.get(error.sigval, 128 + error.sigval)
+        finally:
+            del server  # as long as the workers may need it
     return 0
 
 
@@ -211,10 +223,9 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
         max_nodes=1,
         nproc_per_node=processes,
         run_id=f"fsdp_qlora_{os.getpid()}",
-        # The static kind makes the port MASTER_PORT; c10d can take a free one without a race for it.
-        rdzv_backend="static" if master_port else "c10d",
+        rdzv_backend="static",  # its one server is the workers' too: the other kind opens a second one
         rdzv_endpoint=f"{master_addr}:{master_port}",
-        rdzv_configs={"rank": 0} if master_port else {"is_host": True},
+        rdzv_configs={"rank": 0},
         local_addr=master_addr,  # torch's default, the machine's full name, cannot be resolved everywhere
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=folder),  # ours to delete; the agent leaves its own behind

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.distributed import TCPStore
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from fsdp_qlora import distributed, launch
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import restarts
+from fsdp_qlora.distributed import Ranks, connect
 from fsdp_qlora.errors import ENDINGS, LostRank, UserError
 from fsdp_qlora.launch import is_from_an_agent
 from tests.tiny import ROOT, _free_port
@@ -166,6 +168,32 @@ def test_more_processes_than_gpus_and_a_foreign_address_are_refused(monkeypatch)
         launch.relaunch_if_needed(TrainConfig(world_size=2, master_addr="192.0.2.1"), [])
 
 
+def listening() -> dict[int, str]:
+    """Port -> address at which this process and its children listen."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    found = [connection for process in processes for connection in process.net_connections()]
+    return {one.laddr.port: one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_nobody_outside_this_machine_reaches_the_store_of_a_run_on_it(entry, environment, monkeypatch):
+    before = listening()
+    command = [sys.executable, entry, "--nproc_per_node", "2", "--name", "sleep"]
+    launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    while "worker" not in launcher.stdout.readline():
+        assert launcher.poll() is None
+    opened = {port: address for port, address in listening().items() if port not in before}
+    launcher.terminate()
+    launcher.wait()
+    assert set(opened.values()) == {"127.0.0.1"}
+    # Ranks that were started one by one: rank 0 holds the store.
+    port = launch._listen("localhost", 0).getsockname()[1]  # closed with the object, so it is free
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    store = connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
+    assert listening()[port] == "127.0.0.1" and store.add("a", 1) == 1
+
+
 def test_a_final_end_of_a_launchers_workers_keeps_torchrun_from_restarting_it(monkeypatch):
     for name in filter(is_from_an_agent, list(os.environ)):
         monkeypatch.delenv(name)
@@ -183,7 +211,8 @@ def test_a_final_end_of_a_launchers_workers_keeps_torchrun_from_restarting_it(mo
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: fail)
     monkeypatch.setattr(launch, "_ask_for_signal_on_death_of_parent", lambda: None)
     for attempt, message in enumerate(["killed", "loss is NaN"]):
-        assert launch._run_workers(2, [], master_addr="localhost", master_port=0) == 1
+        with launch._listen("localhost", 0) as meeting_point:
+            assert launch._run_workers(2, [], "localhost", meeting_point) == 1
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt + 1))
         assert restarts.earlier_end() == ((1, message) if attempt else None)
 
