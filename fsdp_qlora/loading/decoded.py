@@ -105,6 +105,16 @@ def find_decoded(
     return decoded, unknown
 
 
+class RoundedDouble(DecodedTensor):
+    """A float64 tensor, rounded to float32 as it is read: nothing that quantizes or trains here knows float64."""
+
+    def __init__(self, name: str, shape: torch.Size) -> None:
+        super().__init__([name], shape, torch.float32)
+
+    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
+        return read(self.parts[0], start, stop).float()
+
+
 def _fp8_weight(
     name: str, entries: Mapping[str, StoredTensor], block: tuple[int, int] | None, folder: Path
 ) -> "_Fp8Weight":

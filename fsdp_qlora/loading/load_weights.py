@@ -29,6 +29,8 @@ from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE
 
 log = logging.getLogger("fsdp_qlora")
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def load_weights(
     model: PreTrainedModel,
@@ -81,13 +83,14 @@ class _Target(NamedTuple):
     """Something that is filled from the weight files.
 
     shape: of the tensor in the files; None is any. wanted: which flat elements of it this rank reads; None is
-    all. store: keeps them. on_device: they are moved to the device before.
+    all. store: keeps them. on_device: they are moved to the device before. is_weight: they are numbers to compute with.
     """
 
     shape: torch.Size | None
     wanted: Callable[[DeviceMesh], tuple[int, int]] | None
     store: Callable[[torch.Tensor, DeviceMesh, torch.device], None]
     on_device: bool = False
+    is_weight: bool = False
 
 
 def _reduced(target: _Target, layer: LoraLinear) -> _Target:
@@ -138,7 +141,7 @@ def _quantized(module: QuantizedWeight) -> _Target:
     def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
         module.load_shard(values, mesh)
 
-    return _Target(torch.Size(module.shape), module.shard_range, store, on_device=True)
+    return _Target(torch.Size(module.shape), module.shard_range, store, on_device=True, is_weight=True)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
@@ -184,7 +187,7 @@ def _plain(parameter: nn.Parameter) -> _Target:
     def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
         store_rows(parameter, values)
 
-    return _Target(parameter.shape, wanted, store)
+    return _Target(parameter.shape, wanted, store, is_weight=True)
 
 
 def _replicated(buffer: torch.Tensor) -> _Target:
@@ -208,9 +211,10 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
     Args:
         packed: the weights in the files are quantized already, and stored as the layers say.
     Raises:
-        UserError: tensors are missing, left over or wrongly shaped; each is named with its file.
+        UserError: tensors are missing, left over, wrongly shaped or no floats; each is named with its file.
     """
-    expected = {name: target.shape for name, target in _targets(model, packed=packed).items()}
+    targets = _targets(model, packed=packed)
+    expected = {name: target.shape for name, target in targets.items()}
     match = _match(model, files, expected)
     if outside := [source for source in match.extra if PACKED_STATE in source]:
         raise UserError(
@@ -220,7 +224,8 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
     for name, tensor in match.merged.items():
         if not tensor.missing():
             files.join(name, *tensor.whole(files))
-    if problems := _problems(match, files, expected):
+    weights = {name for name, target in targets.items() if target.is_weight}
+    if problems := _problems(match, files, expected) + _not_floats(match, files, weights):
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
             f"The weights in {files.folder} are not those of the {type(model).__name__} that its config.json "
@@ -266,6 +271,18 @@ def _problems(match: _Match, files: WeightFiles, expected: Mapping[str, torch.Si
             for name, source in found.items()
             if expected[name] is not None and files.shape(source) != expected[name]
         ),
+    ]
+
+
+def _not_floats(match: _Match, files: WeightFiles, weights: set[str]) -> list[str]:
+    """The weights that are stored as something else than 16- or 32-bit floats, a line each."""
+    sources = [source for name, source in match.sources.items() if name in weights and source in files.files]
+    stored = {source: files.dtype(source) for source in sources}
+    return [
+        f"wrong type: {source} in {files.files[source].name} is {str(dtype).removeprefix('torch.')}, and weights are "
+        "16- or 32-bit floats"
+        for source, dtype in stored.items()
+        if dtype not in _FLOATS
     ]
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.decoded import DecodedTensor, StoredFormat, find_decoded
+from fsdp_qlora.loading.decoded import DecodedTensor, RoundedDouble, StoredFormat, find_decoded
 from fsdp_qlora.loading.hub import conversion_advice
 from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE, PACKED_SUFFIXES
 from fsdp_qlora.storage.safetensors_files import DTYPES, TensorForm
@@ -137,6 +137,11 @@ class WeightFiles:
         self.files.update({name: self._entries[tensor.parts[0]].file for name, tensor in self._decoded.items()})
         for name in unknown:
             del self.files[name]
+
+    def round_doubles(self) -> None:
+        """Let tensors in float64 be float32, to which they are rounded as they are read."""
+        doubles = {name: entry for name, entry in self._entries.items() if entry.dtype == torch.float64}
+        self._decoded |= {name: RoundedDouble(name, entry.shape) for name, entry in doubles.items()}
 
     def shape(self, name: str) -> torch.Size:
         if name in self._joined:
@@ -324,10 +329,13 @@ def read_ahead(weight_files: WeightFiles, parts: Iterable[Part], *, max_bytes: i
 def open_weight_files(folder: Path, stored: StoredFormat | None) -> WeightFiles:
     """The files of a model folder, with the tensors of `stored` under the names and shapes that the model has.
 
+    Nothing in it is float64 (`round_doubles`).
+
     Raises:
         UserError: the files cannot be used, or their tensors are not those of the format.
     """
     weight_files = WeightFiles(folder)
     if stored is not None:
         weight_files.decode(stored)
+    weight_files.round_doubles()
     return weight_files

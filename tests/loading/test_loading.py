@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.tiny import SIZES, flags, make_rows, make_tokenizer, on_ranks, run_ranks, write_rows
+from tests.tiny import (
+    SIZES,
+    flags,
+    make_rows,
+    make_tokenizer,
+    on_ranks,
+    read_metrics,
+    run_ranks,
+    train_ok,
+    write_rows,
+)
 
 MIB = 2**20
 
@@ -116,3 +127,17 @@ def test_nan_that_one_rank_reads_is_named_and_the_other_says_that_it_lost_it(
     assert f"[rank 1] error: Weight {name} has values that are not finite" in output
     assert "[rank 0] error: The connection to another rank was lost while the model was loaded" in output
     assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize("train_type", ["qlora", "full", "hqq_lora"])
+def test_float64_weights_train_as_the_same_weights_in_float32(
+    train_type: str, models: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copytree(models(), tmp_path / "double")
+    file = tmp_path / "double" / "model.safetensors"
+    doubles = {name: value.double() for name, value in load_file(file).items()}
+    save_file(doubles, file, metadata={"format": "pt"})
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(4))
+    for name, folder in (("double", tmp_path / "double"), ("single", models())):
+        train_ok(1, tmp_path / f"of_{name}", model_name=folder, dataset=rows, train_type=train_type, batch_size=2)
+    assert read_metrics(tmp_path / "of_double") == read_metrics(tmp_path / "of_single")

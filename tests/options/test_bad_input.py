@@ -83,6 +83,10 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"model_name": "wrong_shape"},
         ["wrong_shape", f"wrong shape: {NORM} in model.safetensors is [63], the model's is [64]"],
     ),
+    "weight of whole numbers": (
+        {"model_name": "integers"},
+        ["integers", f"wrong type: {NORM} in model.safetensors is int32, and weights are 16- or 32-bit floats"],
+    ),
     "file that is not safetensors": (
         {"model_name": "not_safetensors"},
         ["not_safetensors/model.safetensors is not a readable safetensors file", "Download it again"],
@@ -316,6 +320,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing_tensor": _edit_tensors(lambda tensors: tensors.pop(NORM)),
     "extra_tensor": _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)})),
     "wrong_shape": _edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(63)})),
+    "integers": _edit_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].int()})),
     "not_safetensors": _overwrite,
     "truncated": _truncate,
     "absent_file": _index("model-00002-of-00002.safetensors", drop_norm=False),
