@@ -27,6 +27,7 @@ from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.attention import choose_sdpa
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.files import find_special
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -87,6 +88,8 @@ def _needs_own_code(name: str, folder: Path) -> UserError:
 
 def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None:
     """Refuse what transformers would answer with a guess from the folder's name or a question at the terminal."""
+    if special := find_special(path.parent):
+        raise UserError(f"model_name {name}: {special} is no regular file. Remove it from the model's folder.")
     if not path.is_file():
         raise UserError(
             f"model_name {name}: {path.parent} has no config.json, so it is not a model folder. Give a folder "

@@ -3,7 +3,6 @@
 import contextlib
 import fnmatch
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from fsdp_qlora.checkpointing.resume import Start, StartRequest
 from fsdp_qlora.distributed import Ranks, gather_texts
 from fsdp_qlora.errors import RunStopped, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
-from fsdp_qlora.storage.files import write_json
+from fsdp_qlora.storage.files import why_not_writable, write_json
 
 
 class RunFolder:
@@ -128,11 +127,8 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
     Raises:
         UserError: the folder is not empty and may not be overwritten, or cannot be made.
     """
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise UserError(f"output_dir {path}: {existing} is a file. Give another folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir {path}: {existing} is not writable. Give another folder.")
+    if reason := why_not_writable(path):
+        raise UserError(f"output_dir {path}: {reason}. Give another folder.")
     entries = list(path.iterdir()) if path.is_dir() else []
     names, leftovers = {entry.name for entry in entries}, {entry.name for entry in entries if is_leftover(entry)}
     # While a run is moved in from its mirror, these are copies of what is there.

@@ -67,6 +67,8 @@ def parse_train_config(argv: list[str]) -> TrainConfig:
     namespace, unknown = _parser().parse_known_args(_with_underscores(argv))
     flags = vars(namespace)
     path = flags.pop("config", None)
+    if path is not None and ("\0" in path or not path.isprintable()):
+        raise UserError(f"--config {path[:80]!a} has characters that no path should have. Rename the file.")
     errors: list[str] = []
     settings = _read_yaml(Path(path), errors) if path is not None else []
     settings += [_Setting(f"--{name}", name, values) for name, values in flags.items()]
@@ -205,12 +207,16 @@ def _words(value: yaml.Node) -> list[str] | None:
 
 def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+            raise UserError(f"--config {path} is not a regular file. Write the options to a file and give its path.")
         # The nodes and not the values: they keep the text as written, the lines, and keys given twice.
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"--config {path}: cannot read it: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path}: it is not a text file in UTF-8.") from error
+    except RecursionError as error:
+        raise UserError(f"--config {path}: nested too deeply; options are not nested.") from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"--config {path}, line {mark.line + 1}" if mark else f"--config {path}"

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 
 from fsdp_qlora.adapters.targets import ALL, is_regex
-from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
+from fsdp_qlora.config.marks import OF_ADAPTER, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
 from fsdp_qlora.storage.locations import folder_error, mirror_error
 from fsdp_qlora.train_types import TRAIN_TYPES
+
+_PATH_MAX, _NAME_MAX = 4096, 255  # bytes; what Linux takes
 
 
 def check(config: TrainConfig) -> list[str]:
@@ -206,11 +208,38 @@ def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
         )
 
 
+def _text_errors(c: TrainConfig) -> Iterator[str]:
+    """Values that no file and no log line can have, which would fail only when one is written."""
+    paths = {"model_name", "llama_pro_path", "dataset", "eval_dataset", *names_marked(PER_NODE)}
+    for name, value in vars(c).items():
+        for text in value if isinstance(value, tuple) else [value] if isinstance(value, str) else []:
+            encoded = text.encode(errors="replace")
+            if "\0" in text:
+                yield f"--{name} has a NUL character in it."
+            elif not _is_utf8(text):
+                yield f"--{name} is not UTF-8 text: {text[:80]!a}. Give the file or folder another name."
+            elif name in paths and (len(encoded) > _PATH_MAX or max(map(len, encoded.split(b"/"))) > _NAME_MAX):
+                yield (
+                    f"--{name} is {len(encoded):,} bytes long, and a path has at most {_PATH_MAX:,}, with at most "
+                    f"{_NAME_MAX} between two slashes."
+                )
+
+
+def _is_utf8(text: str) -> bool:
+    """False where the command line had other bytes, which Python keeps as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _flags(names: list[str]) -> str:
     return ", ".join(f"--{name}" for name in names)
 
 
 _RULES = (
+    _text_errors,
     _launch_conflicts,
     _model_conflicts,
     _quantization_conflicts,

@@ -130,6 +130,8 @@ def map_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         DamagedFile: it is cut short or no safetensors file.
         FileNotFoundError: it is not there.
     """
+    if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+        raise DamagedFile("it is no regular file")
     try:
         # Through torch because safetensors' numpy side copies: 240 MB for 240 MB against none, measured.
         with safe_open(path, framework="pt") as file:

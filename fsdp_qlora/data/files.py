@@ -257,6 +257,10 @@ def hash_file(path: Path) -> str:
     """SHA-256 of the content."""
     digest = hashlib.sha256()
     try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"dataset: the name of {str(path)!a} is not UTF-8 text. Rename the file.") from error
+    try:
         with path.open("rb") as file:
             while chunk := file.read(2**20):
                 digest.update(chunk)

@@ -85,7 +85,7 @@ class WeightFiles:
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file():
             single = self.folder / "model.safetensors"
-            files = [single] if single.is_file() else sorted(self.folder.glob("*.safetensors"))
+            files = [single] if single.is_file() else self._all_files()
             if not files:
                 raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
             return _merge_headers(files)
@@ -104,6 +104,9 @@ class WeightFiles:
             if tensor not in headers[name]:
                 raise UserError(f"{self.folder / name}: tensor {tensor} is not in it. {_DOWNLOAD_AGAIN}")
         return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
+
+    def _all_files(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("*.safetensors") if path.is_file())
 
     def _other_weights(self) -> str:
         pickled = sorted(path.name for path in self.folder.glob("*.bin"))

@@ -9,6 +9,9 @@ import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.files import why_not_writable
+
 log = logging.getLogger("fsdp_qlora")
 
 
@@ -70,6 +73,13 @@ class ProfilerOptions:
     profiling_frequency: int
 
 
+def check_output(options: ProfilerOptions) -> None:
+    """Refuse a folder that traces could not be written to, before any work."""
+    reason = why_not_writable(Path(options.profiling_output)) if options.profile else None
+    if reason:
+        raise UserError(f"profiling_output {options.profiling_output}: {reason}. Give another folder.")
+
+
 def open_profiler(options: ProfilerOptions, *, rank: int) -> Profiler:
     """A profiler that writes traces and memory timelines per cycle and rank, or does nothing unless enabled."""
     if not options.profile:
@@ -77,7 +87,10 @@ def open_profiler(options: ProfilerOptions, *, rank: int) -> Profiler:
     warmup, active = options.profiling_warmup_steps, options.active_steps
     wait = options.wait_steps if options.repeat else options.profiling_frequency - warmup - active
     output = Path(options.profiling_output)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"profiling_output {output} cannot be made: {error}. Give another folder.") from error
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

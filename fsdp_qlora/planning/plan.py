@@ -29,6 +29,7 @@ from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.metrics.metric_log import refuse_sinks
+from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
 from fsdp_qlora.optimizers.sharded import check_optimizer
 from fsdp_qlora.planning import describe, memory
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
@@ -79,6 +80,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     """
     check_optimizer(config.optimizer, ranks.device)
     refuse_sinks(config.log_to)
+    check_output(config.pick(ProfilerOptions))
     world_size = planned_processes(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(ranks.device, world_size))
     for line in needless_lines(config):

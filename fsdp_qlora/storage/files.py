@@ -151,6 +151,20 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def find_special(folder: Path) -> Path | None:
+    """A pipe, socket or device in a folder, reading which might never end; None where there is none."""
+    paths = (path for path in sorted(folder.iterdir()) if path.exists())
+    return next((path for path in paths if not path.is_file() and not path.is_dir()), None)
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why a folder, which need not exist yet, cannot be written to; None where it can. Nothing is made."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
+
+
 def cache_folder() -> Path:
     """Where anything is kept between runs: FSDP_QLORA_CACHE, or fsdp_qlora in the user's cache folder."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -280,6 +280,13 @@ def test_few_malformed_rows_are_left_out_and_listed_unless_told_otherwise(prepar
         prepare(path, on_bad_row="error")
 
 
+def test_a_file_name_that_is_not_utf8_is_refused(prepare: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    write_jsonl(tmp_path / "rows" / "a\udcff.jsonl", ROWS)  # the byte 0xff
+    with pytest.raises(UserError, match=r"a\\udcff.jsonl' is not UTF-8 text. Rename the file"):
+        prepare(tmp_path / "rows")
+
+
 @pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"])
 def test_missing_file_is_not_taken_for_a_hub_name(name: str) -> None:
     with pytest.raises(UserError, match=r"no such file or folder: .*alpaca_demo.*\.parquet"):

@@ -70,6 +70,10 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"lora_target_modules": "q_proj,query"},
         ["lora_target_modules", "is named query", "k_proj", "q_proj", "up_proj"],
     ),
+    "pipe among the model's files": (
+        {"model_name": "pipe"},
+        ["model_name pipe: pipe/tokenizer_config.json is no regular file. Remove it"],
+    ),
     # The weights.
     "missing tensor": (
         {"model_name": "missing_tensor"},
@@ -157,6 +161,10 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     "output_dir of another run": (
         {"output_dir": "other_run"},
         ["output_dir other_run is not empty", "another folder", "--overwrite_output_dir true"],
+    ),
+    "profiles below a file": (
+        {"profile": True, "profiling_output": "data/good.jsonl/out"},
+        ["profiling_output data/good.jsonl/out", "data/good.jsonl is a file", "another"],
     ),
     "output_dir below a file": (
         {"output_dir": "data/good.jsonl/out"},
@@ -264,6 +272,11 @@ def _edit_config(file: str = "config.json", /, **changes: object) -> Callable[[P
     return damage
 
 
+def _pipe(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    os.mkfifo(folder / "tokenizer_config.json")
+
+
 def _remove_tokenizer(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()
@@ -320,6 +333,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing_tensor": _edit_tensors(lambda tensors: tensors.pop(NORM)),
     "extra_tensor": _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)})),
     "wrong_shape": _edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(63)})),
+    "pipe": _pipe,
     "integers": _edit_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].int()})),
     "not_safetensors": _overwrite,
     "truncated": _truncate,

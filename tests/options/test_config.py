@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -188,6 +189,33 @@ def test_bad_input_in_the_yaml_file_names_file_line_and_key(text, says, yaml_fil
     message = error_of("--config", path)
     assert path in message
     assert says in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--dataset", "rows\0.jsonl"], "--dataset has a NUL character in it"),
+        (["--output_dir", "out\udcff"], r"--output_dir is not UTF-8 text: 'out\udcff'"),
+        (["--profiling_output", "x/" * 2500], "--profiling_output is 5,000 bytes long"),
+        (["--model_name", "./" + "x" * 256], "at most 255 between two slashes"),
+        (["--config", "\0"], "--config '\\x00' has characters that no path should have"),
+        (["--config", "x" * 5000], "cannot read it: File name too long"),
+        (["--config", "/dev/zero"], "--config /dev/zero is not a regular file"),
+        (["--seed", "9" * 5000], "--seed: expected a whole number"),
+    ],
+)
+def test_values_that_no_path_has_are_refused_and_special_files_are_not_read(argv, says):
+    message = error_of(*argv)
+    assert says in message and message.isprintable()
+
+
+def test_a_pipe_is_no_yaml_file(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    assert "run.yaml is not a regular file" in error_of("--config", str(tmp_path / "run.yaml"))
+
+
+def test_yaml_that_is_nested_deeply_is_refused(yaml_file):
+    assert "nested too deeply" in error_of("--config", yaml_file("seed: " + "[" * 900 + "]" * 900))
 
 
 def test_a_wrong_yaml_value_is_reported_even_where_a_flag_wins(yaml_file):
