@@ -27,7 +27,7 @@ from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.attention import choose_sdpa
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import find_special
+from fsdp_qlora.storage.files import find_special, why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -55,6 +55,8 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
     try:
         with _one_process_at_a_time(enabled=trust_remote_code):
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
     except Exception as error:  # transformers raises most kinds here, by what is wrong in the file
         raise UserError(f"model_name {name}: its config.json cannot be used: {error}") from error
     own = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
@@ -75,8 +77,13 @@ def _one_process_at_a_time(*, enabled: bool) -> contextlib.AbstractContextManage
     """transformers copies a model's code to a folder of its own before it runs it, without regard to other ranks."""
     if not enabled:
         return contextlib.nullcontext()
-    Path(HF_MODULES_CACHE).mkdir(parents=True, exist_ok=True)
-    return FileLock(Path(HF_MODULES_CACHE) / "fsdp_qlora.lock")
+    folder = Path(HF_MODULES_CACHE)
+    if not folder.is_dir() and (reason := why_not_writable(folder)):
+        raise UserError(
+            f"The model's code cannot be copied to {folder}: {reason}. HF_MODULES_CACHE names another folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / "fsdp_qlora.lock")
 
 
 def _needs_own_code(name: str, folder: Path) -> UserError:
@@ -124,6 +131,8 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
         # Left open, transformers asks at the terminal whether to run a tokenizer's own code.
         with _one_process_at_a_time(enabled=trust_remote_code):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except UserError:
+        raise
     except Exception as error:  # transformers raises OSError, ValueError, TypeError or KeyError here
         if "trust_remote_code" in str(error) and not trust_remote_code:
             raise _needs_own_code(name, folder) from error

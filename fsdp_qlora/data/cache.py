@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fsdp_qlora.data.rows import DataReport, SourceFile, TokenizedRows
-from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.storage.files import staged_file
 
@@ -47,26 +46,27 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def cache_path(cache_dir: Path, key: list[object]) -> Path:
-    """The file for rows made from this input; the folder is made."""
+    """The file for rows made from this input; the folder is made where that is possible."""
     digest = hashlib.sha256(json.dumps([CACHE_VERSION, *key]).encode()).hexdigest()
-    try:
+    with contextlib.suppress(OSError):  # said when the rows are written
         cache_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"Tokenized rows cannot be written to {cache_dir} ({error}).") from error
     return cache_dir / f"{digest[:40]}.safetensors"
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a cache file. The system frees it when its holder dies, however that happens."""
+    """Hold the lock of a cache file. The system frees it when its holder dies, however that happens.
+
+    Where no lock can be had, as in a folder that may only be read, each process works for itself.
+    """
     lock = FileLock(f"{path}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
         log.info("Another process tokenizes this dataset: waiting for it.")
         lock.acquire()
-    except OSError as error:
-        raise UserError(f"Tokenized rows cannot be written to {path.parent} ({error}).") from error
+    except (OSError, NotImplementedError) as error:
+        log.debug("No lock on %s: %s", path, error)
     try:
         yield
     finally:
@@ -74,17 +74,16 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_cache(path: Path, tokenized: TokenizedRows, report: DataReport) -> None:
-    """Keep rows and their report in one file.
-
-    Raises:
-        UserError: the folder is not writable or full.
-    """
+    """Keep rows and their report in one file; a folder that is full or may only be read is gone without."""
     arrays = {field.name: getattr(tokenized, field.name) for field in dataclasses.fields(tokenized)}
     about = redact_values({**dataclasses.asdict(report), "digest": tokenized.digest})
     try:
         write_arrays(path, arrays, {"report": json.dumps(about)})
     except (OSError, SafetensorError) as error:
-        raise UserError(f"Tokenized rows cannot be written to {path.parent} ({error}).") from error
+        log.warning(
+            "Tokenized rows are not kept for the next start: %s cannot be written (%s). The environment variable "
+            "FSDP_QLORA_CACHE names another folder.", path.parent, error,
+        )  # fmt: skip
 
 
 def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
@@ -101,7 +100,7 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
             raise DamagedFile("its content is not what was written")
     except FileNotFoundError:
         return None
-    except (DamagedFile, TypeError, KeyError, ValueError) as error:
+    except (DamagedFile, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         log.warning("The tokenized rows in %s are damaged (%s): making them anew.", path, error)
         return None
     return tokenized, report

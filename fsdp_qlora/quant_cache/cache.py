@@ -65,7 +65,7 @@ class QuantCache:
 
     def _is_everywhere(self) -> bool:
         """Whether every rank sees the entry: without a shared folder, not all nodes need have it."""
-        return not first_failure(None if (self.folder / CHECKSUMS).is_file() else "absent", self.ranks.device)
+        return not first_failure(None if _is_there(self.folder / CHECKSUMS) else "absent", self.ranks.device)
 
     def _load_entry(self, load_weights: Callable[..., None]) -> bool:
         """Read the entry. False when a rank finds it damaged: it is then set aside."""
@@ -128,6 +128,13 @@ class QuantCache:
         log.info(
             "Quantized weights are kept for the next start: %s (%s).", self.folder, format_bytes(writer.files.num_bytes)
         )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a folder that may not be read
+        return False
 
 
 def open_cache(

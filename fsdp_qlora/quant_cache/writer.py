@@ -142,7 +142,8 @@ class EntryWriter:
             self._failure = self._failure or str(error)
         except (OSError, NotImplementedError) as error:
             reason = getattr(error, "strerror", None) or error
-            self._failure = self._failure or f"{self.target.parent} cannot be written ({reason})"
+            advice = "give another folder with --quant_cache, or off"
+            self._failure = self._failure or f"{self.target.parent} cannot be written ({reason}); {advice}"
 
     def _stop_if_any_failed(self) -> None:
         if failure := first_failure(self._failure, torch.device(self.mesh.device_type), self.group):

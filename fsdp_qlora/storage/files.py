@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
 
 PARTIAL = ".partial"
@@ -167,5 +168,9 @@ def why_not_writable(folder: Path) -> str | None:
 
 def cache_folder() -> Path:
     """Where anything is kept between runs: FSDP_QLORA_CACHE, or fsdp_qlora in the user's cache folder."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("FSDP_QLORA_CACHE") or base / "fsdp_qlora")
+    if given := os.environ.get("FSDP_QLORA_CACHE"):
+        return Path(given)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_qlora"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise UserError("No cache folder: this user has no home. Name one in FSDP_QLORA_CACHE.") from error

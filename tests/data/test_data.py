@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import gzip
 import io
 import json
@@ -616,10 +617,32 @@ def test_process_killed_while_it_writes_the_cache_leaves_nothing_in_the_way(
     assert len(prepare(path)[0]) == len(ROWS)
 
 
-def test_cache_folder_that_cannot_be_made_is_a_clear_error(prepare: Any, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_made_is_gone_without(
+    prepare: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot be written to .*file"):
-        prepare("alpaca_demo", cache_dir=tmp_path / "file" / "cache")
+    expected, _ = prepare("alpaca_demo")
+    with caplog.at_level(logging.INFO, "fsdp_qlora"):
+        found, _ = prepare("alpaca_demo", cache_dir=tmp_path / "file" / "cache")
+    assert found.digest == expected.digest
+    assert f"{tmp_path}/file/cache cannot be written" in caplog.text
+    assert "FSDP_QLORA_CACHE names another folder" in caplog.text
+
+
+def test_a_filled_cache_that_may_only_be_read_is_used(
+    prepare: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, _ = prepare("alpaca_demo")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(cache.FileLock, "acquire", refuse)
+    monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_: pytest.fail("tokenized again"))
+    with caplog.at_level(logging.INFO, "fsdp_qlora"):
+        found, _ = prepare("alpaca_demo")
+    assert found.digest == expected.digest
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 # ---- order and batches ----------------------------------------------------------------------------------

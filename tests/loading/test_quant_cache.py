@@ -267,7 +267,10 @@ def test_training_goes_on_without_a_cache_when_the_disk_is_full(
 ) -> None:
     statuses, output = failing_run(how, models, tmp_path)
     assert statuses == [0, 0], output
-    assert output.count("No quantized cache is") == 1 and f"cache cannot be written ({words})" in output
+    assert (
+        output.count("No quantized cache is") == 1
+        and f"cache cannot be written ({words}); give another folder with --quant_cache" in output
+    )
     assert names(tmp_path / "cache") == []
     assert read_metrics(tmp_path / "failing") == run(2, quant_cache="off")[1]
 
