@@ -26,6 +26,7 @@ from transformers import (
 from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.attention import choose_sdpa
+from fsdp_qlora.config_sizes import find_wrong_size
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import find_special, why_not_writable
 
@@ -104,8 +105,11 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        wrong = find_wrong_size(content)
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model_name {name}: {path} is not valid JSON ({error}). Download it again.") from error
+    if wrong:
+        raise UserError(f"model_name {name}: {path} {wrong}. Download it again.")
     model_type = content.get("model_type") if isinstance(content, dict) else None
     if str(model_type) in CONFIG_MAPPING:
         return
@@ -207,9 +211,10 @@ def build_meta_model(
             raise UserError(
                 f"The {config.model_type} model cannot be built with attn_implementation {candidate}: {error}"
             ) from error
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, AttributeError) as error:
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, AttributeError) as error:
             raise UserError(
-                f"The config.json of the {config.model_type} model describes one that cannot be built: {error}. "
+                f"The config.json of the {config.model_type} model describes one that cannot be built: "
+                f"{str(error).partition(chr(10))[0]}. "
                 "Download it again."
             ) from error
         model.tie_weights()

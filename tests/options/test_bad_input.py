@@ -122,7 +122,11 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     "config.json that is no object": ({"model_name": "list_config"}, ["list_config/config.json"]),
     "negative size": (
         {"model_name": "negative"},
-        ["config.json of the llama model", "cannot be built", "negative dimension -64"],
+        ["model_name negative: negative/config.json says 'hidden_size' is -64, but it must be between 1 and 1048576"],
+    ),
+    "padding outside of the vocabulary": (
+        {"model_name": "padding"},
+        ["padding/config.json says pad_token_id is 320, outside of the 320 tokens of vocab_size; make it null"],
     ),
     "size that is a text": (
         {"model_name": "text_size"},
@@ -345,6 +349,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "long_header": _edit_header(lambda header: (2**62).to_bytes(8, "little") + header[8:]),
     "beyond": _edit_header(lambda header: header.replace(b"[0,", b"[9,", 1)),
     "list_config": lambda folder: (folder / "config.json").write_text("[1, 2]"),
+    "padding": _edit_config(pad_token_id=320),
     "negative": _edit_config(hidden_size=-64),
     "text_size": _edit_config(intermediate_size="128"),
     "heads": _edit_config(num_attention_heads=4, num_key_value_heads=3),
