@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.messages import shown
 from fsdp_qlora.storage.locations import folder_error
 
 
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
     try:
         command.run(parser.parse_args(words))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.errors import LostRank, UserError
+from fsdp_qlora.messages import PrintableFormatter
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -82,7 +83,7 @@ def set_up_logging(ranks: Ranks, *, verbose: bool) -> None:
     log.handlers.clear()
     if ranks.is_rank_0:
         handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(PrintableFormatter("%(message)s"))
         log.addHandler(handler)
     else:
         log.addHandler(logging.NullHandler())

@@ -4,6 +4,8 @@ import os
 import sys
 from typing import NamedTuple
 
+from fsdp_qlora.messages import shown
+
 
 class UserError(ValueError):
     """Bad input. `train.py` prints the message on every rank and exits with status 2."""
@@ -78,5 +80,5 @@ def print_error(error: Exception) -> None:
     """Print an error's message with the rank, once. Every rank does: one that ends first must not hide the reason."""
     if not getattr(error, "is_printed", False):
         rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        print(f"{rank}error: {error}", file=sys.stderr, flush=True)
+        print(f"{rank}error: {shown(str(error))}", file=sys.stderr, flush=True)
         error.is_printed = True  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from fsdp_qlora.data.rows import DataReport, SourceFile, TokenizedRows
+from fsdp_qlora.messages import warn_from_any_rank
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.storage.files import staged_file
 
@@ -101,7 +102,7 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
     except FileNotFoundError:
         return None
     except (DamagedFile, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        log.warning("The tokenized rows in %s are damaged (%s): making them anew.", path, error)
+        warn_from_any_rank(f"The tokenized rows in {path} are damaged ({error}): making them anew.")
         return None
     return tokenized, report
 

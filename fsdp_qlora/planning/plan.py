@@ -28,6 +28,7 @@ from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
+from fsdp_qlora.messages import shortened
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
 from fsdp_qlora.optimizers.sharded import check_optimizer
@@ -94,7 +95,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     )
     plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))
-    log.info(data.sample)
+    log.info("%s", shortened(data.sample, "in the dataset"))
     return plan
 
 

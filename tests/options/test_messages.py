@@ -1,0 +1,58 @@
+"""What comes from outside reaches a terminal harmless and no longer than a screen."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora import messages
+from fsdp_qlora.errors import UserError, print_error
+from tests.tiny import flags, on_ranks, run_ranks, write_rows
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\x00"
+
+
+def test_escape_sequences_in_rows_are_shown_and_not_obeyed(models: Callable[..., Path], tmp_path: Path) -> None:
+    rows = [{"instruction": f"name{EVIL}", "output": f"blue{EVIL}"}] * 8 + [{"instruction": "a", "output": [EVIL]}]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    with data.open("a") as file:
+        file.write(json.dumps({"x": 1})[:-1] + f', "{EVIL}": 2, "{EVIL}": 3}}\n')
+    argv = flags(model_name=models(), dataset=data, output_dir=tmp_path / f"out{EVIL[:-1]}", dry_run=True)
+    for more in ([], ["--max_bad_rows", "0.5"]):
+        _, output = run_ranks(1, [*argv, *more], tmp_path / "logs")
+        assert not re.search(r"[\x00-\x08\x0e-\x1f\x7f-\x9f]", output.replace("\x1b[A", "")), output
+    assert r"blue\x1b]0;title\x07" in output
+
+
+def test_a_message_longer_than_a_screen_is_cut_and_says_where_the_rest_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages.tempfile, "tempdir", str(tmp_path))
+    columns = "It has: " + ", ".join(f"column{n}" for n in range(10_000))
+    print_error(UserError(columns))
+    shown = capsys.readouterr().err
+    [file] = tmp_path.iterdir()
+    assert len(shown) < 4300 and shown.endswith(f"more characters: {file}\n")
+    assert file.read_text() == columns
+    print_error(UserError("short"))
+    assert capsys.readouterr().err == "error: short\n" and len(list(tmp_path.iterdir())) == 1
+
+
+def _read_damaged(path: str) -> int:
+    from fsdp_qlora.data.cache import read_cache
+    from fsdp_qlora.distributed import read_ranks, set_up_logging
+
+    set_up_logging(read_ranks(), verbose=False)
+    if os.environ["RANK"] == "1":
+        assert read_cache(Path(path)) is None
+    return 0
+
+
+def test_damaged_rows_that_another_rank_than_0_finds_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.safetensors"
+    path.write_bytes(b"damaged")
+    _, output = on_ranks(2, _read_damaged, (str(path),), tmp_path / "logs")
+    assert f"[rank 1] The tokenized rows in {path} are damaged" in output
