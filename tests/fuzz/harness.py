@@ -1,0 +1,194 @@
+"""A case of the fuzz suite: one call on damaged input, which succeeds or is refused in our own words, in time."""
+
+import contextlib
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
+from fsdp_qlora.errors import RunStopped, TrainingError, UserError
+
+OURS = (UserError, TrainingError, RunStopped, DamagedCheckpoint)
+CASES = int(os.environ.get("FUZZ_CASES", "40"))  # of each kind of input
+SEED = int(os.environ.get("FUZZ_SEED", "0"))  # of the first case; the others follow
+SECONDS = 20  # for one case; the usual one takes a few hundredths
+
+# Values that programs trip over, as JSON and as text.
+VALUES: list[Any] = [
+    None, True, -1, 0, 1, 2**31, 10**40, -(10**40), 1e308, float("nan"), float("inf"), "", "x", "\0", "\ud800", "../x",
+    "/", "x" * 5000, [], {}, [[]], [None], {"a": {}}, "é\u202e\x1b[2J",
+]  # fmt: skip
+
+Case = Callable[[random.Random, Path], object]
+
+
+class TookTooLong(Exception):
+    pass
+
+
+def fuzz(case: Case, folder: Path, *, cases: int = CASES) -> None:
+    """Run a kind's cases, each in a new folder below `folder`; fail with what every bad one did."""
+    bad = []
+    for seed in range(SEED, SEED + cases):
+        place = folder / f"case_{seed}"
+        place.mkdir(parents=True)
+        with changed_directory(place), written_paths() as written:
+            if reason := outcome(case, seed, place):
+                bad.append(f"seed {seed}: {reason}")
+        outside = [path for path in written if not Path(path).is_relative_to(folder)]
+        if outside:
+            bad.append(f"seed {seed}: wrote {outside[:3]}")
+    assert not bad, f"{len(bad)} of {cases} cases (FUZZ_SEED and FUZZ_CASES=1 repeat one):\n" + "\n".join(bad)
+
+
+def outcome(case: Case, seed: int, place: Path) -> str | None:
+    """What is wrong with how a case ended; None where it succeeded or was refused as it should be."""
+    try:
+        with time_limit(SECONDS):
+            case(random.Random(seed), place)
+    except OURS as error:
+        return None if str(error) else f"{type(error).__name__} without a message"
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "fsdp_qlora" in frame.filename]
+        at = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        return f"{type(error).__name__}{at}: {str(error)[:200]!a}"
+    return None
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TookTooLong(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def changed_directory(place: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(place)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+# --- what is written ---
+
+_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"}
+_written: list[str] | None = None
+
+
+def _listen(event: str, arguments: tuple) -> None:
+    if _written is None or not (event == "open" or event in _CHANGES):
+        return
+    writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & writes):
+        return
+    path = arguments[1] if event in ("os.link", "os.symlink") else arguments[0]
+    if isinstance(path, (str, bytes, os.PathLike)):
+        full = os.path.realpath(os.path.dirname(os.path.abspath(os.fsdecode(path))))
+        if not full.startswith(("/dev", "/proc")) and not os.fsdecode(path).endswith(".pyc"):
+            _written.append(os.path.join(full, os.path.basename(os.fsdecode(path))))
+
+
+@contextlib.contextmanager
+def written_paths() -> Iterator[list[str]]:
+    """The paths that Python code changes in the block, or tries to."""
+    global _written
+    if not getattr(sys, "_fuzz_listens", False):  # a hook cannot be removed
+        sys.addaudithook(_listen)
+        sys._fuzz_listens = True  # type: ignore[attr-defined]
+    _written = found = []
+    try:
+        yield found
+    finally:
+        _written = None
+
+
+# --- damage ---
+
+
+def damaged_bytes(rng: random.Random, content: bytes) -> bytes:
+    """Content with one to a few things done to it that happen to files, or that somebody does to them."""
+    data = bytearray(content)
+    for _ in range(rng.choice([1, 1, 1, 2, 8])):
+        start = rng.randrange(len(data) + 1)
+        stop = min(len(data), start + rng.choice([1, 1, 4, 64, 4096]))
+        match rng.randrange(8):
+            case 0:
+                data = data[:start]
+            case 1:
+                data[start:stop] = rng.randbytes(stop - start)
+            case 2:
+                data[start:stop] = b""
+            case 3:
+                data[start:start] = data[start:stop]
+            case 4:
+                data[start:start] = rng.choice(
+                    [
+                        b"\0",
+                        b"\xff\xfe",
+                        b"\n",
+                        b'"',
+                        b"{" * 2000,
+                        b"[" * 2000,
+                        b"9" * 5000,
+                        b"\x1b[2J",
+                        b"\xef\xbb\xbf",
+                    ]
+                )
+            case 5:
+                data[start:stop] = bytes(stop - start)
+            case 6 if data:
+                data[min(start, len(data) - 1)] ^= 1 << rng.randrange(8)
+            case 7:
+                data = bytearray(rng.choice([b"", b"null", b"[]", b"{}", b"0", rng.randbytes(64), bytes(data) * 2]))
+    return bytes(data)
+
+
+def damaged_value(rng: random.Random, value: Any) -> Any:
+    """A nest of objects and arrays with one of its values, or names, replaced or removed."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        name = rng.choice(sorted(value))
+        changed = dict(value)
+        if rng.random() < 0.15:
+            del changed[name]
+        else:
+            changed[name] = damaged_value(rng, value[name])
+        return changed
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        index = rng.randrange(len(value))
+        return [*value[:index], damaged_value(rng, value[index]), *value[index + 1 :]]
+    return rng.choice(VALUES)
+
+
+def damage_a_file(rng: random.Random, folder: Path) -> Path:
+    """Damage, remove or replace one file below a folder by what is no file; returns its path."""
+    path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    content = path.read_bytes()
+    match rng.randrange(10):
+        case 0:
+            path.unlink()
+        case 1:
+            path.unlink()
+            rng.choice([os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])(path)
+        case 2:
+            path.unlink()
+            path.symlink_to(rng.choice(["nowhere", ".", path.name, "/etc/passwd"]))
+        case _:
+            path.write_bytes(damaged_bytes(rng, content))
+    return path

@@ -1,0 +1,276 @@
+"""Damaged input of every kind, in seeded cases: success or a refusal in our own words, in time, within its folder.
+
+FUZZ_CASES is how many of each kind, FUZZ_SEED the first one's seed.
+"""
+
+import csv
+import io
+import json
+import random
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import yaml
+
+from fsdp_qlora import distributed
+from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.resume import StartRequest
+from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.options import TrainConfig, option_types, resolved_yaml
+from fsdp_qlora.data.files import FILE_KINDS
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
+from fsdp_qlora.planning.plan import make_plan
+from fsdp_qlora.quant_cache.entries import CachedWeights
+from fsdp_qlora.run import open_weights
+from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz
+from tests.tiny import flags, make_rows, train_ok, write_rows
+
+ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+Models = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def plan(*argv: str) -> Any:
+    """What a run does before it loads its weights."""
+    config = parse_train_config([*argv, "--dry_run", "true"])
+    return make_plan(config, ALONE, None)
+
+
+# --- data ---
+
+
+def as_text(rng: random.Random, kind: str) -> bytes:
+    rows = make_rows(rng.choice([1, 3, 40]), seed=rng.randrange(99))
+    if rng.random() < 0.5:
+        rows = damaged_value(rng, rows)
+    if kind == ".jsonl" and isinstance(rows, list):
+        return "\n".join(map(json.dumps, rows)).encode()
+    if kind in (".json", ".jsonl") or not isinstance(rows, list):
+        return json.dumps(rows).encode()
+    stream = io.StringIO()
+    csv.writer(stream).writerows([["instruction", "input", "output"], *[[str(row)] * 3 for row in rows]])
+    return stream.getvalue().encode(errors="surrogatepass")
+
+
+def as_parquet(rng: random.Random) -> bytes:
+    table = pyarrow.Table.from_pylist(make_rows(rng.choice([1, 40, 3000]), seed=rng.randrange(99)))
+    table = table.append_column("more", pyarrow.array([rng.randrange(2**62)] * len(table), pyarrow.timestamp("us")))
+    stream = io.BytesIO()
+    compression = rng.choice(["snappy", "none", "gzip", "zstd"])
+    pyarrow.parquet.write_table(table, stream, compression=compression, row_group_size=1000)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", FILE_KINDS)
+def test_data_files(kind: str, models: Models, tmp_path: Path) -> None:
+    model = str(models())
+
+    def case(rng: random.Random, place: Path) -> None:
+        content = as_parquet(rng) if kind == ".parquet" else as_text(rng, kind)
+        (place / f"rows{kind}").write_bytes(damaged_bytes(rng, content))
+        plan("--model_name", model, "--dataset", rng.choice([str(place), f"rows{kind}"]), "--max_bad_rows", "0.5")
+
+    fuzz(case, tmp_path)
+
+
+# --- models ---
+
+
+def test_configs_of_models(models: Models, tmp_path: Path) -> None:
+    def case(rng: random.Random, place: Path) -> None:
+        shutil.copytree(models(), place / "model")
+        path = place / "model" / rng.choice(["config.json", "config.json", "tokenizer_config.json"])
+        path.write_text(json.dumps(damaged_value(rng, json.loads(path.read_text()))))
+        open_weights(plan("--model_name", "model", "--dataset", "alpaca_demo").model)
+
+    fuzz(case, tmp_path)
+
+
+def test_files_of_models(models: Models, tmp_path: Path) -> None:
+    def case(rng: random.Random, place: Path) -> None:
+        shutil.copytree(models(), place / "model")
+        damage_a_file(rng, place / "model")
+        weights = open_weights(plan("--model_name", "model", "--dataset", "alpaca_demo").model)
+        weights.read_whole("model.norm.weight")
+
+    fuzz(case, tmp_path)
+
+
+def test_headers_of_weight_files(models: Models, tmp_path: Path) -> None:
+    whole = (models() / "model.safetensors").read_bytes()
+    size = int.from_bytes(whole[:8], "little")
+
+    def case(rng: random.Random, place: Path) -> None:
+        header = json.dumps(damaged_value(rng, json.loads(whole[8 : 8 + size])))
+        text = header.encode() if rng.random() < 0.7 else damaged_bytes(rng, whole[8 : 8 + size])
+        (place / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + size :])
+        files = open_weight_files(place, None)
+        for name in files.files:
+            files.read_flat(name, 0, files.shape(name).numel())
+
+    fuzz(case, tmp_path)
+
+
+# --- runs ---
+
+
+@pytest.fixture(scope="module")
+def finished(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of four steps and its checkpoints, and the cache of its quantized weights."""
+    folder = tmp_path_factory.mktemp("finished")
+    rows = write_rows(folder / "rows.jsonl", make_rows(8))
+    common = {
+        "model_name": models(),
+        "dataset": rows,
+        "batch_size": 2,
+        "save_steps": 2,
+        "quant_cache": folder / "cache",
+    }
+    train_ok(1, folder / "run", **common)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    distributed.start_process_group(ALONE)
+    yield
+    distributed.stop_process_group()
+
+
+def test_run_folders(finished: Path, group: None, tmp_path: Path) -> None:
+    about = json.loads((finished / "run" / "run.json").read_text())
+    identity = {name: value for name, value in about.items() if name not in ("run_id", "started_from")}
+
+    def case(rng: random.Random, place: Path) -> None:
+        shutil.copytree(finished / "run", place / "run")
+        status = json.loads((place / "run" / "status.json").read_text())
+        (place / "run" / "status.json").write_text(json.dumps(status | {"state": rng.choice(["finished", "running"])}))
+        if rng.random() < 0.5:
+            path = place / "run" / rng.choice(["run.json", "status.json"])
+            path.write_text(json.dumps(damaged_value(rng, json.loads(path.read_text()))))
+        else:
+            damage_a_file(rng, place / "run")
+        request = StartRequest(options=about["options"], resume=rng.choice(["auto", "auto", "off", "run"]))
+        with RunFolder(place / "run", ALONE, request).claimed() as folder:
+            folder.choose_start(identity)
+
+    fuzz(case, tmp_path)
+
+
+def test_checkpoints(finished: Path, tmp_path: Path) -> None:
+    newest = sorted((finished / "run" / "checkpoints").glob("step_*"))[-1]
+
+    def case(rng: random.Random, place: Path) -> None:
+        shutil.copytree(newest, place / newest.name)
+        damage_a_file(rng, place / newest.name)
+        checkpoint.verify(place / newest.name)
+
+    fuzz(case, tmp_path)
+
+
+def test_caches_of_quantized_weights(finished: Path, models: Models, tmp_path: Path) -> None:
+    [entry] = (path.parent for path in (finished / "cache").glob("*/checksums.json"))
+    original = WeightFiles(models())
+
+    def case(rng: random.Random, place: Path) -> None:
+        shutil.copytree(entry, place / entry.name)
+        damage_a_file(rng, place / entry.name)
+        cached = CachedWeights(place / entry.name, original)
+        for name in cached.files:
+            cached.read_flat(name, 0, cached.shape(name).numel())
+
+    fuzz(case, tmp_path)
+
+
+def test_caches_of_tokenized_rows(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--model_name", str(models()), "--dataset", "alpaca_demo", "--dataset_samples", "8"]
+    expected = plan(*argv).data.train.digest
+
+    def case(rng: random.Random, place: Path) -> None:
+        shutil.copytree(tmp_path / "cache", place / "cache")
+        monkeypatch.setenv("FSDP_QLORA_CACHE", str(place / "cache"))
+        damage_a_file(rng, place / "cache")
+        assert plan(*argv).data.train.digest == expected
+
+    fuzz(case, tmp_path / "cases")
+
+
+# --- options ---
+
+
+def test_yaml_files(tmp_path: Path) -> None:
+    text = resolved_yaml(TrainConfig())
+
+    def case(rng: random.Random, place: Path) -> None:
+        if rng.random() < 0.5:
+            content = damaged_bytes(rng, text.encode())
+        else:
+            content = yaml.safe_dump(damaged_value(rng, yaml.safe_load(text))).encode(errors="surrogatepass")
+        (place / "run.yaml").write_bytes(content)
+        parse_train_config(["--config", "run.yaml"])
+
+    fuzz(case, tmp_path, cases=2 * CASES)
+
+
+def test_flags(tmp_path: Path) -> None:
+    names = [*option_types(), "nothing", "config", "", "lr="]
+
+    def case(rng: random.Random, place: Path) -> None:
+        given = {rng.choice(names): rng.choice([*VALUES, 3, 0.5, "true", "a,b", "=", "a=1", "("]) for _ in range(3)}
+        parse_train_config(flags(**{name: value for name, value in given.items() if name != "help"}))
+
+    fuzz(case, tmp_path, cases=10 * CASES)
+
+
+PATHS = [
+    "nowhere", "/dev/zero", "/dev/stdin", "pipe", "file", "file/x", "loop", "/proc/self/mem", ".", "..", "", " ",
+    "~nobody/x", "x" * 300, "x/" * 3000, "a\0b", "a\udcffb", "a\nb", "\x1b[2J", "owner/name", "a/b/c", "https://x.y/z",
+    "-x", "$HOME", "/", "/proc", "/sys/x", "empty", "empty/../empty",
+]  # fmt: skip
+
+
+def test_paths(models: Models, tmp_path: Path) -> None:
+    import os
+
+    def case(rng: random.Random, place: Path) -> None:
+        os.mkfifo(place / "pipe")
+        (place / "file").write_text("x")
+        (place / "loop").symlink_to("loop")
+        (place / "empty").mkdir()
+        good = {"model_name": models(), "dataset": "alpaca_demo", "output_dir": "out", "dataset_samples": 8}
+        options = [
+            "model_name",
+            "dataset",
+            "output_dir",
+            "eval_dataset",
+            "profiling_output",
+            "config",
+            "llama_pro_path",
+        ]
+        bad: dict[str, object] = {rng.choice(options): rng.choice(PATHS) for _ in range(rng.choice([1, 1, 2]))}
+        bad |= {"profile": True} if "profiling_output" in bad else {}
+        bad |= {"train_type": "bnb_llama_pro"} if "llama_pro_path" in bad else {}
+        argv = flags(**(good | bad))
+        config = parse_train_config(argv)
+        with RunFolder(Path(config.output_dir), ALONE, StartRequest(options={})).claimed():
+            plan(*argv)
+
+    fuzz(case, tmp_path, cases=2 * CASES)
