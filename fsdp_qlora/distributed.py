@@ -159,11 +159,14 @@ def _listen_on_loopback(address: str, port: int) -> int | None:
         return None  # torch says what is wrong with the address or the port
 
 
-def start_process_group(ranks: Ranks, store: dist.Store | None = None, *, timeout_minutes: float = 30.0) -> dist.Store:
+def start_process_group(
+    ranks: Ranks, store: dist.Store | None = None, *, timeout_minutes: float = 30.0, backend: str = ""
+) -> dist.Store:
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 
     Args:
         store: of `connect`, which is called where there is none yet. From now on it belongs to the group.
+        backend: instead of these, for tests: gloo lets several ranks share a GPU, fake is a group of one rank.
     Returns:
         The store through a connection of its own: for a thread beside the training.
     """
@@ -174,7 +177,7 @@ def start_process_group(ranks: Ranks, store: dist.Store | None = None, *, timeou
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     store = store or connect(ranks, timeout_minutes=timeout_minutes)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo",
+        backend or ("cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"),
         timeout=datetime.timedelta(minutes=timeout_minutes),
         store=store,
         rank=ranks.rank,
