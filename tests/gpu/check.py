@@ -1,0 +1,29 @@
+"""What is asserted about values. On the stand-in for CUDA, whose kernels compute nothing, it is computed and not held."""
+
+import os
+
+import torch
+
+IS_STAND_IN = os.environ.get("FSDP_QLORA_GPU_TESTS") == "stand-in"
+
+
+def holds(condition: bool, message: object = "") -> None:
+    """Assert what depends on values or speed: the one place that the stand-in leaves out."""
+    assert condition or IS_STAND_IN, message
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, *, tolerance: float = 0.0) -> None:
+    """Assert that a tensor of the GPU is that of the CPU: bit for bit, or to a relative error of its norm."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    found = found.cpu()
+    if tolerance == 0.0:
+        differ = int((found != expected).sum())
+        holds(differ == 0, f"{differ} of {expected.numel()} values differ")
+        return
+    error = relative_error(found, expected)
+    holds(error <= tolerance, f"relative error {error:.2e}, allowed {tolerance:.0e}")
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    wanted = expected.double()
+    return ((found.cpu().double() - wanted).norm() / wanted.norm()).item()

@@ -1,0 +1,103 @@
+"""Runs of train.py in processes of their own, all on the first card."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.tiny import ROOT, _free_port
+
+
+class Started:
+    """Ranks of one program, all on the first card, their output in files."""
+
+    def __init__(self, arguments: Sequence[object], folder: Path, *, ranks: int = 1) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+        port = _free_port()
+        self.processes = [self._start(arguments, folder, rank, ranks, port) for rank in range(ranks)]
+
+    def _start(
+        self, arguments: Sequence[object], folder: Path, rank: int, ranks: int, port: int
+    ) -> "subprocess.Popen[bytes]":
+        own: dict[str, object] = {"PHANTOM_DIR": folder, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": 1}
+        own |= {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+        if ranks > 1:
+            own |= {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+            own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        with open(self.logs[rank], "w") as output:
+            return subprocess.Popen(
+                [sys.executable, *map(str, arguments)],
+                env=environment,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self.processes[rank].pid, number)
+
+    def wait(self, seconds: float = 120) -> list[int]:
+        """Exit statuses of all ranks, which end by themselves within that time; else all are killed."""
+        end = time.monotonic() + seconds
+        try:
+            return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise AssertionError(f"still running after {seconds} s:\n{self.output()[-4000:]}") from None
+
+    def end(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def output(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+
+@contextlib.contextmanager
+def started(arguments: Sequence[object], folder: Path, *, ranks: int = 1) -> Iterator[Started]:
+    """Start a program; none of its processes outlives the block."""
+    program = Started(arguments, folder, ranks=ranks)
+    try:
+        yield program
+    finally:
+        program.end()
+
+
+def run(arguments: Sequence[object], folder: Path, *, ranks: int = 1, seconds: float = 240) -> str:
+    """Run a program that must succeed; returns its output."""
+    with started(arguments, folder, ranks=ranks) as program:
+        statuses = program.wait(seconds)
+        assert statuses == [0] * ranks, program.output()[-6000:]
+        return program.output()
+
+
+def last_line(output: str) -> dict[str, Any]:
+    """The JSON object that a program prints last."""
+    found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
+    return found
+
+
+def steps_done(output_dir: Path) -> int:
+    metrics = output_dir / "metrics.jsonl"
+    return metrics.read_text().count('"loss"') if metrics.exists() else 0
+
+
+def wait_for_step(program: Started, output_dir: Path, step: int, seconds: float = 120) -> None:
+    """Wait until a run has done its first `step` steps."""
+    end = time.monotonic() + seconds
+    while steps_done(output_dir) < step:
+        assert all(process.poll() is None for process in program.processes), program.output()[-6000:]
+        assert time.monotonic() < end, f"step {step} was not reached:\n{program.output()[-4000:]}"
+        time.sleep(0.02)

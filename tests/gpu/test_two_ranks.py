@@ -1,0 +1,76 @@
+"""Two ranks on one card, which gloo connects: the losses of one rank, and the end of a rank."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from tests.gpu.cases import COMMON, read_reference
+from tests.gpu.check import holds
+from tests.gpu.runs import run, started, wait_for_step
+from tests.tiny import flags, read_metrics
+
+PROGRAM = ["-m", "tests.gpu.programs.train", "--backend", "gloo"]
+SECONDS = 40  # in which all ranks must end once one has
+
+
+@pytest.mark.parametrize("how", ["full_shard", "shard_grad_op", "ddp", "offloaded", "experts", "bf16"])
+def test_two_ranks_have_the_losses_of_one(how, inputs, tmp_path):
+    # The same rows a step: two ranks of two rows for one rank of two micro-batches.
+    own = {"offloaded": {"use_cpu_offload": True}, "bf16": {"precision": "bf16"}}
+    options = own.get(how, {"sharding_strategy": how} if how != "experts" else {"model": "moe"})
+    base = inputs(options.pop("model", "llama"))
+    same_as = "qlora, experts" if how == "experts" else "qlora"
+    if how == "experts":
+        options["lora_target_parameters"] = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
+    arguments = flags(
+        **{**base, **COMMON, "gradient_accumulation_steps": 1, "train_type": "qlora", **options},
+        output_dir=tmp_path / "out",
+    )
+    output = run([*PROGRAM, "--", *arguments], tmp_path / "logs", ranks=2)
+    losses, expected = read_metrics(tmp_path / "out"), read_reference()["losses"][same_as]
+    assert len(losses) == len(expected), output[-3000:]
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+    holds(losses == pytest.approx(expected, rel=2e-2 if how == "bf16" else 1e-4), f"{losses}, one rank: {expected}")
+
+
+@pytest.fixture
+def endless(inputs, tmp_path):
+    """Options of a run that goes on until somebody ends it."""
+    options = {**inputs(), **COMMON, "train_type": "qlora", "output_dir": tmp_path / "out"}
+    return flags(**{**options, "max_steps": 100000, "num_epochs": 100000, "gradient_accumulation_steps": 1})
+
+
+def test_a_killed_rank_is_named_by_the_other_which_ends(endless, tmp_path):
+    with started([*PROGRAM, "--", *endless], tmp_path / "logs", ranks=2) as program:
+        wait_for_step(program, tmp_path / "out", 2)
+        program.kill(1)
+        assert program.wait(SECONDS) == [1, -signal.SIGKILL], program.output()[-4000:]
+        assert "The connection to another rank was lost" in program.output()
+
+
+def test_sigterm_in_a_step_ends_both_ranks_with_a_checkpoint(endless, tmp_path):
+    with started([*PROGRAM, "--", *endless], tmp_path / "logs", ranks=2) as program:
+        wait_for_step(program, tmp_path / "out", 2)
+        program.kill(0, signal.SIGTERM)
+        assert program.wait(SECONDS) == [75, 75], program.output()[-4000:]
+    status = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert list((tmp_path / "out" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks(ranks, inputs, tmp_path):
+    options = {**inputs(), **COMMON, "train_type": "qlora", "output_dir": tmp_path / "out"}
+    # The weights take 1 MiB, the activations of 64 rows more than what is left.
+    arguments = flags(**{**options, "batch_size": 8, "use_gradient_checkpointing": False})
+    began = time.monotonic()
+    program = [*PROGRAM, "--memory_mib", 24, "--", *arguments]
+    with started(program, tmp_path / "logs", ranks=ranks) as start:
+        statuses, output = start.wait(2 * SECONDS), start.output()
+    assert all(status == 1 for status in statuses), (statuses, output[-4000:])
+    assert "ran out of GPU memory" in output, output[-4000:]
+    assert "What helps: a smaller --batch_size" in output
+    assert time.monotonic() - began < 2 * SECONDS
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
