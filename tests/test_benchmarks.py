@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import common, dora, gpu, overhead
+from benchmarks import common, dora, gpu, gpu_steps, overhead
 
 
 def _run(main: Any, *argv: str, output: Path) -> tuple[int, dict[str, Any]]:
@@ -36,16 +36,46 @@ def test_dora_benchmark_measures_time_and_memory_of_all_four_layers(tmp_path: Pa
     assert result["extra_peak_bytes"] < 2 * 64 * 512 * 4 < result["decoded_weight_bytes"]
 
 
-def test_gpu_benchmark_trains_random_weights_with_the_base_in_place_and_offloaded(tmp_path: Path) -> None:
-    status, result = _run(gpu.main, "--tiny", "--steps", "3", "--precision", "bf16", output=tmp_path / "out.json")
+def test_gpu_benchmark_measures_every_way_of_saving_memory_and_its_losses_fall(tmp_path: Path) -> None:
+    chosen = ["box", "copies", "8b, resident", "8b, offloaded", "8b, no recompute"]
+    argv = ["--tiny", "--precision", "bf16", "--parts", *chosen]
+    status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
     assert status == 0, result
-    in_place, offloaded = [case for case in result["cases"] if case["attention"] == "sdpa"]
-    assert offloaded["losses"] == pytest.approx(in_place["losses"], rel=1e-3)
-    assert {"codes", "statistics", "frozen", "trainable"} < set(in_place["account_bytes"])
+    parts = result["parts"]
+    assert list(parts) == chosen
+    assert set(parts["box"]["sdpa_kernels"].values()) <= {"MATH", "FLASH_ATTENTION"}
+    assert all(row["milliseconds"] > 0 for row in parts["copies"]["decoding"].values())
+    resident, offloaded, kept = (parts[name] for name in chosen[2:])
+    for batch in ("2 x 64", "1 x 128"):
+        expected = pytest.approx(resident["batches"][batch]["losses"], rel=1e-3)
+        assert offloaded["batches"][batch]["losses"] == kept["batches"][batch]["losses"] == expected
+    assert {"codes", "statistics", "frozen", "trainable"} < set(resident["account_bytes"])
     assert set(offloaded["account_bytes"]) == {"trainable", "optimizer state"}
     # The account's estimate of the optimizer's state, against the state itself (and its step counters).
-    assert in_place["optimizer_state_bytes"] == pytest.approx(in_place["account_bytes"]["optimizer state"], rel=0.01)
-    assert list(in_place["memory_bytes"]) == ["before", "planned", "loaded and verified", "first steps", "steps"]
+    assert resident["optimizer_state_bytes"] == pytest.approx(resident["account_bytes"]["optimizer state"], rel=0.01)
+    assert list(resident["memory_bytes"]) == ["before", "planned", "loaded and verified", "2 x 64", "1 x 128"]
+    assert len(resident["trace"]) == 10
+
+
+def test_gpu_benchmark_trains_one_of_two_ranks_whose_gathered_weights_are_whole(tmp_path: Path) -> None:
+    argv = ["--tiny", "--precision", "bf16", "--layers", "1", "--parts", "70b, one of two ranks"]
+    status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
+    assert status == 0, result
+    assert result["parts"]["70b, one of two ranks"]["blocks"]["loss_falls"]
+
+
+def test_gpu_benchmark_does_the_same_work_as_its_peers(tmp_path: Path) -> None:
+    argv = ["--tiny", "--precision", "fp32", "--layers", "1", "--parts", "peers"]
+    status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
+    peers = result["parts"]["peers"]["peers"]
+    assert status == 0 and peers["PEFT + bitsandbytes"]["same_work"], result
+    assert peers["PEFT + bitsandbytes"]["first_grad_norm"] == pytest.approx(peers["ours"]["first_grad_norm"], rel=1e-4)
+
+
+def test_gpu_benchmark_ends_a_part_that_takes_too_long_and_goes_on() -> None:
+    result = gpu.run_apart("box", ["--tiny"], seconds=0.2)
+    assert result["error"] == "not done after 0 s"
+    assert result["part_seconds"] < 60
 
 
 def test_gpu_benchmark_says_so_where_there_is_no_gpu(
@@ -59,12 +89,12 @@ def test_gpu_benchmark_says_so_where_there_is_no_gpu(
 def test_random_weights_are_the_same_however_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "_CHUNK", 1000)
     name = "model.layers.0.mlp.up_proj.weight"
-    source = common.RandomWeights(LlamaConfig(**gpu.SHAPES["tiny"]), torch.float32, torch.device("cpu"))
-    whole = source.read_rows(name, 0, 256)
+    source = common.RandomWeights(LlamaConfig(**gpu_steps.SHAPES["tiny"]), torch.float32, torch.device("cpu"))
+    whole = source.read_rows(name, 0, 512)
     assert whole.shape == source.shape(name) and whole.std().item() == pytest.approx(0.02, rel=0.02)
     assert torch.equal(source.read_rows(name, 3, 77), whole[3:77])
     assert torch.equal(source.read_flat(name, 999, 2001), whole.view(-1)[999:2001])
-    assert not torch.equal(whole, source.read_rows(name.replace("up", "gate"), 0, 256))
+    assert not torch.equal(whole, source.read_rows(name.replace("up", "gate"), 0, 512))
 
 
 @pytest.mark.parametrize(
@@ -72,13 +102,13 @@ def test_random_weights_are_the_same_however_they_are_read(monkeypatch: pytest.M
     [("NVIDIA GeForce RTX 3090", 71.0), ("NVIDIA L40S", 362.0), ("NVIDIA A100-SXM4-80GB", 312.0), ("RTX A1000", None)],
 )
 def test_the_peak_is_that_of_the_longest_name_that_fits(name: str, peak: float | None) -> None:
-    assert gpu.peak_tflops(name) == peak
+    assert gpu_steps.peak_tflops(name) == peak
 
 
 def test_flops_of_a_7b_step_are_those_counted_by_hand() -> None:
-    config = LlamaConfig(**gpu.SHAPES["7b"])
+    config = LlamaConfig(**gpu_steps.SHAPES["7b"])
     linear = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
-    total, recomputed = gpu.flops_per_step(
+    total, recomputed = gpu_steps.flops_per_step(
         config, linear_weights=linear, lora_weights=0, num_rows=1, length=1000, num_targets=1000
     )
     attention = 32 * 32 * 2 * (1000 * 1000 / 2 * 128 * 2)  # layers, heads, products, a multiply-add per pair and dim

@@ -1,0 +1,337 @@
+"""Steps of a llama without a checkpoint on one GPU: shapes, FLOPs, memory by phase, and one measured run.
+
+The weights are random, made on the GPU tensor by tensor and loaded by the package's own loader; the batches are
+random tokens, the same in every step, so that the loss must fall.
+
+FLOPs of a step, for MFU (dequantization and elementwise work are not counted):
+  6 per frozen linear weight and token: 2 forward, 2 recomputed, 2 for the gradient of the input;
+  8 per LoRA weight and token: these, and 2 for its own gradient;
+  (as if a block were recomputed to its end: PyTorch stops after the last tensor that the backward pass needs)
+  4 per weight of the head and target: its forward is not recomputed;
+  causal attention: 2 * length^2 * heads * head_dim per layer and row forward (QK^T and AV, half of each masked),
+  once more recomputed, twice for the gradients: 8 in all.
+`mfu` counts what is recomputed as well; `mfu_without_recompute` (PaLM's definition) leaves it out.
+"""
+
+import math
+import re
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
+
+from benchmarks.common import RandomWeights, Run, build_run
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.sharding.byte_account import Tensors
+
+GIB = 2**30
+Attention = Literal["sdpa", "flash_attention_2"]
+
+# Dense bf16 TFLOP/s with fp32 accumulation, without sparsity, from the makers' data sheets; of forms with and
+# without a suffix the longest that fits the GPU's name counts. Power limits and laptop parts are below it.
+PEAK_TFLOPS = {
+    "RTX 3090": 71.0,
+    "RTX 3090 Ti": 80.0,
+    "RTX 4090": 165.2,
+    "RTX 5090": 209.5,
+    "RTX A5000": 111.1,
+    "RTX A6000": 154.8,
+    "RTX 6000 Ada": 364.2,
+    "A10": 125.0,
+    "A10G": 70.0,
+    "A40": 149.7,
+    "A100": 312.0,
+    "L4": 121.0,
+    "L40": 181.0,
+    "L40S": 362.0,
+    "H100": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H200": 989.4,
+    "H200 NVL": 835.0,
+    "GH200": 989.4,
+    "B200": 2250.0,
+}
+
+
+def _llama(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+# Llama 2 7B, Llama 3 8B and Llama 2 70B.
+SHAPES: dict[str, dict[str, int]] = {
+    "7b": _llama(32000, 4096, 11008, 32, 32, 32),
+    "8b": _llama(128256, 4096, 14336, 32, 32, 8),
+    "70b": _llama(32000, 8192, 28672, 80, 64, 8),
+    "tiny": _llama(512, 256, 512, 2, 4, 2),
+}
+
+
+class Batch(NamedTuple):
+    """Rows of one length."""
+
+    rows: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.length}"
+
+
+BATCHES = (Batch(2, 2048), Batch(1, 8192))
+TINY_BATCHES = (Batch(2, 64), Batch(1, 128))
+SHORT = Batch(1, 128)  # so little work that the host's is what takes time
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What to run. mode: a key of MODES. layers: decoder blocks, 0 for the shape's own. seconds: of measured steps."""
+
+    shape: str
+    batches: tuple[Batch, ...]
+    mode: str = "resident"
+    layers: int = 0
+    steps: int = 5
+    warmup_steps: int = 2
+    seconds: float = 8.0
+    precision: str = "bf16"
+    attention: Attention = "sdpa"
+    lora_rank: int = 16
+    trace: bool = False
+
+
+MODES: dict[str, dict[str, bool]] = {
+    "resident": {},
+    "offloaded": {"use_cpu_offload": True},
+    "no recompute": {"use_gradient_checkpointing": False},
+}
+
+
+def make_config(work: Steps) -> LlamaConfig:
+    shape = SHAPES[work.shape] | ({"num_hidden_layers": work.layers} if work.layers else {})
+    longest = max(batch.length for batch in work.batches)
+    return LlamaConfig(**shape, max_position_embeddings=longest, tie_word_embeddings=False)
+
+
+def make_options(work: Steps) -> TrainConfig:
+    return TrainConfig(
+        precision=work.precision,  # type: ignore[arg-type]
+        attn_implementation=work.attention,
+        batch_size=max(batch.rows for batch in work.batches),
+        lora_rank=work.lora_rank,
+        lora_alpha=2 * work.lora_rank,
+        lr=5e-4,
+        lr_scheduler="constant",
+        wd=0.0,
+        quant_cache="off",
+        seed=0,
+        **MODES[work.mode],  # type: ignore[arg-type]
+    )
+
+
+def make_rows(batches: tuple[Batch, ...], vocab_size: int) -> tuple[TokenizedRows, list[np.ndarray]]:
+    """Random tokens, all of them targets; and which rows are of which batch."""
+    lengths = [batch.length for batch in batches for _ in range(batch.rows)]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    ids = np.random.default_rng(0).integers(vocab_size, size=int(offsets[-1]), dtype=np.int32)
+    rows = TokenizedRows(ids, np.ones(len(ids), dtype=bool), offsets, np.arange(1, len(lengths) + 1))
+    ends = np.cumsum([batch.rows for batch in batches])
+    return rows, [np.arange(end - batch.rows, end) for batch, end in zip(batches, ends, strict=True)]
+
+
+def peak_tflops(gpu: str) -> float | None:
+    """The GPU's peak, or None if it is not in the table."""
+    fitting = [name for name in PEAK_TFLOPS if re.search(rf"\b{re.escape(name)}\b", gpu)]
+    return PEAK_TFLOPS[max(fitting, key=len)] if fitting else None
+
+
+def flops_per_step(
+    config: LlamaConfig, *, linear_weights: int, lora_weights: int, num_rows: int, length: int, num_targets: int
+) -> tuple[float, float]:
+    """(all FLOPs of a step, those that are recomputed): the formula at the top of this file."""
+    tokens = num_rows * length
+    head_dim = config.head_dim or config.hidden_size // config.num_attention_heads
+    attention = 2 * length**2 * config.num_attention_heads * head_dim * config.num_hidden_layers * num_rows
+    recomputed = 2 * (linear_weights + lora_weights) * tokens + attention
+    head = 4 * config.vocab_size * config.hidden_size * num_targets
+    total = (6 * linear_weights + 8 * lora_weights) * tokens + head + 4 * attention
+    return float(total), float(recomputed)
+
+
+class MemoryMeter:
+    """Memory now and at its peak since the last phase: of the GPU's allocator, or resident on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.phases: dict[str, dict[str, float]] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def record(self, phase: str) -> None:
+        synchronize(self.device)
+        if self.device.type == "cuda":
+            self.phases[phase] = {
+                "allocated": torch.cuda.memory_allocated(self.device),
+                "peak_allocated": torch.cuda.max_memory_allocated(self.device),
+                "peak_reserved": torch.cuda.max_memory_reserved(self.device),
+            }
+        else:  # kilobytes on Linux; a peak of the whole process, which cannot be reset
+            self.phases[phase] = {"peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        self._reset()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def expected_bytes(account: dict[str, Tensors], *, offload: bool) -> dict[str, float]:
+    """What must lie on the device between steps, by category. Offload leaves only the adapters there."""
+    here = {name: tensors.largest_shard for name, tensors in account.items() if name == "trainable" or not offload}
+    return {**here, "optimizer state": account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"]}
+
+
+Files = Callable[[LlamaConfig, torch.dtype, torch.device], RandomWeights]
+
+
+def measure(
+    work: Steps, ranks: Ranks, *, make_files: Files = RandomWeights, prepare: Callable[[Run], None] = lambda run: None
+) -> dict[str, Any]:
+    """Build, load and train one model on each batch in turn.
+
+    Args:
+        prepare: called with the run before its first step.
+    """
+    meter = MemoryMeter(ranks.device)
+    meter.record("before")
+    started = time.perf_counter()
+    config = make_config(work)
+    batches = tuple(batch._replace(rows=batch.rows * ranks.world_size) for batch in (*work.batches, SHORT))
+    data, rows = make_rows(batches, config.vocab_size)
+    files = make_files(config, PRECISIONS[work.precision].frozen_dtype, ranks.device)
+    run = build_run(make_options(work), config, files, data, ranks, on_phase=meter.record)
+    prepare(run)
+    build_seconds = time.perf_counter() - started
+    train = Timed(run, ranks.device, work)
+    results = {
+        str(batch): _measure_batch(train, config, batch, numbers, meter)
+        for batch, numbers in zip(work.batches, rows, strict=False)
+    }
+    host = train.steps(rows[-1])
+    return {
+        **{name: getattr(work, name) for name in ("shape", "mode", "precision", "lora_rank")},
+        "layers": config.num_hidden_layers,
+        "attention": run.attention,
+        "build_seconds": build_seconds,
+        "batches": results,
+        "loss_falls": all(result.get("loss_falls", "out_of_memory" in result) for result in results.values()),
+        "host_seconds_per_step": statistics.median(host["step_seconds"]),
+        "parameters": run.counts,
+        "account_bytes": expected_bytes(run.account, offload=work.mode == "offloaded"),
+        "optimizer_state_bytes": run.trainer.optimizer.state_bytes(),
+        "memory_bytes": meter.phases,
+        **({"trace": trace_step(train, rows[0])} if work.trace else {}),
+    }
+
+
+def _measure_batch(
+    train: "Timed", config: LlamaConfig, batch: Batch, rows: np.ndarray, meter: MemoryMeter
+) -> dict[str, Any]:
+    """Losses and speed on one batch; that a card is too small for it is a result too."""
+    try:
+        measured = train.steps(rows)
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).splitlines()[0]}
+    meter.record(str(batch))
+    return {**measured, **speed(train.run, config, batch, measured["step_seconds"], train.device)}
+
+
+@dataclass
+class Timed:
+    """A trainer's steps, one after another, each with its seconds."""
+
+    run: Run
+    device: torch.device
+    work: Steps
+    step: int = field(default=0)
+
+    def one(self, rows: np.ndarray) -> tuple[dict[str, Any], float]:
+        """A step's record, and its seconds."""
+        synchronize(self.device)
+        started = time.perf_counter()
+        record = self.run.trainer.train_step(self.step, rows)
+        synchronize(self.device)
+        self.step += 1
+        return record, time.perf_counter() - started
+
+    def steps(self, rows: np.ndarray) -> dict[str, Any]:
+        """The losses of all steps on these rows, the first gradient norm, the seconds of the measured ones."""
+        losses: list[float] = []
+        norms: list[float] = []
+        seconds: list[float] = []
+        for step in range(self.work.warmup_steps + self.work.steps):
+            record, took = self.one(rows)
+            losses.append(record["loss"])
+            norms.append(record["grad_norm"])
+            if step >= self.work.warmup_steps:
+                seconds.append(took)
+            if sum(seconds) > self.work.seconds and len(seconds) > 1:
+                break
+        falls = all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+        return {"losses": losses, "grad_norms": norms, "step_seconds": seconds, "loss_falls": falls}
+
+
+def trace_step(train: Timed, rows: np.ndarray) -> list[dict[str, Any]]:
+    """One step under the profiler: the ten operations that took most time, on the GPU or else on the CPU."""
+    on_gpu = train.device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        train.one(rows)
+    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    events = sorted(profiler.key_averages(), key=lambda event: getattr(event, name), reverse=True)
+    return [
+        {"name": event.key[:100], "calls": event.count, "milliseconds": getattr(event, name) / 1e3}
+        for event in events[:10]
+    ]
+
+
+def speed(run: Run, config: LlamaConfig, batch: Batch, seconds: list[float], device: torch.device) -> dict[str, Any]:
+    """Tokens and FLOPs per second of the median step, and the share of the GPU's peak."""
+    total, recomputed = flops_per_step(
+        config,
+        linear_weights=run.counts["quantized"],
+        lora_weights=run.counts["trainable"],
+        num_rows=batch.rows,
+        length=batch.length,
+        num_targets=batch.rows * (batch.length - 1),
+    )
+    median = statistics.median(seconds)
+    peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return {
+        "median_step_seconds": median,
+        "tokens_per_second": batch.rows * batch.length / median,
+        "tflops_per_step": total / 1e12,
+        "tflops_per_second": total / median / 1e12,
+        "peak_tflops_per_second": peak,
+        "mfu": total / median / 1e12 / peak if peak else None,
+        "mfu_without_recompute": (total - recomputed) / median / 1e12 / peak if peak else None,
+    }

@@ -1,0 +1,86 @@
+"""One rank of several on one card: the other ranks are torch's fake process group, which sends nothing.
+
+What a rank gathers is then its own part once for every rank, and what it reduces its own part of the sum; memory and
+computation are those of a real rank, the time of the links is missing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PretrainedConfig
+
+from benchmarks.common import RandomWeights
+from fsdp_qlora import distributed
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.sharding.parallelize import fsdp_modules
+
+
+def rank_0_of(world_size: int) -> Ranks:
+    """Rank 0 of so many on this machine, on the first card."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return Ranks(rank=0, local_rank=0, world_size=world_size, local_world_size=world_size, device=device)
+
+
+def start_alone(ranks: Ranks) -> None:
+    """Start a process group in which nobody else is."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    distributed.start_process_group(ranks, dist.HashStore(), backend="fake")
+
+
+def limit_memory(memory_gib: float) -> None:
+    """Let this process have no more of the card than a smaller one has; 0 is all."""
+    if memory_gib and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory_gib * 2**30 / total), 0)
+
+
+class RepeatedWeights(RandomWeights):
+    """Random weights of which each rank has the same part, so that what this rank gathers is the whole tensor."""
+
+    def __init__(
+        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, world_size: int = 2
+    ) -> None:
+        self.world_size = world_size
+        super().__init__(config, dtype, device)
+
+    def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the row-major flattened tensor, on the device."""
+        period = self.shape(name).numel() // self.world_size
+        pieces = []
+        while start < stop:
+            first = start % period
+            count = min(stop - start, period - first)
+            pieces.append(super().read_flat(name, first, first + count))
+            start += count
+        return torch.cat(pieces)
+
+
+class _OwnPart:
+    """FSDP2's reduce-scatter without other ranks: the fake group would leave its output as it is, at random."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(input_tensor.view(-1)[: output_tensor.numel()].view_as(output_tensor))
+
+
+def keep_own_part(model: nn.Module) -> None:
+    """Reduce gradients without other ranks."""
+    for module in fsdp_modules(model):
+        assert isinstance(module, FSDPModule)
+        module.set_custom_reduce_scatter(_OwnPart())  # type: ignore[arg-type]
