@@ -1,4 +1,4 @@
-"""What is asserted about values. On the stand-in for CUDA, whose kernels compute nothing, it is computed and not held."""
+"""What is asserted about values: on the stand-in for CUDA, whose kernels compute nothing, it is not held."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Writes reference.json, the losses that a GPU must have, on a CPU: CUDA_VISIBLE_DEVICES= python -m tests.gpu.make_reference
+"""Writes reference.json, the losses that a GPU must have: CUDA_VISIBLE_DEVICES= python -m tests.gpu.make_reference
 
 Cases that must have the losses of another one are left out. NAMES as arguments renew these only.
 """

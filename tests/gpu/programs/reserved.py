@@ -1,0 +1,91 @@
+"""GPU memory of rank 0 of a run of a large model; the last line is {reserved, allocated, loaded: bytes}.
+
+The model has its full depth, and no values: nothing is read or quantized. The other ranks are torch's fake process
+group, which sends nothing; so FSDP2 takes what it would take beside them.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig
+
+from benchmarks.common import random_rows
+from benchmarks.gpu_steps import SHAPES
+from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_alone
+from fsdp_qlora import distributed
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.distributed import local_part
+from fsdp_qlora.load_model import build_trainer
+from fsdp_qlora.planning.plan import Plan, build_plan
+from fsdp_qlora.sharding.parallelize import checkpoint_activations, materialize, shard_model
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--layers", type=int, default=0, help="decoder blocks, if not the shape's own number")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--strategy", default="full_shard")
+    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--batch_size", type=int, default=2)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--memory_gib", type=float, default=24.0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    ranks = rank_0_of(args.ranks)
+    limit_memory(args.memory_gib)
+    start_alone(ranks)
+    options = TrainConfig(
+        precision="bf16",
+        attn_implementation="sdpa",
+        sharding_strategy=args.strategy,
+        use_cpu_offload=args.offload,
+        batch_size=args.batch_size,
+        quant_cache="off",
+    )
+    shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    config = LlamaConfig(**shape, max_position_embeddings=args.length, tie_word_embeddings=False)
+    tokenizer: Any = SimpleNamespace(eos_token_id=0)
+    plan = build_plan(options, ranks, Path("no weights"), config, tokenizer, world_size=ranks.world_size)
+    model = plan.meta.model
+    checkpoint_activations(model, offload=False)
+    mesh = distributed.build_mesh(ranks, sharding_strategy=args.strategy)
+    shard_model(model, mesh, sharding_strategy=args.strategy, precision=plan.precision, cpu_offload=args.offload)
+    materialize(model, ranks.device, cpu_offload=args.offload)
+    keep_own_part(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if (local := local_part(parameter)).is_cuda:
+                local.zero_()
+    rows = args.batch_size * ranks.world_size
+    data = random_rows(rows, args.length, config.vocab_size, masked=0, seed=0)
+    schedule = options.pick(Schedule, num_rows=rows, world_size=ranks.world_size, rows_per_step=None)
+    run_data = RunData(data, np.arange(rows), data, np.arange(0), sample="", rejected=[])
+    trainer = build_trainer(options, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
+    loaded = torch.cuda.memory_allocated()
+    for step in range(3):
+        trainer.train_step(step, np.arange(rows))
+    found = {
+        "reserved": torch.cuda.max_memory_reserved(),
+        "allocated": torch.cuda.max_memory_allocated(),
+        "loaded": loaded,
+    }
+    dist.destroy_process_group()
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

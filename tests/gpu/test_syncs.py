@@ -1,0 +1,23 @@
+"""The host waits for the GPU at listed places only: elsewhere it would stop preparing the kernels that follow."""
+
+import pytest
+
+from tests.gpu.runs import last_line, run
+
+# Per step: the losses are read; all ranks' numbers go to the GPU and come back.
+PER_STEP = {
+    "fsdp_qlora/training/trainer.py:_forward_backward": 1,
+    "fsdp_qlora/optimizers/sharded.py:squared_norm": 1,
+    "fsdp_qlora/distributed.py:gather_numbers": 2,
+}
+# transformers asks the device whether a mask is needed.
+PER_MICRO_BATCH = {"fsdp_qlora/training/loss.py:summed_loss": 1}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("offload", [[], ["--offload"]], ids=["resident", "offloaded"])
+def test_a_step_waits_for_the_gpu_at_listed_places_only(offload, micro_batches, tmp_path):
+    program = ["-m", "tests.gpu.programs.syncs", "--micro_batches", micro_batches, *offload]
+    found = last_line(run(program, tmp_path))
+    allowed = PER_STEP | {place: count * micro_batches for place, count in PER_MICRO_BATCH.items()}
+    assert {place: count for place, count in found.items() if count > allowed.get(place, 0)} == {}, found
