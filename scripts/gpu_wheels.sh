@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Collects in DIR, as wheels of 10 MB together, what scripts/gpu_check.sh installs on a GPU machine without an index:
+# for Linux x86-64 and Python 3.12, beside torch 2.11 (CUDA 13), transformers 5.17, pandas, pyarrow, xxhash, pyyaml
+# and tqdm.
+#
+#     bash scripts/gpu_wheels.sh DIR
+#
+# bitsandbytes comes with CUDA libraries for a dozen versions; only that of CUDA 13.0 and the one for CPUs are kept.
+set -euo pipefail
+folder="${1:?usage: gpu_wheels.sh DIR}"
+python="${PYTHON:-python3}"
+needed=("bitsandbytes>=0.50" "peft>=0.21" "datasets>=4.8" dill multiprocess "schedulefree>=1.4" termcolor)
+needed+=(pytest pluggy iniconfig)
+optional=(trl)
+
+mkdir -p "$folder"
+loaded="$(mktemp -d)"
+trap 'rm -rf "$loaded"' EXIT
+
+fetch() {
+    "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+        --implementation cp --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 \
+        --platform manylinux2014_x86_64 --dest "$loaded" "$1"
+}
+
+for package in "${needed[@]}"; do fetch "$package"; done
+for package in "${optional[@]}"; do fetch "$package" || echo "gpu_wheels: without $package" >&2; done
+# hqq has no wheel on the index, and is built without kernels of its own.
+DISABLE_CUDA=1 "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$loaded" "hqq>=0.2.8"
+
+"$python" - "$loaded" <<'PY'
+"""Leave out bitsandbytes' libraries for other CUDA versions than 13.0."""
+import sys
+import zipfile
+from pathlib import Path
+
+for wheel in Path(sys.argv[1]).glob("bitsandbytes-*.whl"):
+    small = wheel.with_suffix(".small")
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(small, "w", zipfile.ZIP_DEFLATED) as kept:
+        for entry in whole.infolist():
+            library = Path(entry.filename).name
+            is_other = library.startswith("libbitsandbytes_") and library.split(".")[0] not in (
+                "libbitsandbytes_cuda130",
+                "libbitsandbytes_cpu",
+            )
+            if not is_other:
+                kept.writestr(entry, whole.read(entry))
+    small.replace(wheel)
+PY
+mv "$loaded"/*.whl "$folder"/
+du -sh "$folder"
