@@ -14,7 +14,8 @@ from tests.tiny import flags, read_metrics
 # NCCL refuses two ranks on one card, that of the stand-in does not; there gloo would read zeros from the card.
 BACKEND = "" if IS_STAND_IN else "gloo"
 PROGRAM = ["-m", "tests.gpu.programs.train", "--backend", BACKEND]
-SECONDS = 40  # in which all ranks must end once one has
+# In which all ranks must end once one has. The machines that the stand-in runs on may be busy.
+SECONDS = 150 if IS_STAND_IN else 40
 
 
 @pytest.mark.parametrize("how", ["full_shard", "shard_grad_op", "ddp", "offloaded", "experts", "bf16"])
@@ -48,8 +49,10 @@ def test_a_killed_rank_is_named_by_the_other_which_ends(endless, tmp_path):
     with started([*PROGRAM, "--", *endless], tmp_path / "logs", ranks=2) as program:
         wait_for_step(program, tmp_path / "out", 2)
         program.kill(1)
-        assert program.wait(SECONDS) == [1, -signal.SIGKILL], program.output()[-4000:]
-        assert "The connection to another rank was lost" in program.output()
+        statuses, output = program.wait(SECONDS), program.output()
+    # A closed connection ends it at once; NCCL waits, and the watchdog says it after 30 s.
+    assert statuses[0] in (1, 5) and statuses[1] == -signal.SIGKILL, (statuses, output[-4000:])
+    assert "The connection to another rank was lost" in output or "Rank 1 has given no sign of life" in output
 
 
 def test_sigterm_in_a_step_ends_both_ranks_with_a_checkpoint(endless, tmp_path):

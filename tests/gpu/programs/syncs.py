@@ -60,7 +60,12 @@ def main(argv: list[str]) -> int:
 
 def _line_of_ours() -> str:
     """The innermost function of the package on the stack, as file:function."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(f"{ROOT}/fsdp_qlora/")]
+    # A comprehension is a frame of its own before Python 3.12.
+    frames = [
+        frame
+        for frame in traceback.extract_stack()
+        if frame.filename.startswith(f"{ROOT}/fsdp_qlora/") and not frame.name.startswith("<")
+    ]
     return f"{frames[-1].filename.removeprefix(f'{ROOT}/')}:{frames[-1].name}" if frames else "none"
 
 
