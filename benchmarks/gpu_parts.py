@@ -25,7 +25,7 @@ from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.sharding.host_arena import split_arena
 
 MIB = 2**20
-_QUANTIZED = {
+_QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "nf4, double quantization": ("bnb_4bit", {"quant_type": "nf4", "double_quant": True}),
     "nf4": ("bnb_4bit", {"quant_type": "nf4", "double_quant": False}),
     "hqq, 4 bits": ("hqq", {"n_bits": 4, "group_size": 64}),
@@ -68,7 +68,7 @@ def _sdpa_kernel(
     query = torch.empty(rows, heads, length, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(rows, kv_heads, length, head_dim, dtype=dtype, device=device, requires_grad=True)
     choice = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=heads != kv_heads)
-    names = {int(backend): name for name, backend in SDPBackend.__members__.items()}
+    names = {backend.value: name for name, backend in SDPBackend.__members__.items()}
     return names.get(int(choice), str(choice))
 
 
@@ -99,14 +99,14 @@ def _decoding(shape: tuple[int, int], device: torch.device, bandwidth: float) ->
     for name, (quantizer, options) in _QUANTIZED.items():
         with torch.device("meta"):
             linear = nn.Linear(shape[1], shape[0], bias=False)
-        layer: nn.Module = QUANTIZERS[quantizer].linear(linear, compute_dtype=torch.bfloat16, **options)
+        layer = QUANTIZERS[quantizer].linear(linear, compute_dtype=torch.bfloat16, **options)
         num_bytes = 2 * shape[0] * shape[1]
         for key, parameter in list(layer.named_parameters()):
             values = torch.randint(0, 256, (parameter.numel() * 2,), dtype=torch.uint8, device=device)
             num_bytes += values.numel()
             values = values.view(parameter.dtype).view(parameter.shape)
             setattr(layer, key, nn.Parameter(values, requires_grad=False))
-        seconds = seconds_of(layer.to(device).dequantize, device)  # type: ignore[operator]
+        seconds = seconds_of(layer.to(device).dequantize, device)
         speed = num_bytes / seconds / 1e9
         results[name] = {"milliseconds": 1e3 * seconds, "gb_per_second": speed, "of_bandwidth": speed / bandwidth}
     return results

@@ -32,14 +32,18 @@ def count(name: str, folder: Path) -> dict[str, int]:
     return last_line(run(["-m", "tests.gpu.programs.reserved", *SHAPES[name]], folder, seconds=600))
 
 
-def main() -> int:
+def main(names: list[str]) -> int:
+    """Count all runs, or those whose names are given, and write each down as it is known."""
     if not IS_STAND_IN:
         sys.exit("The figures come from the stand-in for CUDA: see tests/phantom/README.md.")
-    with tempfile.TemporaryDirectory() as folder:
-        found = {name: count(name, Path(folder) / str(index)) for index, name in enumerate(SHAPES)}
-    FIGURES.write_text(json.dumps({"torch": torch.__version__, "bytes": found}, indent=2) + "\n")
+    found = json.loads(FIGURES.read_text())["bytes"] if FIGURES.exists() else {}
+    for name in names or SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = count(name, Path(folder))
+        FIGURES.write_text(json.dumps({"torch": torch.__version__, "bytes": found}, indent=2) + "\n")
+        print(f"{name}: {found[name]}", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
