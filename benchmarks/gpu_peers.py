@@ -84,6 +84,7 @@ def load_peer(work: Steps, device: torch.device) -> Any:
             base.set_submodule(name, _in_4_bits(module, dtype, device))
     base.is_loaded_in_4bit = True  # which PEFT asks
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    base.enable_input_require_grads()  # TRL may checkpoint the reentrant way, which needs it
     lora = LoraConfig(
         r=work.lora_rank, lora_alpha=2 * work.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
