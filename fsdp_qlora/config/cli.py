@@ -19,31 +19,13 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 
 import yaml
 
-from fsdp_qlora.config.conflicts import check
+from fsdp_qlora.config.conflicts import check, out_of_range
 from fsdp_qlora.config.help import option_help, type_text, value_text
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, option_types
+from fsdp_qlora.config.other_names import OTHER_NAMES, UNSUPPORTED
 from fsdp_qlora.errors import UserError
 
 _HINTS = option_types()
-
-# What users of the Hugging Face trainer and of PEFT type first, and what spelling alone would not find.
-_OTHER_NAMES = {
-    "learning_rate": "lr",
-    "per_device_train_batch_size": "batch_size",
-    "num_train_epochs": "num_epochs",
-    "weight_decay": "wd",
-    "max_grad_norm": "grad_norm",
-    "max_length": "context_length",
-    "max_seq_length": "context_length",
-    "model": "model_name",
-    "model_name_or_path": "model_name",
-    "gradient_checkpointing": "use_gradient_checkpointing",
-    "report_to": "log_to",
-    "run_name": "name",
-    "lr_scheduler_type": "lr_scheduler",
-    "optim": "optimizer",
-    "target_modules": "lora_target_modules",
-}
 
 
 class _Setting(NamedTuple):
@@ -73,10 +55,9 @@ def parse_train_config(argv: list[str]) -> TrainConfig:
     settings = _read_yaml(Path(path), errors) if path is not None else []
     settings += [_Setting(f"--{name}", name, values) for name, values in flags.items()]
     errors += _unknown_flags(unknown)
-    given = _convert(settings, errors)
-    _raise(errors)
-    config = TrainConfig(**given)
-    _raise(check(config))
+    config = TrainConfig(**_convert(settings, errors))
+    # What is not known, or was not understood, may be what another option needs.
+    _raise([*errors, *out_of_range(config)] if errors else check(config))
     return config
 
 
@@ -121,8 +102,9 @@ def _parse_one(text: str, hint: Any) -> object:
 
 
 def _choice(text: str, choices: tuple[str, ...]) -> str:
-    if text in choices:
-        return text
+    known = {choice.lower(): choice for choice in choices}
+    if found := known.get(text.lower().replace("-", "_")):
+        return found
     raise ValueError(f"{text!r} is not a choice{_nearest(text, choices)} Choices: {', '.join(choices)}")
 
 
@@ -155,12 +137,40 @@ _CONVERTERS: dict[type, Callable[[str], object]] = {bool: _bool, int: _int, floa
 # --- unknown names ---
 
 
-def _nearest(name: str, names: Iterable[str], form: str = "{}") -> str:
+def _nearest(name: str, names: Iterable[str]) -> str:
     """The end of a sentence that suggests the name nearest to a misspelled one, where one is near."""
-    known = {candidate: candidate for candidate in names}
-    known |= {other: ours for other, ours in _OTHER_NAMES.items() if ours in known}
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {form.format(known[close[0]])}?" if close else "."
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else "."
+
+
+def _advice(name: str, write: Callable[[str, str], str]) -> str:
+    """The end of a sentence on an option that does not exist: what to give instead, where that is known.
+
+    Args:
+        write: puts an option and its value, or "", as it is given there.
+    """
+    if name in UNSUPPORTED:
+        return f": {UNSUPPORTED[name]}."
+    if (turned_off := name.removeprefix("no_")) != name and _is_switch(turned_off):
+        return f"; give {write(turned_off, 'false')}."
+    close = difflib.get_close_matches(name.lower(), [*_HINTS, *OTHER_NAMES], n=1, cutoff=0.6)
+    if not close:
+        return "."
+    option, _, value = OTHER_NAMES.get(close[0], close[0]).partition(" ")
+    return f"; did you mean {write(option, value)}?"
+
+
+def _as_flag(option: str, value: str) -> str:
+    return f"--{option} {value}".rstrip()
+
+
+def _as_key(option: str, value: str) -> str:
+    return f'"{option}: {value}"' if value else f'"{option}"'
+
+
+def _is_switch(name: str) -> bool:
+    """Whether an option is true or false."""
+    return bool in (_HINTS.get(name), *get_args(_HINTS.get(name)))
 
 
 def _unknown_flags(unknown: list[str]) -> list[str]:
@@ -168,7 +178,7 @@ def _unknown_flags(unknown: list[str]) -> list[str]:
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
     if not flags and unknown:
         return [f"Unexpected argument {unknown[0]!r}: options are given as --name value."]
-    return [f"Unknown option {flag}{_nearest(flag.lstrip('-'), _HINTS, form='--{}')}" for flag in flags]
+    return [f"Unknown option {flag}{_advice(flag.lstrip('-'), _as_flag)}" for flag in flags]
 
 
 # --- the YAML file ---
@@ -178,19 +188,18 @@ def _read_yaml(path: Path, errors: list[str]) -> list[_Setting]:
     """The settings of a YAML file; unknown keys and nested values are added to `errors`."""
     settings: list[_Setting] = []
     lines: dict[str, int] = {}
-    quoted = '"{}"'
     for key, value in _yaml_pairs(path):
         line = key.start_mark.line + 1
         where = f"{path}, line {line}"
-        name = key.value if isinstance(key, yaml.ScalarNode) else "?"
+        name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
         words = _words(value)
         if name not in _HINTS:
-            errors.append(f'{where}: unknown key "{name}"{_nearest(name, _HINTS, form=quoted)}')
+            errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key)}')
         elif name in lines:
             errors.append(f"{where}: {name} is already given in line {lines[name]}.")
         elif words is None:
             errors.append(f"{where}: {name} expects a value or a list of values; options are not nested.")
-        else:
+        elif value.tag != "tag:yaml.org,2002:null":  # which leaves the option at its default
             settings.append(_Setting(f"{where}: {name}", name, words))
         lines.setdefault(name, line)
     return settings
@@ -258,8 +267,10 @@ def _parser() -> _Parser:
         group = parser.add_argument_group(heading)
         for name, text in options.items():
             help_text = f"{text} (default: {value_text(getattr(DEFAULTS, name))})".replace("%", "%%")
-            count = "+" if get_origin(_HINTS[name]) is tuple else 1
-            group.add_argument(f"--{name}", nargs=count, metavar=type_text(_HINTS[name]), help=help_text)
+            values: dict[str, Any] = {"nargs": "+" if get_origin(_HINTS[name]) is tuple else 1}
+            if _is_switch(name):
+                values = {"nargs": "?", "type": lambda word: [word], "const": ["true"]}
+            group.add_argument(f"--{name}", metavar=type_text(_HINTS[name]), help=help_text, **values)
     return parser
 
 

@@ -16,12 +16,16 @@ _PATH_MAX, _NAME_MAX = 4096, 255  # bytes; what Linux takes
 
 def check(config: TrainConfig) -> list[str]:
     """What is wrong with the values of the options and with their combination; all of it."""
-    errors = [
+    return out_of_range(config) + [error for rules in _RULES for error in rules(config)]
+
+
+def out_of_range(config: TrainConfig) -> list[str]:
+    """The values that are beyond their option's limit."""
+    return [
         f"--{name} must be {limit.allowed}, but is {getattr(config, name)!r}."
         for name, limit in LIMITS.items()
         if not limit.accepts(getattr(config, name))
     ]
-    return errors + [error for rules in _RULES for error in rules(config)]
 
 
 def quant_storage_error(quant_storage: str, compute_dtype: str) -> str | None:

@@ -18,6 +18,7 @@ from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.help import needless_lines, option_help
 from fsdp_qlora.config.marks import NO_EFFECT, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types, resolved_yaml
+from fsdp_qlora.config.other_names import OTHER_NAMES, UNSUPPORTED
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.train_types import TRAIN_TYPES
 
@@ -110,7 +111,11 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--lr abc", "--lr: expected a number, got 'abc'"),
         ("--batch_size 1.5", "--batch_size: expected a whole number, got '1.5'"),
         ("--save_model maybe", "--save_model: expected true or false, got 'maybe'"),
-        ("--save_model", "--save_model: expected"),
+        ("--resume", "--resume: expected 1 argument"),
+        ("--no-save_model", "Unknown option --no_save_model; give --save_model false."),
+        ("--load_in_4bit true", "did you mean --train_type qlora?"),
+        ("--resume_from_checkpoint x", "did you mean --resume?"),
+        ("--packing true", "Unknown option --packing: several rows are never packed"),
         ("--batch_size 0", "--batch_size must be 1 or more, but is 0"),
         ("--context_length 0", "--context_length must be 2 or more, but is 0"),
         ("--max_steps 0", "--max_steps must be -1"),
@@ -216,6 +221,58 @@ def test_a_pipe_is_no_yaml_file(tmp_path):
 
 def test_yaml_that_is_nested_deeply_is_refused(yaml_file):
     assert "nested too deeply" in error_of("--config", yaml_file("seed: " + "[" * 900 + "]" * 900))
+
+
+PEERS = {  # name of axolotl, LLaMA-Factory or the Hugging Face trainer -> what stands for it here
+    "base_model": "model_name",
+    "sequence_len": "context_length",
+    "micro_batch_size": "batch_size",
+    "adapter": "train_type: qlora",
+    "lora_r": "lora_rank",
+    "datasets": "dataset",
+    "val_set_size": "eval_fraction",
+    "cutoff_len": "context_length",
+    "finetuning_type": "train_type: qlora",
+    "lora_target": "lora_target_modules",
+    "quantization_bit": "train_type: qlora",
+    "per_device_train_batch_size": "batch_size",
+    "num_train_epochs": "num_epochs",
+    "bf16": "precision: bf16",
+}
+
+
+def test_the_names_of_other_programs_are_understood(yaml_file):
+    message = error_of("--config", yaml_file("".join(f"{name}: 1\n" for name in PEERS)))
+    for name, ours in PEERS.items():
+        assert f'unknown key "{name}"; did you mean "{ours}"?' in message
+
+
+def test_every_other_name_stands_for_an_option_and_its_value():
+    for other, ours in OTHER_NAMES.items():
+        option, _, value = ours.partition(" ")
+        assert other not in NAMES
+        assert option in NAMES
+        if value:
+            parse_train_config([f"--{option}", value])
+    assert not set(UNSUPPORTED) & set(NAMES)
+
+
+def test_a_switch_without_a_value_is_on_and_choices_are_found_in_any_case():
+    argv = "--use_cpu_offload --low_memory --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit --log_to STDOUT"
+    config = parse_train_config(argv.split())
+    assert config.use_cpu_offload and config.low_memory
+    assert (config.train_type, config.optimizer, config.log_to) == ("hqq_lora", "paged_adamw_8bit", ("stdout",))
+
+
+def test_yaml_takes_dashes_in_names_and_null_for_the_default(yaml_file):
+    config = parse_train_config(["--config", yaml_file("lora-rank: 8\nmax_steps: null\noutput_dir:\nlr: ~\n")])
+    assert config == dataclasses.replace(TrainConfig(), lora_rank=8)
+
+
+def test_wrong_values_and_ranges_are_reported_together():
+    message = error_of(*["--batch_size", "-1", "--lora_rank", "0", "--lr", "abc", "--eval_fraction", "2", "--lrr", "3"])
+    assert all(f"--{name}" in message for name in ("batch_size", "lora_rank", "lr", "eval_fraction", "lrr"))
+    assert message.startswith("5 options are wrong")
 
 
 def test_a_wrong_yaml_value_is_reported_even_where_a_flag_wins(yaml_file):

@@ -1,0 +1,61 @@
+"""Options of other programs -> ours: for people who come from there, and what spelling alone would not find."""
+
+# Name there -> the option here, with its value where the name stands for one.
+OTHER_NAMES = {
+    # the Hugging Face trainer, PEFT and TRL
+    "learning_rate": "lr",
+    "per_device_train_batch_size": "batch_size",
+    "num_train_epochs": "num_epochs",
+    "weight_decay": "wd",
+    "max_grad_norm": "grad_norm",
+    "max_length": "context_length",
+    "max_seq_length": "context_length",
+    "model": "model_name",
+    "model_name_or_path": "model_name",
+    "gradient_checkpointing": "use_gradient_checkpointing",
+    "report_to": "log_to",
+    "run_name": "name",
+    "lr_scheduler_type": "lr_scheduler",
+    "optim": "optimizer",
+    "target_modules": "lora_target_modules",
+    "resume_from_checkpoint": "resume",
+    "dataset_name": "dataset",
+    "load_in_4bit": "train_type qlora",
+    "load_in_8bit": "train_type int8_lora",
+    "use_peft": "train_type qlora",
+    "use_dora": "train_type bnb_dora",
+    "bf16": "precision bf16",
+    "fp16": "precision fp16",
+    "bnb_4bit_quant_type": "quant_type",
+    "bnb_4bit_use_double_quant": "double_quant",
+    # axolotl
+    "base_model": "model_name",
+    "adapter": "train_type qlora",
+    "datasets": "dataset",
+    "sequence_len": "context_length",
+    "micro_batch_size": "batch_size",
+    "val_set_size": "eval_fraction",
+    "lora_r": "lora_rank",
+    "lora_target_linear": "lora_target_modules all",
+    "wandb_project": "project_name",
+    "wandb_name": "name",
+    "wandb_entity": "entity",
+    "flash_attention": "attn_implementation flash_attention_2",
+    # LLaMA-Factory
+    "finetuning_type": "train_type qlora",
+    "cutoff_len": "context_length",
+    "lora_target": "lora_target_modules",
+    "quantization_bit": "train_type qlora",
+    "max_samples": "dataset_samples",
+    "val_size": "eval_fraction",
+    "flash_attn": "attn_implementation",
+}
+
+# Name there -> why nothing stands for it here.
+UNSUPPORTED = {
+    "packing": "several rows are never packed into one",
+    "sample_packing": "several rows are never packed into one",
+    "push_to_hub": "nothing is uploaded at the end; `hf upload OWNER/NAME OUTPUT_DIR` does that, and --mirror "
+    "hf:OWNER/NAME keeps the checkpoints there",
+    "logging_steps": "every step is logged",
+}
