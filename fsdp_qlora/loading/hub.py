@@ -85,6 +85,7 @@ def find_model_folder(
     *,
     with_weights: bool,
     with_code: bool = False,
+    revision: str | None = None,
     ranks: Ranks | None = None,
     store: dist.Store | None = None,
 ) -> Path:
@@ -95,6 +96,7 @@ def find_model_folder(
 
     Args:
         with_code: get the Python files too.
+        revision: a commit of the model on the hub; None for the newest.
         ranks, store: of a run of several processes; without them this one downloads by itself.
     Raises:
         UserError: there is no such model, it needs a licence click, its weights are pickled, the disk is too small,
@@ -112,12 +114,22 @@ def find_model_folder(
 
     def download() -> str:
         with _turn(model_name):
-            return _snapshot(model_name, patterns, show_progress=ranks is None or ranks.is_rank_0)
+            return _snapshot(model_name, patterns, revision, show_progress=ranks is None or ranks.is_rank_0)
 
     if ranks is None or store is None:
         return Path(download())
-    what = f"the download of {model_name}"
+    what = f"the download of {model_name}" if with_weights else f"the configuration of {model_name}"
     return Path(once_per_machine(download, what, ranks, store, hours=_DOWNLOAD_HOURS))
+
+
+def fetch_weights(model_name: str, folder: Path, *, ranks: Ranks, store: dist.Store) -> None:
+    """Download the weights to a folder that `find_model_folder` found without them: those of the same commit.
+
+    Raises:
+        UserError, LostRank: as `find_model_folder`.
+    """
+    if not Path(model_name).expanduser().is_dir():  # else the folder is the user's own
+        find_model_folder(model_name, with_weights=True, revision=folder.name, ranks=ranks, store=store)
 
 
 @contextlib.contextmanager
@@ -139,10 +151,10 @@ def _turn(model_name: str) -> Iterator[None]:
         lock.release()
 
 
-def _snapshot(model_name: str, patterns: list[str], *, show_progress: bool) -> str:
+def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, show_progress: bool) -> str:
     refusal: Exception | None = None
     try:
-        info = HfApi().model_info(model_name, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True)
+        info = HfApi().model_info(model_name, revision=revision, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True)
     except Exception as error:  # of the HTTP library, which has changed, or of the hub's client
         refusal = error
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
@@ -152,7 +164,11 @@ def _snapshot(model_name: str, patterns: list[str], *, show_progress: bool) -> s
         disable_progress_bars()
     try:
         return snapshot_download(
-            model_name, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED, local_files_only=refusal is not None
+            model_name,
+            revision=revision,  # without one the newest, which the client notes down for a start without the hub
+            allow_patterns=patterns,
+            ignore_patterns=_NOT_NEEDED,
+            local_files_only=refusal is not None,
         )
     except Exception as error:  # of the HTTP library, the hub's client or the file system
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"

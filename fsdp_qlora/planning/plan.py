@@ -113,12 +113,9 @@ def show_samples(config: TrainConfig) -> str:
 
 def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, world_size: int) -> ModelPlan:
     """Find the model, and build it without weights as the train type says."""
+    # Weights are fetched last, when nothing is left that can be refused without them.
     folder = hub.find_model_folder(
-        config.model,
-        with_weights=not config.dry_run,
-        with_code=config.trust_remote_code,
-        ranks=ranks,
-        store=store,
+        config.model, with_weights=False, with_code=config.trust_remote_code, ranks=ranks, store=store
     )
     model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)

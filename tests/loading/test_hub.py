@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.loading.hub import conversion_advice
-from tests.tiny import ROOT, _free_port
+from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
 
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, "original/other.safetensors": b"no"}
@@ -40,6 +40,7 @@ except LostRank as error:
 class Hub:
     """files: of owner/model. cut: bytes after which the first connection for the weights is closed.
 
+    moves: whether somebody commits to the model each time after it was asked for its newest commit.
     It answers nothing while `may_answer` is not set.
     """
 
@@ -47,6 +48,7 @@ class Hub:
         self.files, self.cut, self.gated = files, 0, False
         self.is_asked, self.may_answer = threading.Event(), threading.Event()
         self.may_answer.set()
+        self.commit, self.moves = COMMIT, False
         self.requests: Counter[str] = Counter()
         self.ranges: list[str] = []
         hub = self
@@ -77,28 +79,32 @@ class Hub:
             ]
             self.send(request, 200, json.dumps(about).encode(), {})
         elif path.startswith("/api/models/owner/model"):
+            asked = path.partition("/revision/")[2]
+            commit = asked if re.fullmatch(r"[0-9a-f]{40}", asked) else self.commit
+            if commit == self.commit and self.moves:
+                self.commit = hashlib.sha1(self.commit.encode()).hexdigest()
             about = {
                 "id": "owner/model",
-                "sha": COMMIT,
+                "sha": commit,
                 "siblings": [{"rfilename": name, "size": len(content)} for name, content in self.files.items()],
             }
             self.send(request, 200, json.dumps(about).encode(), {})
-        elif found := re.fullmatch(r"/owner/model/resolve/[^/]+/(.+)", path):
-            self.send_file(request, found[1])
+        elif found := re.fullmatch(r"/owner/model/resolve/([^/]+)/(.+)", path):
+            self.send_file(request, *found.groups())
         else:
             self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})
 
     def hash(self, name: str) -> str:
         return hashlib.sha1(self.files[name]).hexdigest()
 
-    def send_file(self, request: http.server.BaseHTTPRequestHandler, name: str) -> None:
+    def send_file(self, request: http.server.BaseHTTPRequestHandler, commit: str, name: str) -> None:
         content, start = self.files[name], 0
         if request.command == "GET":
             self.requests[name] += 1
             if asked := request.headers.get("Range"):
                 self.ranges.append(asked)
                 start = int(asked.removeprefix("bytes=").partition("-")[0])
-        headers = {"ETag": f'"{self.hash(name)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{self.hash(name)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self.send(request, 206 if start else 200, content[start:], headers)
@@ -122,14 +128,18 @@ def hub() -> Iterator[Hub]:
     hub.server.shutdown()
 
 
+def hub_environment(hub: Hub, home: Path) -> dict[str, str]:
+    """The environment of a process whose hub this is."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return clean | {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(home / "hub")}
+
+
 @pytest.fixture
 def start(hub: Hub, tmp_path: Path) -> Callable[..., list[subprocess.Popen[str]]]:
     """start(ranks, **environment): the processes of one launch, rank 0 the last to be started."""
 
     def start(ranks: int, **environment: str) -> list[subprocess.Popen[str]]:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        clean |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server.server_port}", "HF_HOME": str(tmp_path / "hub")}
-        clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        clean = hub_environment(hub, tmp_path) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
         clean |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TMPDIR": str(tmp_path), **environment}
         processes = [
             subprocess.Popen(
@@ -210,3 +220,56 @@ def test_a_rank_whose_downloader_is_killed_says_so(hub: Hub, start: Callable[...
         in waiting.communicate(timeout=60)[0]
     )
     hub.may_answer.set()
+
+
+CASES: dict[str, dict[str, object]] = {
+    "a dataset that is not there": {"dataset": "no/such.jsonl"},
+    "columns of no known format": {"dataset": "columns.jsonl"},
+    "a wrong held-out set": {"eval_dataset": "no/such.jsonl"},
+    "a layer that the model has not": {"lora_target_modules": "q_prj"},
+    "an extra that is not installed": {"optimizer": "schedule_free_adamw", "lr_scheduler": "constant"},
+    "more memory than there is": {"loading_buffer_mib": 10**9},
+}
+REFUSE = """
+import importlib.util, json, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "schedulefree" else find(name, *more)
+sys.modules["schedulefree"] = None
+import train
+for argv in json.loads(sys.argv[1]):
+    print("STATUS", train.main(argv), flush=True)
+"""
+
+
+def run_in_turn(hub: Hub, folder: Path, cases: list[dict[str, object]]) -> tuple[list[int], str]:
+    """Runs of train.py in one process, whose hub this is: their exit statuses and all that they print."""
+    rows = write_rows(folder / "rows.jsonl", make_rows(4))
+    write_rows(folder / "columns.jsonl", [{"a": "1", "b": "2"}])
+    common = {"model_name": "owner/model", "dataset": rows, "max_steps": 1, "log_to": "stdout", "quant_cache": "off"}
+    argvs = [flags(**{**common, "output_dir": folder / f"out{i}", **case}) for i, case in enumerate(cases)]
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE, json.dumps(argvs)],
+        cwd=folder,
+        env={**hub_environment(hub, folder), "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")], done.stdout
+
+
+def test_what_can_be_refused_without_weights_is_refused_before_they_are_asked_for(
+    hub: Hub, models: Callable[..., Path], tmp_path: Path
+) -> None:
+    hub.files = {path.name: path.read_bytes() for path in models().iterdir()}
+    hub.moves = True
+    statuses, output = run_in_turn(hub, tmp_path, list(CASES.values()))
+    assert dict(zip(CASES, statuses, strict=True)) == dict.fromkeys(CASES, 2), output
+    assert hub.requests["config.json"] > 0 and hub.requests["model.safetensors"] == 0, output
+    # Then a run that is accepted gets them, of the commit that it has planned with.
+    statuses, output = run_in_turn(hub, tmp_path, [{}])
+    assert statuses == [0], output
+    assert hub.requests["model.safetensors"] == 1
+    weights = list((tmp_path / "hub").glob("hub/models--owner--model/snapshots/*/*.safetensors"))
+    assert [path.parent / "config.json" for path in weights if (path.parent / "config.json").exists()], weights
