@@ -9,7 +9,17 @@ import sys
 
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.control import restarts
-from fsdp_qlora.errors import ENDINGS, Crashed, LostRank, RunStopped, TrainingError, UserError, how_it_ends, print_error
+from fsdp_qlora.errors import (
+    ENDINGS,
+    Crashed,
+    LostRank,
+    RunStopped,
+    TrainingError,
+    UserError,
+    how_it_ends,
+    note_reason,
+    print_error,
+)
 from fsdp_qlora.launch import relaunch_if_needed
 from fsdp_qlora.redact import guard_output, redact_values
 
@@ -43,6 +53,9 @@ def main(argv: list[str]) -> int:
     except (LostRank, Crashed) as error:
         print_error(error)
         return ENDINGS["failed"].exit_code
+    except Exception as error:
+        note_reason(f"{type(error).__name__}: {error}")
+        raise
     return 0
 
 

@@ -1,14 +1,20 @@
 """How a run may end before it is finished: what is raised, and train.py's exit status for each."""
 
+import contextlib
+import fcntl
+import json
 import os
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_qlora.messages import shown
 
 
 class UserError(ValueError):
-    """Bad input. `train.py` prints the message on every rank and exits with status 2."""
+    """Bad input. `train.py` prints the message and exits with status 2."""
 
 
 class TrainingError(RuntimeError):
@@ -77,8 +83,55 @@ def how_it_ends(error: Exception) -> Ending:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error's message with the rank, once. Every rank does: one that ends first must not hide the reason."""
-    if not getattr(error, "is_printed", False):
-        rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        print(f"{rank}error: {shown(str(error))}", file=sys.stderr, flush=True)
-        error.is_printed = True  # type: ignore[attr-defined]
+    """Print an error's message with the rank, once, and leave it to torchrun for its own last lines.
+
+    A rank is silent only where another of its machine has printed the same: one that ends first hides no reason.
+    """
+    if getattr(error, "is_printed", False):
+        return
+    error.is_printed = True  # type: ignore[attr-defined]
+    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    kind = "" if isinstance(error, RunStopped) else "error: "
+    with _turn_to_say(str(error)) as is_first:
+        if is_first:
+            write_line(f"{rank}{kind}{error}")
+    note_reason(str(error))
+
+
+def write_line(text: str) -> None:
+    """Write to stderr on a line of its own: on a terminal, a progress bar may stand there, of any process."""
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{clear}{shown(text)}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _turn_to_say(message: str) -> Iterator[bool]:
+    """Take turns with the other ranks of this machine; whether none of them has come through here with this message.
+
+    What was said stands in a file beside torchrun's error files of this attempt, which it or the launcher deletes. A
+    rank that dies on its turn has said nothing, and the next one does. Without torchrun each is the first.
+    """
+    stream, said = None, ""
+    with contextlib.suppress(OSError, KeyError):
+        # .../attempt_0/LOCAL_RANK/error.json
+        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "fsdp_qlora_said"
+        stream = path.open("a+")
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.seek(0)
+        said = stream.read()
+    line = json.dumps(message) + "\n"
+    try:
+        yield line not in said
+        if stream:
+            stream.write(line)
+    finally:
+        if stream:
+            stream.close()
+
+
+def note_reason(message: str) -> None:
+    """Leave the reason of this process's end to torchrun, in the form of its `record`, which would import torch."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"py_callstack": message, "timestamp": str(int(time.time()))}  # torchrun shows it for the traceback
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))

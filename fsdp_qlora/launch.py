@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.restarts import AUTO_RESTART, NOTE_FILE, is_restart, pass_on
-from fsdp_qlora.errors import ENDINGS, UserError
+from fsdp_qlora.errors import ENDINGS, UserError, note_reason, write_line
 
 if TYPE_CHECKING:  # torch is imported where it is needed: --help and bad options should not wait for it
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -179,21 +179,22 @@ def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_poin
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
-        port = meeting_point.getsockname()[1]
-        launch = _launch_config(processes, master_addr=master_addr, master_port=port, folder=folder)
-        # The agent asks for a server at this port too, and with multi_tenant it is given this one.
-        descriptor = meeting_point.detach()
-        server = TCPStore(master_addr, port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
-        try:
-            elastic_launch(launch, sys.executable)("-u", str(Path(sys.argv[0]).absolute()), *argv)
-        except ChildFailedError as error:
-            return _report_failure(*_cause(error.failures))
-        except SignalException as error:
-            print(f"Stopped by {error.sigval.name}; all processes have ended.", file=sys.stderr, flush=True)
-            return _STATUS_OF_SIGNAL.get(error.sigval, 128 + error.sigval)
-        finally:
-            del server  # as long as the workers may need it
+    try:
+        with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
+            port = meeting_point.getsockname()[1]
+            launch = _launch_config(processes, master_addr=master_addr, master_port=port, folder=folder)
+            # The agent asks for a server at this port too, and with multi_tenant it is given this one.
+            descriptor = meeting_point.detach()
+            server = TCPStore(master_addr, port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
+            try:
+                elastic_launch(launch, sys.executable)("-u", str(Path(sys.argv[0]).absolute()), *argv)
+            finally:
+                del server  # as long as the workers may need it
+    except ChildFailedError as error:
+        return _report_failure(*_cause(error.failures))
+    except SignalException as error:
+        write_line(f"Stopped by {error.sigval.name}; all processes have ended.")
+        return _STATUS_OF_SIGNAL.get(error.sigval, 128 + error.sigval)
     return 0
 
 
@@ -253,8 +254,8 @@ def _prepare_environment() -> None:
     elastic.propagate = False
 
 
-def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
-    """Rank and exit code of the worker whose failure most likely came first.
+def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
+    """Rank, exit code and reason of the worker whose failure most likely came first.
 
     Workers that fail because another did may be seen in the same second. Bad input (2) is never a
     consequence, and a signal often is.
@@ -265,11 +266,13 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int]:
         return failure.timestamp, failure.exitcode != 2, failure.exitcode < 0
 
     rank = min(failures, key=order)
-    return rank, failures[rank].exitcode
+    message: Any = failures[rank].message  # what errors.note_reason left, or torch's own words
+    return rank, failures[rank].exitcode, message["message"] if isinstance(message, dict) else str(message)
 
 
-def _report_failure(rank: int, exit_code: int) -> int:
-    """Say which rank failed and return the launcher's own exit status."""
+def _report_failure(rank: int, exit_code: int, reason: str) -> int:
+    """Say which rank failed, leave its reason to an outer torchrun, and return the launcher's own exit status."""
+    note_reason(f"Rank {rank}: {reason}")
     if exit_code > 0:
         has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
         ended, why = ("stopped", "reason") if has_stopped else ("failed", "error")
@@ -278,7 +281,7 @@ def _report_failure(rank: int, exit_code: int) -> int:
         message, status = f"was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
         if -exit_code == signal.SIGKILL:
             message += " The machine may have run out of memory: see dmesg."
-    print(f"Rank {rank} {message}", file=sys.stderr, flush=True)
+    write_line(f"Rank {rank} {message}")
     return status
 
 

@@ -12,7 +12,16 @@ import torch.distributed as dist
 
 from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.watchdog import Watchdog
-from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory, RunStopped, TrainingError, UserError, print_error
+from fsdp_qlora.errors import (
+    Crashed,
+    LostRank,
+    OutOfMemory,
+    RunStopped,
+    TrainingError,
+    UserError,
+    print_error,
+    write_line,
+)
 
 # How gloo, NCCL, and TCP below them, put it that the other side is gone.
 _LOST = re.compile(
@@ -56,7 +65,7 @@ def told(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterato
             text = _in_one_line(error) if isinstance(error, dist.DistBackendError) else error
             failure = Crashed(f"{type(error).__name__}: {text}")
             watchdog.end_others(str(failure))
-            traceback.print_exception(error)
+            write_line("".join(traceback.format_exception(error)).rstrip())
             print_error(failure)
         status.end("failed", str(failure))
         raise failure from error

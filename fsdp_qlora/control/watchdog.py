@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from fsdp_qlora.control.heartbeat import PHASES, Heartbeat
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.errors import ENDINGS, RunStopped
-from fsdp_qlora.messages import shown
+from fsdp_qlora.errors import ENDINGS, RunStopped, note_reason, write_line
 from fsdp_qlora.storage.files import open_own
 
 _ABORT = "abort"
@@ -136,6 +135,7 @@ class Watchdog:
                 rank, reason = json.loads(self.store.get(_ABORT))
         if rank != self.ranks.rank:
             self.on_end("failed", reason)
+            note_reason(f"Ended because of rank {rank}: {reason}")
             os._exit(ENDINGS["failed"].exit_code)
 
     def _neighbour_lives(self, now: float) -> bool:
@@ -161,7 +161,8 @@ class Watchdog:
             f"Rank {self._neighbour} has given no sign of life for {_SILENT_SECONDS:.0f} s, at step {beat.step + 1}: "
             "its process has ended or is stopped, or its machine is out of reach."
         )
-        print(f"[rank {self.ranks.rank}] error: {shown(message)}", file=sys.stderr, flush=True)
+        write_line(f"[rank {self.ranks.rank}] error: {message}")
+        note_reason(message)
         self.on_end("failed", message)
         self.end_others(message)
         os._exit(ENDINGS["failed"].exit_code)
@@ -181,7 +182,8 @@ class Watchdog:
                 record.write(dump())
         message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
         if self.ranks.rank == min(everyone):  # one message; not rank 0's where that is the one that is gone
-            print(f"error: {shown(message)} Stacks: {stacks.with_name('hang_rank_*.txt')}", file=sys.stderr, flush=True)
+            write_line(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}")
+            note_reason(message)
             self.on_end("hung", message)
         os._exit(ENDINGS["hung"].exit_code)
 

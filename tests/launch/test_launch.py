@@ -17,7 +17,7 @@ from fsdp_qlora import distributed, launch
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import restarts
 from fsdp_qlora.distributed import Ranks, connect
-from fsdp_qlora.errors import ENDINGS, LostRank, UserError
+from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, UserError, print_error
 from fsdp_qlora.launch import is_from_an_agent
 from tests.tiny import ROOT, _free_port
 
@@ -250,3 +250,33 @@ def test_a_rank_that_is_started_alone_ends_in_time_and_says_for_whom_it_waited(m
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     assert not capfd.readouterr().err
+
+
+def test_a_reason_that_all_ranks_have_is_printed_once_and_again_at_torchruns_end(environment):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    result = run([*torchrun, str(ROOT / "train.py"), "--batch_size", "0"], environment)
+    printed, _, last = result.stderr.partition("Root Cause")
+    reason = "--batch_size must be 1 or more, but is 0."
+    assert printed.count(f"error: {reason}") == 1, result.stderr
+    assert last.count(reason) == 1 and reason in "".join(result.stderr.splitlines()[-4:]), result.stderr
+
+
+def test_reasons_that_differ_are_all_printed_and_a_planned_stop_is_no_error(tmp_path, monkeypatch, capsys):
+    def say(rank: int, error: Exception) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        print_error(error)
+        return capsys.readouterr().err
+
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+    assert say(1, UserError("a is wrong.")) == "[rank 1] error: a is wrong.\n"
+    assert say(0, UserError("b is wrong.")) == "[rank 0] error: b is wrong.\n"
+    assert say(2, UserError("a is wrong.")) == ""
+    assert say(0, RunStopped("over_budget", "Stopped after step 3.")) == "[rank 0] Stopped after step 3.\n"
+    assert say(1, RunStopped("over_budget", "Stopped after step 3.")) == ""
+    # Without torchrun's files nobody knows what the others say.
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    print_error(UserError("a is wrong."))
+    assert "a is wrong." in capsys.readouterr().err
