@@ -22,6 +22,7 @@ from fsdp_qlora.errors import (
 )
 from fsdp_qlora.launch import relaunch_if_needed
 from fsdp_qlora.redact import guard_output, redact_values
+from fsdp_qlora.terminal import quiet_libraries
 
 
 def main(argv: list[str]) -> int:
@@ -41,6 +42,7 @@ def main(argv: list[str]) -> int:
         if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
             return status_of_workers
         sys.argv = redact_values(sys.argv)  # wandb keeps a copy
+        quiet_libraries()
         # Imported here so that --help and wrong options answer at once.
         from fsdp_qlora.run import run
 

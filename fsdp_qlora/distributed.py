@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.messages import PrintableFormatter
+from fsdp_qlora.terminal import LineHandler
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -82,7 +83,7 @@ def set_up_logging(ranks: Ranks, *, verbose: bool) -> None:
     log.propagate = False
     log.handlers.clear()
     if ranks.is_rank_0:
-        handler = logging.StreamHandler(sys.stdout)
+        handler = LineHandler(sys.stdout)
         handler.setFormatter(PrintableFormatter("%(message)s"))
         log.addHandler(handler)
     else:

@@ -231,7 +231,8 @@ class TrainConfig:
     """Replace the results of a finished run or of another run in output_dir; an unfinished run with the same options is
     resumed anyway, unless resume is off."""
     log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = ("tqdm",)
-    """Where metrics go, one or more; metrics.jsonl in output_dir is always written."""
+    """Where metrics go, one or more; metrics.jsonl in output_dir is always written. With wandb alone the terminal has a
+    progress bar too; jsonl and wandb leave it silent."""
     project_name: Annotated[str, MAY_DIFFER] = "fsdp_qlora"
     """Project of the run on wandb."""
     name: Annotated[str | None, MAY_DIFFER] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import logging
 import math
 import os
 import shutil
@@ -22,9 +23,11 @@ from typing import Any
 from tqdm import tqdm
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, METRICS_SET_ASIDE, Record, Sink, SinkOptions, numbers_in, plain, say
+from fsdp_qlora.metrics.sinks import METRICS_FILE, METRICS_SET_ASIDE, Record, Sink, SinkOptions, numbers_in, plain
 from fsdp_qlora.metrics.wandb_sink import WANDB_FLOOR, WandbSink, wandb_problem
 from fsdp_qlora.storage.files import open_own, staged_file
+
+log = logging.getLogger("fsdp_qlora")
 
 # --- the log -------------------------------------------------------------------------------------------
 
@@ -97,7 +100,7 @@ class MetricLog:
     def say(self, text: str) -> None:
         """Print a line for people that does not break the progress bar. Rank 0 only."""
         if self._sinks:
-            say(text)
+            log.info(text)
 
     def flush(self) -> None:
         """Make every record so far durable: a checkpoint must not survive what it follows on."""
@@ -148,7 +151,8 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     if not is_rank_0:
         return MetricLog([], total_steps=options.total_steps)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    names = dict.fromkeys(["jsonl", *sinks])  # the record first; each sink once
+    # The record first; each sink once. wandb alone would leave the terminal without a sign of life.
+    names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) == {"wandb"})])
     return MetricLog([SINKS[sink](options) for sink in names], total_steps=options.total_steps)
 
 
@@ -170,6 +174,8 @@ COLUMNS: dict[str, str] = {
 }
 STEP_COLUMNS = ("epoch", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory_gib")
 BAR_COLUMNS = ("loss", "lr", "tokens_per_second")
+# In a narrow terminal the bar is cut first and then the end, where the time is.
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
 EVALUATION_COLUMNS = ("epoch", "eval_loss", "num_target_tokens")
 
 
@@ -221,7 +227,7 @@ class JsonlSink(Sink):
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         error = self._write_pending()
         if error and not was_behind:
-            say(f"{METRICS_FILE} cannot be written ({error}). Its lines are kept, and written when there is room.")
+            log.info(f"{METRICS_FILE} cannot be written ({error}). Its lines are kept, and written when there is room.")
 
     def _write_pending(self) -> str | None:
         """Write what there is, a part of it if need be; returns what stopped it."""
@@ -308,6 +314,7 @@ class TqdmSink(Sink):
         self._bar = tqdm(
             total=options.total_steps,
             unit="step",
+            bar_format=BAR,
             file=None if is_terminal else _Lines(),
             dynamic_ncols=is_terminal,
             mininterval=0.1 if is_terminal else 30.0,
@@ -320,7 +327,7 @@ class TqdmSink(Sink):
         if self._is_new:  # a resumed run starts in the middle, and must not count what it has not done
             self._bar.initial = self._bar.n = self._bar.last_print_n = step - 1
             self._is_new = False
-        self._bar.set_postfix_str(_line(record, BAR_COLUMNS), refresh=False)
+        self._bar.set_postfix_str(" ".join(_line(record, BAR_COLUMNS).split()), refresh=False)
         self._bar.update(step - self._bar.n)
 
     def close(self, exit_code: int) -> None:

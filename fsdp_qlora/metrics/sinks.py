@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
-
-log = logging.getLogger("fsdp_qlora")
 
 Record = Mapping[str, Any]
 
@@ -85,9 +80,3 @@ def numbers_in(value: object, name: str = "") -> dict[str, float]:
         for key, item in items
         for path, number in numbers_in(item, f"{name}/{key}" if name else key).items()
     }
-
-
-def say(text: str) -> None:
-    """Print a line for people that does not break the progress bar, where there is one."""
-    with tqdm.external_write_mode():  # takes a bar off the screen, and draws it again afterwards
-        log.info(text)

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain, say
+from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain
+
+log = logging.getLogger("fsdp_qlora")
 
 T = TypeVar("T")
 
@@ -55,7 +57,7 @@ class WandbSink(Sink):
             self._run, line = _within(WANDB_INIT_SECONDS + 20, partial(_start_wandb, options))
         except Exception as error:
             line = f"wandb: not used, it did not start ({_reason(error)}). All numbers are in {METRICS_FILE}."
-        say(line)
+        log.info(line)
         if self._run is None:
             return
         self._listen()
@@ -146,7 +148,7 @@ class WandbSink(Sink):
         problem = self._problem or self._refusal
         if problem is not None and not self._is_reported:
             self._is_reported = True
-            say(
+            log.info(
                 f"wandb: the run is not complete there ({problem}). Training is not affected, all numbers are in "
                 f"{METRICS_FILE}. {_how_to_upload(self._run)}"
             )

@@ -28,7 +28,6 @@ from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
-from fsdp_qlora.messages import shortened
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
 from fsdp_qlora.optimizers.sharded import check_optimizer
@@ -36,9 +35,12 @@ from fsdp_qlora.planning import describe, memory
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.quantizers import bnb_4bit_format
 from fsdp_qlora.sharding.build_model import LayerOptions, MetaModel, build_model
+from fsdp_qlora.terminal import shorten
 from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
 
 log = logging.getLogger("fsdp_qlora")
+
+_SAMPLE_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     )
     plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))
-    log.info("%s", shortened(data.sample, "in the dataset"))
+    log.info("%s", shorten(data.sample, num_lines=_SAMPLE_LINES, heading="---"))
     return plan
 
 

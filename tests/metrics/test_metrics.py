@@ -204,7 +204,7 @@ def test_progress_bar_does_not_fill_a_log_file(tmp_path, capsys):
     printed = capsys.readouterr().err
     assert "\r" not in printed
     assert len(printed.splitlines()) <= 3
-    assert "500/500" in printed.splitlines()[-1] and "loss  0.0040" in printed.splitlines()[-1]
+    assert "500/500" in printed.splitlines()[-1] and "loss 0.0040" in printed.splitlines()[-1]
 
 
 def test_progress_bar_of_a_resumed_run_starts_where_the_run_is(tmp_path, capsys):

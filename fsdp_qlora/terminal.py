@@ -1,0 +1,52 @@
+"""Lines for people that do not break the progress bar, and quiet libraries."""
+
+import logging
+import shutil
+from typing import Any
+
+from tqdm import tqdm
+
+
+class LineHandler(logging.StreamHandler[Any]):
+    """Takes a bar off the screen for each line, and draws it again below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+
+def shorten(text: str, *, num_lines: int, heading: str) -> str:
+    """At most `num_lines` lines of a text, none wider than the terminal; the parts under headings get equal shares.
+
+    Args:
+        heading: what the first line of a part begins with.
+    """
+    width = shutil.get_terminal_size((120, 24)).columns
+    parts: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.startswith(heading):
+            parts.append([])
+        parts[-1].append(line)
+    share = max(2, (num_lines - len(parts[0])) // max(1, len(parts) - 1))
+    lines = [line for part in parts for line in _ends(part, share)]
+    if len(lines) > num_lines:
+        lines = [*lines[: num_lines - 1], "[...]"]
+    return "\n".join(line if len(line) <= width else f"{line[: width - 6]} [...]" for line in lines)
+
+
+def _ends(lines: list[str], count: int) -> list[str]:
+    """The first two of some lines and the last ones, `count` in all."""
+    if len(lines) <= count:
+        return lines
+    last = max(0, count - 3)
+    return [*lines[: count - 1 - last], "[...]", *lines[len(lines) - last :]]
+
+
+def quiet_libraries() -> None:
+    """Leave out what libraries say that reads like a failure and is none. Before they are imported."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    """bitsandbytes looks for a faster CPU kernel on the hub when it is imported; its own does."""
+    return "Failed to load CPU gemm_4bit_forward" not in record.msg

@@ -1,0 +1,119 @@
+"""What stands on a terminal while a run goes on and when it has ended."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora.launch import is_from_an_agent
+from fsdp_qlora.terminal import shorten
+from tests.tiny import ROOT, flags, make_rows, write_rows
+
+PYTHON = [sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+BAR = re.compile(r"[\w' ]*:? *\d+%\|[^|]*\| +\S+/\S+ ?(loss +\S+ lr \S+ +[\d,]+ tokens/s )?\[[\d:]+<[\d:?]+.*\]")
+
+
+class Screen:
+    """As much of a terminal as a progress bar needs: all rows that ever were, and where the cursor is."""
+
+    def __init__(self, width: int) -> None:
+        self.width, self.rows, self.row, self.column = width, [""], 0, 0
+
+    def write(self, text: str) -> None:
+        for token in re.findall(r"\x1b\[[\d;]*[A-Za-z]|[\s\S]", text):
+            if token == "\n":
+                self.row += 1
+            elif token == "\r":
+                self.column = 0
+            elif token == "\x1b[A":
+                self.row = max(0, self.row - 1)
+            elif token == "\x1b[K":
+                self.rows[self.row] = self.rows[self.row][: self.column]
+            elif token.isprintable():
+                self.put(token)
+            self.rows += [""] * (self.row + 1 - len(self.rows))
+
+    def put(self, letter: str) -> None:
+        if self.column == self.width:  # a terminal wraps when the next letter comes
+            self.row, self.column = self.row + 1, 0
+            self.rows += [""] * (self.row + 1 - len(self.rows))
+        line = self.rows[self.row].ljust(self.column)
+        self.rows[self.row] = line[: self.column] + letter + line[self.column + 1 :]
+        self.column += 1
+
+
+def on_terminal(command: list[str], *, width: int, cwd: Path) -> tuple[int, list[str]]:
+    """Run a command on a terminal of that width; its exit status and all rows that it left."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    clean = {name: value for name, value in os.environ.items() if not is_from_an_agent(name)}
+    clean |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=clean, cwd=cwd)
+    os.close(theirs)
+    output = b""
+    while True:
+        try:
+            output += os.read(ours, 65536)
+        except OSError:  # nobody has the other side any more
+            break
+    os.close(ours)
+    screen = Screen(width)
+    screen.write(output.decode(errors="replace"))
+    return process.wait(60), [row.rstrip() for row in screen.rows]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "width", "fails"),
+    [(PYTHON, 1, 80, False), (PYTHON, 2, 80, True), (TORCHRUN, 2, 120, True)],
+    ids=["python 80", "two ranks that fail 80", "torchrun that fails 120"],
+)
+def test_no_text_follows_the_bar_and_the_reason_is_on_the_last_screen(
+    launcher: list[str], ranks: int, width: int, fails: bool, models: Callable[..., Path], tmp_path: Path
+) -> None:
+    argv = flags(
+        model_name=models(),
+        dataset=write_rows(tmp_path / "rows.jsonl", make_rows(12)),
+        output_dir=tmp_path / "out",
+        max_steps=6,
+        num_epochs=3,
+        save_steps=2,
+        quant_cache="off",
+        lr=1e30 if fails else 1e-4,  # the loss is not finite soon
+        warmup_ratio=0,
+    )
+    argv += flags(nproc_per_node=ranks) if launcher is PYTHON else []
+    status, rows = on_terminal([*launcher, str(ROOT / "train.py"), *argv], width=width, cwd=tmp_path)
+    text = "\n".join(rows)
+    bars = [row for row in rows if "%|" in row]
+    assert bars and all(BAR.fullmatch(row) for row in bars), text
+    assert "gemm_4bit_forward" not in text
+    assert bool(status) == fails, text
+    if not fails:
+        assert re.search(r"loss +\S+ lr \S+ +[\d,]+ tokens/s", bars[-1]), text
+        assert sum(row.startswith("Checkpoint of step") for row in rows) == 3, text
+    else:
+        reason = re.compile(r"not finite")
+        assert any(reason.search(row) for row in rows[-24:]), text
+        said = [row for row in rows if re.match(r"\[rank \d\] error: ", row)]
+        assert len(said) == 1, text
+
+
+def test_a_long_sample_is_cut_to_a_dozen_lines_and_each_part_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    learned = ["--- learned (9 tokens) ---", "x" * 200]
+    sample = ["Sample: row 3", "--- masked (90 tokens) ---", *(f"line {i}" for i in range(30)), *learned]
+    lines = shorten("\n".join(sample), num_lines=12, heading="---").splitlines()
+    assert len(lines) <= 12 and max(map(len, lines)) <= 80
+    assert lines == [*sample[:3], "[...]", "line 28", "line 29", learned[0], "x" * 74 + " [...]"]
+    short = "Sample: row 3\n--- masked\na\n--- learned\nb"
+    assert shorten(short, num_lines=12, heading="---") == short
+    assert len(shorten("--- a\nb\n" * 20, num_lines=12, heading="---").splitlines()) == 12
