@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.device import choose_device
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.messages import PrintableFormatter
 from fsdp_qlora.terminal import LineHandler
@@ -55,25 +56,22 @@ class Ranks:
         return self.rank == 0
 
 
-def read_ranks() -> Ranks:
-    """Read torchrun's variables; a process started without torchrun is rank 0 of 1."""
+def read_ranks(device: str = "auto") -> Ranks:
+    """Read torchrun's variables; a process started without torchrun is rank 0 of 1.
+
+    Args:
+        device: the option of that name.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible. "
-                "Start one process per visible GPU."
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    chosen = choose_device(device, local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
     return Ranks(
         rank=int(os.environ.get("RANK", 0)),
         local_rank=local_rank,
         world_size=int(os.environ.get("WORLD_SIZE", 1)),
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        device=device,
+        device=chosen,
     )
 
 

@@ -88,7 +88,7 @@ def planned_processes(config: TrainConfig) -> int:
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if started > 1:
         return started
-    return config.requested_processes if config.requested_processes > 0 else max(1, _visible_gpus())
+    return _processes_wanted(config, check=False)[0]
 
 
 # --- how this process was started ---
@@ -128,15 +128,14 @@ def _check_started_by_another(config: TrainConfig) -> None:
         )
 
 
-def _processes_wanted(config: TrainConfig) -> tuple[int, str]:
-    """The number of processes on this machine, and in words why."""
+def _processes_wanted(config: TrainConfig, *, check: bool = True) -> tuple[int, str]:
+    """The number of processes on this machine, and in words why. check: refuse more than there are GPUs for."""
     requested = config.requested_processes
-    if requested == 1:
-        return 1, "as asked for"
-    if requested > 1:
+    if requested > 1 and check and config.device != "cpu":
         _check_gpus(requested)
+    if requested >= 1:
         return requested, "as asked for"
-    return max(1, _visible_gpus()), "one per visible GPU"
+    return 1 if config.device == "cpu" else max(1, _visible_gpus()), "one per visible GPU"
 
 
 def _visible_gpus() -> int:

@@ -52,6 +52,9 @@ class TrainConfig:
     """Address where the processes meet when train.py starts them itself; under torchrun, torchrun's."""
     master_port: Annotated[int, between(0, 65535), MAY_DIFFER, PER_NODE] = 0
     """Port where the processes meet when train.py starts them itself; 0 takes a free one."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], MAY_DIFFER] = "auto"
+    """Where to compute; auto takes the visible GPUs, or the CPU of a machine that has none. A dry run without a GPU
+    plans for one, unless this is cpu."""
 
     # == model ==
     model_name: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "Qwen/Qwen3-8B-Base"
@@ -242,9 +245,10 @@ class TrainConfig:
     entity: Annotated[str | None, MAY_DIFFER] = None
     """User or team on wandb that owns the run."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
-    """Print the structure of the model too."""
+    """Print the structure of the model too, and all options in a dry run."""
     dry_run: Annotated[bool, MAY_DIFFER] = False
-    """Build everything without weights, print the sizes, the memory per process and the steps, and stop."""
+    """Build everything without weights, print the sizes, the memory per process and the steps, and stop; verbose
+    prints the options too."""
 
     # == never losing a run ==
     resume: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"

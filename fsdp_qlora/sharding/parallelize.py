@@ -60,7 +60,7 @@ def shard_model(
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     plain = set() if cpu_offload or shard_size(mesh) > 1 else _frozen_as_gathered(model, precision.param_dtype)
 
     def shard(module: nn.Module, *, reshard: bool | None) -> None:

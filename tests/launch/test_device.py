@@ -1,0 +1,64 @@
+"""A GPU that is there is used or its trouble is named; the CPU is used where there is none, or when asked for."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_qlora import launch
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.device import choose_device
+from fsdp_qlora.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An nvidia-smi that lists two cards."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        "#!/bin/sh\necho 'NVIDIA GeForce RTX 3090, 535.183.01'\necho 'NVIDIA GeForce RTX 3090, 535.183.01'\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+@pytest.mark.parametrize(
+    ("cuda", "says"),
+    [("13.0", "made for CUDA 13.0, cannot use them. Install a driver for CUDA 13.0"), (None, "is made for the CPU.")],
+)
+def test_a_card_that_torch_cannot_use_is_an_error_with_driver_cuda_and_command(
+    cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(UserError) as raised:
+        choose_device("auto", 0)
+    message = str(raised.value)
+    assert "2 NVIDIA GPUs (NVIDIA GeForce RTX 3090, driver 535.183.01)" in message and says in message
+    assert (
+        torch.__version__ in message and "pip install --force-reinstall torch" in message and "--device cpu" in message
+    )
+    assert choose_device("cpu", 0).type == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose
+    assert choose_device("auto", 0).type == "cpu"
+
+
+def test_without_a_card_the_cpu_is_used_unless_a_gpu_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert choose_device("auto", 0).type == "cpu"
+    with pytest.raises(UserError, match="--device is cuda, but no GPU is visible"):
+        choose_device("cuda", 0)
+
+
+def test_on_the_cpu_one_process_is_started_whatever_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_visible_gpus", lambda: 2)
+    assert launch._processes_wanted(TrainConfig(device="cpu"))[0] == 1
+    assert launch._processes_wanted(TrainConfig(device="cpu", world_size=4))[0] == 4
+    assert launch._processes_wanted(TrainConfig())[0] == 2
