@@ -48,7 +48,8 @@ def run(config: TrainConfig) -> None:
     if config.deterministic:
         distributed.make_deterministic()
     leave_out_cudnn()
-    ranks = distributed.read_ranks()
+    # A dry run may plan for GPUs that are elsewhere.
+    ranks = distributed.read_ranks("auto" if config.dry_run and config.device == "cuda" else config.device)
     distributed.set_up_logging(ranks, verbose=config.verbose)
     if config.show_samples:
         samples = show_samples(config)
@@ -56,8 +57,8 @@ def run(config: TrainConfig) -> None:
             print(samples)
         return
     if config.dry_run:
+        log.debug("Options:\n%s", resolved_yaml(config))
         make_plan(config, ranks, None)
-        log.info("Options:\n%s", resolved_yaml(config))
         return
     with RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed() as folder:
         timeout_minutes = max(30, 2 * config.hang_minutes)

@@ -286,7 +286,9 @@ def _set_aside(output_dir: Path, lines: Mapping[int, bytes]) -> None:
     with os.fdopen(descriptor, "ab") as file:
         file.writelines(line + b"\n" for line in lines.values())
     shown = ", ".join(map(str, list(lines)[:5])) + ", ..." * (len(lines) > 5)
-    say(f"{METRICS_FILE}: {len(lines)} line(s) are no records ({shown}). They are now in {METRICS_SET_ASIDE}.")
+    log.info(
+        "%s: %d line(s) are no records (%s). They are now in %s.", METRICS_FILE, len(lines), shown, METRICS_SET_ASIDE
+    )
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -6,9 +6,10 @@ import torch
 
 from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+from fsdp_qlora.planning.memory import InAStep, Needs
 from fsdp_qlora.sharding.build_model import MetaModel
 from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
-from fsdp_qlora.units import format_bytes
+from fsdp_qlora.units import GIB, format_bytes
 
 
 def describe_model(meta: MetaModel) -> str:
@@ -27,8 +28,21 @@ def describe_model(meta: MetaModel) -> str:
     )
 
 
-def describe_memory(meta: MetaModel, *, num_shards: int, optimizer: str) -> list[str]:
-    """Bytes per rank by category, before activations and gathered blocks. Nothing is allocated for it."""
+def describe_memory(
+    meta: MetaModel,
+    needs: Needs,
+    step: InAStep,
+    *,
+    num_shards: int,
+    optimizer: str,
+    on_gpu: bool,
+    gpu_bytes: int | None = None,
+) -> list[str]:
+    """Bytes per rank, on the GPU and the host, then by category; before activations. Nothing is allocated for it.
+
+    Args:
+        on_gpu: whether the ranks are to compute on GPUs. gpu_bytes: memory of the GPU that is visible, if one is.
+    """
     counts = count_bytes(meta.model, num_shards)
     trainable = counts["trainable"].largest_shard
     parts = {
@@ -40,19 +54,30 @@ def describe_memory(meta: MetaModel, *, num_shards: int, optimizer: str) -> list
         "optimizer state": trainable * OPTIMIZER_STATES[optimizer],
     }
     shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-    total = format_bytes(sum(parts.values()))
-    return [
-        f"Memory per rank, {num_shards}-way sharded: {total}, plus activations and one gathered block",
+    in_step = step.gathered + step.logits
+    total = needs.device + in_step
+    places = f"GPU {format_bytes(total)}, host {format_bytes(needs.host)}"
+    if not on_gpu:
+        places = format_bytes(needs.host + in_step)
+    lines = [
+        f"Memory per rank, {num_shards}-way sharded: {places}; activations are not counted",
         f"  {shown}",
+        f"  in a step, one gathered block and the head {format_bytes(step.gathered)}, "
+        f"logits and their gradients {format_bytes(step.logits)}",
     ]
+    if on_gpu and gpu_bytes is not None and total > gpu_bytes:
+        lines.append(f"This does not fit in the {gpu_bytes / GIB:.0f} GiB of a GPU here, without activations even.")
+    return lines
 
 
 def describe_device(device: torch.device, world_size: int) -> str:
     """One line: how many ranks on what."""
-    if device.type == "cuda":
+    if device.type == "cuda" and not torch.cuda.is_available():
+        what = "GPUs that are not in this machine: memory and precision are planned for them (--device cpu for the CPU)"
+    elif device.type == "cuda":
         what = f"{torch.cuda.get_device_name(device)} (NCCL)"
     else:
-        what = "CPU (no GPU is visible, so gloo)"
+        what = "the CPU (gloo)"
     return f"Devices: {world_size} rank{'s' * (world_size > 1)} on {what}"
 
 

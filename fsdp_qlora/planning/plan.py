@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
@@ -81,11 +82,12 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     Args:
         store: of `distributed.connect`; None for a dry run, which is one process.
     """
-    check_optimizer(config.optimizer, ranks.device)
+    device = planned_device(config, ranks)
+    check_optimizer(config.optimizer, device)
     refuse_sinks(config.log_to)
     check_output(config.pick(ProfilerOptions))
     world_size = planned_processes(config) if config.dry_run else ranks.world_size
-    log.info(describe.describe_device(ranks.device, world_size))
+    log.info(describe.describe_device(device, world_size))
     for line in needless_lines(config):
         log.info(line)
     model = plan_model(config, ranks, store, world_size)
@@ -96,9 +98,17 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         Schedule, num_rows=data.rows_per_epoch, world_size=world_size, rows_per_step=None, mixture=data.mixture
     )
     plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
-    log.info(schedule.describe(plan.warmup_steps))
     log.info("%s", shorten(data.sample, num_lines=_SAMPLE_LINES, heading="---"))
+    log.info(schedule.describe(plan.warmup_steps))
+    for line in memory_lines(config, ranks, model):
+        log.info(line)
     return plan
+
+
+def planned_device(config: TrainConfig, ranks: Ranks) -> torch.device:
+    """The device of the run that is planned: a dry run is often done where there is no GPU."""
+    plans_for_gpu = config.dry_run and config.device != "cpu"
+    return torch.device("cuda") if plans_for_gpu and ranks.device.type == "cpu" else ranks.device
 
 
 def show_samples(config: TrainConfig) -> str:
@@ -126,8 +136,6 @@ def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, worl
     if kernel := describe_kernel(plan.meta.model.config, plan.precision.compute_dtype, ranks.device):
         log.info(kernel)
     models.warn_of_long_context(model_config, config.context_length)
-    for line in describe.describe_memory(plan.meta, num_shards=plan.num_shards, optimizer=config.optimizer):
-        log.info(line)
     return plan
 
 
@@ -142,7 +150,9 @@ def build_plan(
 ) -> ModelPlan:
     """The plan of a model whose configuration and tokenizer are known."""
     train_type = TRAIN_TYPES[config.train_type]
-    precision_name = choose_precision(config.precision, ranks.device)
+    is_gpu_elsewhere = planned_device(config, ranks).type != ranks.device.type
+    asked = "bf16" if is_gpu_elsewhere and config.precision == "auto" else config.precision
+    precision_name = choose_precision(asked, ranks.device)
     precision = PRECISIONS[precision_name]
     precision.check_storage(config.quant_storage)
     stored = decoded.take_format(model_config)
@@ -215,6 +225,42 @@ def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
     return math.ceil(config.warmup_ratio * schedule.total_steps)
 
 
+def memory_lines(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> list[str]:
+    """What a rank needs, and whether it fits into the GPU that is visible."""
+    on_gpu = planned_device(config, ranks).type == "cuda"
+    _, frees_blocks = distributed.SHARDING_STRATEGIES[config.sharding_strategy]
+    step = memory.estimate_step(
+        plan.meta.model,
+        num_shards=plan.num_shards,
+        frees_blocks=frees_blocks,
+        cpu_offload=config.use_cpu_offload,
+        num_tokens=config.batch_size * config.context_length,
+        compute_dtype=plan.precision.compute_dtype,
+    )
+    gpu_bytes = torch.cuda.mem_get_info(ranks.device)[1] if ranks.device.type == "cuda" else None
+    return describe.describe_memory(
+        plan.meta,
+        estimate_needs(config, ranks, plan),
+        step,
+        num_shards=plan.num_shards,
+        optimizer=config.optimizer,
+        on_gpu=on_gpu,
+        gpu_bytes=gpu_bytes,
+    )
+
+
+def estimate_needs(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> memory.Needs:
+    """What a rank needs on its device and on the host."""
+    return memory.estimate_needs(
+        plan.meta.model,
+        num_shards=plan.num_shards,
+        optimizer=config.optimizer,
+        cpu_offload=config.use_cpu_offload,
+        buffer_bytes=config.loading_buffer_mib * 2**20,
+        device=planned_device(config, ranks),
+    )
+
+
 def check_resources(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> None:
     """Refuse a run whose weights alone do not fit, or whose result does not."""
     if config.save_model and ranks.rank < ranks.local_world_size:  # the machine that saves
@@ -222,14 +268,9 @@ def check_resources(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> None:
             plan.meta.model, dtype=plan.precision.compute_dtype, reduces_base=reduces_base(config.init_lora_weights)
         )
         memory.check_disk(Path(config.output_dir), size)
-    needs = memory.estimate_needs(
-        plan.meta.model,
-        num_shards=plan.num_shards,
-        optimizer=config.optimizer,
-        cpu_offload=config.use_cpu_offload,
-        buffer_bytes=config.loading_buffer_mib * 2**20,
-        device=ranks.device,
-    )
     memory.check_resources(
-        needs, ranks.device, ranks_on_host=ranks.local_world_size, can_offload=not config.use_cpu_offload
+        estimate_needs(config, ranks, plan),
+        ranks.device,
+        ranks_on_host=ranks.local_world_size,
+        can_offload=not config.use_cpu_offload,
     )

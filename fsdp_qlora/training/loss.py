@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 # Logits are upcast to float32 and turned into probabilities in pieces of this many elements (256 MiB).
-_MAX_LOGITS = 2**26
+MAX_LOGITS = 2**26
 
 
 def target_positions(labels: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def summed_loss(
 
 
 def _cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    rows = max(1, _MAX_LOGITS // logits.shape[-1])
+    rows = max(1, MAX_LOGITS // logits.shape[-1])
     if logits.shape[0] <= rows:
         return _cross_entropy(logits, targets)
     # Recomputed piece by piece in the backward pass: no whole float32 copy of the logits ever exists.

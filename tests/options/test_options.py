@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def line_with(text: str, output: str) -> str:
 
 @pytest.fixture(scope="module")
 def dry_run(run_yaml: Path) -> str:
-    argv = flags(config=run_yaml, dry_run=True, world_size=2, output_dir=run_yaml.parent / "not_made", num_epochs=3)
+    options = {"world_size": 2, "output_dir": run_yaml.parent / "not_made", "num_epochs": 3}
+    argv = flags(config=run_yaml, dry_run=True, device="cpu", verbose=True, **options)
     statuses, output = run_ranks(1, argv, run_yaml.parent / "dry_logs")
     assert statuses == [0], output
     return output
@@ -119,11 +121,28 @@ def test_dry_run_plans_the_steps_and_writes_nothing(dry_run: str, run_yaml: Path
     assert not (run_yaml.parent / "not_made").exists()
 
 
+def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(run_yaml: Path, tmp_path: Path) -> None:
+    argv = flags(config=run_yaml, dry_run=True, world_size=2, output_dir=tmp_path / "not_made", use_cpu_offload=True)
+    statuses, output = run_ranks(1, argv, tmp_path / "logs")
+    assert statuses == [0], output
+    assert "precision bf16" in line_with("Model:", output) and "Options:" not in output
+    *_, memory, _, step = output.strip().splitlines()
+    assert re.fullmatch(r"Memory per rank, 2-way sharded: GPU \S+ \wiB, host \S+ MiB; activations are not .*", memory)
+    # 2 rows of 512 tokens and 320 words, in bf16 with gradients, and once in float32; a block in 4 bits, the head.
+    logits = 2 * 512 * 320 * (2 * 2 + 4)
+    assert step.strip().endswith(f"logits and their gradients {logits / 2**20:.2f} MiB") and "head" in step
+    # Offloaded, the GPU has the adapter, what is gathered and the logits; the rest is on the host.
+    adapter, gathered = (float(re.search(rf"{name} ([\d.]+) KiB", output)[1]) for name in ("fp32\\)", "the head"))
+    gpu = 2**20 * float(re.search(r"GPU ([\d.]+) MiB", memory)[1])
+    assert gpu == pytest.approx(4 * adapter * 2**10 + gathered * 2**10 + logits, rel=0.01)
+
+
 def test_dry_run_prints_the_options_as_a_config_file(dry_run: str, run_yaml: Path, tmp_path: Path) -> None:
-    (tmp_path / "printed.yaml").write_text(dry_run.split("Options:\n")[1])
+    (tmp_path / "printed.yaml").write_text(dry_run.split("Options:\n")[1].split("\n\n")[0])
     printed = parse_train_config(["--config", str(tmp_path / "printed.yaml")])
     # The options of the run that was planned: with them as --config it starts.
-    argv = flags(world_size=2, output_dir=run_yaml.parent / "not_made", num_epochs=3)
+    options = {"world_size": 2, "output_dir": run_yaml.parent / "not_made", "num_epochs": 3}
+    argv = flags(device="cpu", verbose=True, **options)
     assert printed == parse_train_config(["--config", str(run_yaml), *argv])
 
 
