@@ -27,7 +27,8 @@ def shorten(text: str, *, num_lines: int, heading: str) -> str:
         if line.startswith(heading):
             parts.append([])
         parts[-1].append(line)
-    share = max(2, (num_lines - len(parts[0])) // max(1, len(parts) - 1))
+    shares = [n for n in range(3, num_lines) if sum(min(len(part), n) for part in parts) <= num_lines]
+    share = max(shares, default=2)
     lines = [line for part in parts for line in _ends(part, share)]
     if len(lines) > num_lines:
         lines = [*lines[: num_lines - 1], "[...]"]
@@ -35,7 +36,10 @@ def shorten(text: str, *, num_lines: int, heading: str) -> str:
 
 
 def _ends(lines: list[str], count: int) -> list[str]:
-    """The first two of some lines and the last ones, `count` in all."""
+    """The first two of some lines and the last ones, `count` in all; empty ones are the first to go."""
+    if len(lines) <= count:
+        return lines
+    lines = [line for line in lines if line.strip()]
     if len(lines) <= count:
         return lines
     last = max(0, count - 3)
