@@ -46,7 +46,11 @@ def refuse_links(output_dir: Path) -> None:
     Raises:
         UserError: names it.
     """
-    for path in sorted(output_dir.iterdir()) if output_dir.is_dir() else ():
+    try:
+        paths = sorted(output_dir.iterdir())
+    except OSError:  # it is not there, or what it is else is said elsewhere
+        return
+    for path in paths:
         if not any(fnmatch.fnmatch(path.name, pattern) for pattern in _OPENED):
             continue
         try:

@@ -265,11 +265,22 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     partial.mkdir(parents=True, exist_ok=True)
     for name in _SMALL_FILES:
         with contextlib.suppress(FileNotFoundError):
-            text = store.read(name)
+            text = _as_here(store.read(name)) if name == STATUS else store.read(name)
             with staged_file(partial / name) as whole:
                 whole.write_text(text)
     _move_run(partial, output_dir)
     return True
+
+
+def _as_here(status: str) -> str:
+    """The copy of a status.json without the step that was saved: its copy may have been cut off, or is passed over."""
+    try:
+        content = json.loads(status)
+    except ValueError:
+        return status
+    if isinstance(content, dict) and "saved_step" in content:
+        content["saved_step"] = -1
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _fetch_step(store: Store, step: int, partial: Path) -> bool:

@@ -134,6 +134,13 @@ def test_a_mirror_whose_run_json_was_edited_is_refused(run: Path, tmp_path: Path
     assert not (tmp_path / "box").exists()
 
 
+def test_a_mirror_that_was_cut_off_in_its_first_copy_is_no_lost_disk(run: Path, tmp_path: Path) -> None:
+    mirror = FolderStore(tmp_path / "mirror")
+    mirror.update(run)
+    shutil.rmtree(mirror.folder / layout.CHECKPOINTS)
+    assert begin(tmp_path / "box", mirror=mirror).step == 0
+
+
 # --- a checkpoint that was edited and signed again ---
 
 
