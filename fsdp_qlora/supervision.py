@@ -104,7 +104,6 @@ class Supervision:
                     state,
                     self.ranks,
                     about=identity,
-                    save_steps=config.save_steps,
                     save_total_limit=config.save_total_limit,
                     saved_step=self.start.saved_step,
                     max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),
@@ -143,7 +142,8 @@ class Supervision:
         self.metrics.evaluation(record)
 
     def is_save_due(self, step: int) -> bool:
-        return self.config.save_model and self.saver is not None and self.saver.is_due(step)
+        every = self.config.save_steps
+        return self.config.save_model and every > 0 and step % every == 0
 
     def beat_save(self) -> None:
         """A sign of life for each tensor that is written: a large state takes its time."""

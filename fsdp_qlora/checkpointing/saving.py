@@ -28,7 +28,7 @@ class Saver:
     Args:
         root: the folder of the checkpoints.
         about: what the run is, kept in every checkpoint.
-        save_steps: 0 for none by steps. save_total_limit: newest kept, besides the best by held-out loss.
+        save_total_limit: newest kept, besides the best by held-out loss.
         saved_step: the newest checkpoint that is there already, -1 for none.
         max_failing_seconds: for which saving may fail; a run that keeps nothing for longer is not worth its hours.
     """
@@ -40,20 +40,15 @@ class Saver:
         ranks: Ranks,
         *,
         about: Mapping[str, Any],
-        save_steps: int,
         save_total_limit: int,
         saved_step: int = -1,
         max_failing_seconds: float = math.inf,
     ) -> None:
         self.root, self.state, self.ranks, self.about = root, state, ranks, about
-        self.save_steps, self.save_total_limit, self.saved_step = save_steps, save_total_limit, saved_step
+        self.save_total_limit, self.saved_step = save_total_limit, saved_step
         self.max_failing_seconds = max_failing_seconds
         self.seconds = 0.0  # of the last save
         self._failing_since: float | None = None
-
-    def is_due(self, step: int) -> bool:
-        """Whether this step is one of those after which a checkpoint is asked for."""
-        return self.save_steps > 0 and step % self.save_steps == 0
 
     def save(self, progress: Progress) -> bool:
         """Publish a checkpoint of this step, unless there is one; whether there is one now.

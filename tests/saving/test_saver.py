@@ -43,7 +43,6 @@ def test_a_run_that_cannot_save_for_too_long_ends(
         disk,
         ranks,
         about={},
-        save_steps=1,
         save_total_limit=3,
         max_failing_seconds=1800,  # type: ignore[arg-type]
     )
