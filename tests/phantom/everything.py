@@ -10,6 +10,7 @@ already, before CUDA is initialized: with that a run takes a few seconds.
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,18 @@ with mock.patch.object(torch.cuda, "is_available", return_value=False):
 
 FOLDER = ROOT / ".phantom_everything"  # models, the ranks' output, and what has ended
 MESSAGES = FOLDER / "messages"
-TRAIN = ["qlora", "lora", "custom_lora", "custom_qlora", "dora", "bnb_dora", "hqq_lora", "hqq_dora", "int8_lora", "full"]
+TRAIN = [
+    "qlora",
+    "lora",
+    "custom_lora",
+    "custom_qlora",
+    "dora",
+    "bnb_dora",
+    "hqq_lora",
+    "hqq_dora",
+    "int8_lora",
+    "full",
+]
 PRO = ["bnb_llama_pro", "hqq_llama_pro"]
 STRATEGIES = ["shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"]
 PRECISIONS = ["fp32", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"]
@@ -116,7 +128,9 @@ def make_models() -> None:
         write_rows(making / "rows.jsonl", make_rows(32))
         command = ["scripts/block_expansion.py", "--model_name", making / "llama", "--out", making / "expanded"]
         variables = environment.variables(FOLDER, {"CUDA_VISIBLE_DEVICES": ""})
-        subprocess.run([sys.executable, *map(str, command), "--expansion_rate", "1"], cwd=ROOT, env=variables, check=True)
+        subprocess.run(
+            [sys.executable, *map(str, command), "--expansion_rate", "1"], cwd=ROOT, env=variables, check=True
+        )
         making.rename(models)
 
 
@@ -142,7 +156,9 @@ def fork_rank(arguments: list[str], log: Path, variables: dict[str, str]) -> int
         os._exit(status)
 
 
-def run_ranks(case: Case, num_ranks: int, options: dict[str, object], folder: Path, seconds: float) -> tuple[list[int], list[str]]:
+def run_ranks(
+    case: Case, num_ranks: int, options: dict[str, object], folder: Path, seconds: float
+) -> tuple[list[int], list[str]]:
     """All ranks' exit statuses and outputs. The others are ended a while after one has ended badly."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(MESSAGES, ignore_errors=True)
@@ -188,7 +204,7 @@ def _wait(pids: list[int], seconds: float, send: Callable[[], bool]) -> list[int
 
 
 def run_case(case: Case, num_ranks: int, models: Path, seconds: float) -> str:
-    """"ok", or what is wrong."""
+    """ "ok", or what is wrong."""
     folder = FOLDER / "runs" / f"{case.name.replace(' ', '_').replace(',', '')}_{num_ranks}"
     shutil.rmtree(folder, ignore_errors=True)
     common = {"model_name": models / case.model, "dataset": models / "rows.jsonl", "output_dir": folder / "output"}
@@ -225,7 +241,9 @@ def _judge(case: Case, statuses: list[int], outputs: list[str], folder: Path) ->
 
 def print_table(results: dict[str, dict[str, str]]) -> None:
     columns = ("1", "2", "4")
-    print("| what | " + " | ".join(f"{ranks} rank{'s' * (ranks != '1')}" for ranks in columns) + " |\n|---|" + "---|" * 3)
+    print(
+        "| what | " + " | ".join(f"{ranks} rank{'s' * (ranks != '1')}" for ranks in columns) + " |\n|---|" + "---|" * 3
+    )
     for name, by_ranks in results.items():
         found = ("failed" if by_ranks.get(ranks, "ok") != "ok" else by_ranks.get(ranks, "") for ranks in columns)
         print(f"| {name} | {' | '.join(found)} |")
@@ -237,7 +255,7 @@ def in_the_environment() -> bool:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument("--only", default="", help="cases whose name has this regular expression")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 1, 4], help="numbers of ranks, in this order")
     parser.add_argument("--seconds", type=float, default=240, help="the longest that a run may take")
     parser.add_argument("--again", action="store_true", help="run what has failed again")
@@ -256,7 +274,11 @@ def main(argv: list[str]) -> int:
     for num_ranks in args.ranks:
         for case in cases():
             known = results.setdefault(case.name, {}).get(str(num_ranks))
-            if args.only not in case.name or num_ranks not in case.only_ranks or (known and not (args.again and known != "ok")):
+            if (
+                not re.search(args.only, case.name)
+                or num_ranks not in case.only_ranks
+                or (known and not (args.again and known != "ok"))
+            ):
                 continue
             started = time.monotonic()
             found = run_case(case, num_ranks, FOLDER / "models", args.seconds)

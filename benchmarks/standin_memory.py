@@ -1,0 +1,233 @@
+"""GPU memory of large models' steps, without a GPU: `python benchmarks/standin_memory.py [--cases 8b_2_ranks ...]`.
+
+Runs on the stand-in for CUDA (tests/phantom/README.md), where memory that no one touches costs nothing and the caching
+allocator is torch's own. A case builds a model from its config, shards it as train.py does, reads no weights, and does
+three steps of QLoRA (rank 16 on all linear layers, bf16, AdamW, checkpointing). Where there are more ranks, this
+is rank 0 and the others are torch's fake process group.
+
+Each case is printed and written beside the byte account. `resident` is what lies there between two steps: the shards
+and the optimizer's state. `at_peak` is what the third step had on top of it when it had most, by the Python line that
+asked for it; the expected bytes come from the shapes. What is reserved and not allocated is the allocator's.
+"""
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+# So that it runs from a clone that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+LENGTH, ROWS = 2048, 2
+_MAX_LOGITS = 2**26  # elements, as in fsdp_qlora/training/loss.py
+SHAPES = {
+    # Qwen3-8B's sizes; Llama-2-70B's
+    "8b": dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+               num_attention_heads=32, num_key_value_heads=8),
+    "70b": dict(vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                num_attention_heads=64, num_key_value_heads=8),
+    "tiny": dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+                 num_attention_heads=4, num_key_value_heads=2),
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    "8b_2_ranks": {"shape": "8b", "ranks": 2},
+    "8b_2_ranks_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
+    "8b_1_card": {"shape": "8b", "ranks": 1},
+    "70b_2_ranks_offloaded": {"shape": "70b", "ranks": 2, "use_cpu_offload": True},
+}
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--segments", nargs="+", choices=("expandable", "fixed"), default=["expandable"])
+    parser.add_argument("--layers", type=int, default=0, help="decoder blocks, if not the shape's own number")
+    parser.add_argument("--output", default="", help="JSON file to write; what it has of other cases stays")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # by which the command calls itself
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(measure(**CASES[args.one], layers=args.layers)))
+        return 0
+    found = {}
+    for name in args.cases:
+        for segments in args.segments:
+            found[f"{name}, {segments} segments"] = result = _in_the_environment(name, segments, args.layers)
+            print(f"{name}, {segments} segments\n{describe(result)}", flush=True)
+            if args.output:
+                write(Path(args.output), f"python benchmarks/standin_memory.py {' '.join(argv)}", found)
+    return 0
+
+
+def _in_the_environment(name: str, segments: str, layers: int) -> dict[str, Any]:
+    from tests.phantom import environment
+
+    if reason := environment.why_not():
+        sys.exit(reason)
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, object] = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{segments == 'expandable'}"}
+        settings |= {"PHANTOM_GIB": 24, "OMP_NUM_THREADS": 1}
+        command = [environment.PYTHON, __file__, "--one", name, "--layers", str(layers)]
+        variables = environment.variables(Path(folder), settings)
+        done = subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def write(path: Path, command: str, found: dict[str, Any]) -> None:
+    before = json.loads(path.read_text())["cases"] if path.exists() else {}
+    path.write_text(json.dumps({"command": command, "unit": "bytes", "cases": {**before, **found}}, indent=2) + "\n")
+
+
+def measure(*, shape: str, ranks: int, layers: int, **options: Any) -> dict[str, Any]:
+    """Bytes of one case; runs on the stand-in."""
+    import torch
+
+    trainer, plan, mesh, rows = build(SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {}), ranks, options)
+    loaded = torch.cuda.memory_allocated()
+    for step in range(2):
+        trainer.train_step(step, rows)
+    resident = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=10**7)
+    trainer.train_step(2, rows)
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    expected = expect(plan.meta.model, mesh, offload=bool(options.get("use_cpu_offload")))
+    return {
+        "reserved": torch.cuda.max_memory_reserved(),
+        "allocated": torch.cuda.max_memory_allocated(),
+        "loaded": loaded,
+        "resident": resident,
+        "at_peak": at_peak(trace, plan.meta.model.config),
+        "expected": expected,
+        "torch": torch.__version__,
+    }
+
+
+def build(shape: dict[str, int], num_ranks: int, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """The trainer of rank 0 of a model whose weights are whatever lies in memory."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import LlamaConfig
+
+    from benchmarks.common import random_rows
+    from fsdp_qlora import distributed
+    from fsdp_qlora.config.options import TrainConfig
+    from fsdp_qlora.data.prepare import RunData
+    from fsdp_qlora.data.schedule import Schedule
+    from fsdp_qlora.load_model import build_trainer
+    from fsdp_qlora.planning.plan import Plan, build_plan
+    from fsdp_qlora.sharding.parallelize import checkpoint_activations, materialize, shard_model
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    ranks = distributed.read_ranks()
+    torch.cuda.set_device(ranks.device)
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    config = TrainConfig(precision="bf16", attn_implementation="sdpa", batch_size=ROWS, quant_cache="off", **options)
+    model_config = LlamaConfig(**shape, head_dim=128, max_position_embeddings=LENGTH, tie_word_embeddings=False)
+    tokenizer: Any = SimpleNamespace(eos_token_id=0)
+    plan = build_plan(config, ranks, Path("no weights"), model_config, tokenizer, world_size=num_ranks)
+    checkpoint_activations(plan.meta.model, offload=False)
+    mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
+    offload = config.use_cpu_offload
+    shard_model(
+        plan.meta.model, mesh, sharding_strategy=config.sharding_strategy, precision=plan.precision, cpu_offload=offload
+    )
+    materialize(plan.meta.model, ranks.device, cpu_offload=offload)
+    data = random_rows(ROWS * num_ranks, LENGTH, model_config.vocab_size, masked=0, seed=0)
+    rows = np.arange(len(data))
+    schedule = config.pick(Schedule, num_rows=len(data), world_size=num_ranks, rows_per_step=None)
+    run_data = RunData(data, rows, data, rows[:0], sample="", rejected=[])
+    trainer = build_trainer(config, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
+    return trainer, plan, mesh, rows
+
+
+def expect(model: Any, mesh: Any, *, offload: bool) -> dict[str, int]:
+    """Bytes by category, from the shapes alone."""
+    from fsdp_qlora import distributed
+    from fsdp_qlora.models import find_blocks
+    from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+    from fsdp_qlora.sharding.byte_account import count_bytes
+
+    config, shards = model.config, distributed.shard_size(mesh)
+    account = count_bytes(model, shards)
+    block = count_bytes(find_blocks(model)[0], 1)
+    trainable = account["trainable"]
+    here = {name: 0 if offload and name != "trainable" else part.largest_shard for name, part in account.items()}
+    tokens = ROWS * LENGTH
+    return {
+        **here,
+        "optimizer state": int(trainable.largest_shard * OPTIMIZER_STATES["adamw"]),
+        "gathered adapters": trainable.total // 2,  # in bf16, from forward to backward
+        "one gathered block": sum(part.total for name, part in block.items() if name != "trainable"),
+        "one gathered embedding or head": config.vocab_size * config.hidden_size * 2,
+        "gradients": trainable.largest_shard,
+        "block inputs": tokens * config.hidden_size * 2 * config.num_hidden_layers,
+        "logits": ROWS * (LENGTH - 1) * config.vocab_size * 2,
+        "a piece of the logits in float32": _MAX_LOGITS // config.vocab_size * config.vocab_size * 4,
+    }
+
+
+def at_peak(trace: list[dict[str, Any]], config: Any) -> dict[str, int]:
+    """What a step had allocated, and not freed, when that was most: bytes by category."""
+    live: dict[int, tuple[int, str]] = {}
+    now = most = 0
+    largest: dict[int, tuple[int, str]] = {}
+    is_growing = False
+    for event in trace:
+        if event["action"] == "alloc":
+            live[event["addr"]] = (event["size"], category(event, config))
+            now += event["size"]
+            is_growing = now > most
+            most = max(now, most)
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            if is_growing:
+                largest, is_growing = dict(live), False
+            now -= live.pop(event["addr"])[0]
+    found: collections.Counter[str] = collections.Counter()
+    for size, name in (largest or live).values():
+        found[name] += size
+    return {"in all": most, **dict(found.most_common())}
+
+
+def category(event: dict[str, Any], config: Any) -> str:
+    """Of an allocation: by the Python that asked for it, or by its size where autograd asked."""
+    frames, size = event["frames"], event["size"]
+    if any("_fully_shard/" in frame["filename"] for frame in frames):
+        reduces = any(frame["name"] in ("foreach_reduce", "post_backward") for frame in frames)
+        return "gradients" if reduces else "gathered by FSDP2"
+    piece = _MAX_LOGITS // config.vocab_size * config.vocab_size
+    if size == ROWS * (LENGTH - 1) * config.vocab_size * 2:
+        return "logits"
+    if _is_about(size, 2 * piece):
+        return "gradient of the logits, in pieces"
+    if _is_about(size, 4 * piece) or any(frame["name"] == "_cross_entropy" for frame in frames):
+        return "a piece of the logits in float32"
+    if size == ROWS * LENGTH * config.hidden_size * 2:
+        return "hidden states: block inputs, and of the block at work"
+    return "block at work"
+
+
+def _is_about(size: int, wanted: int) -> bool:
+    return wanted <= size < wanted + 2**20  # the allocator rounds
+
+
+def describe(result: dict[str, Any]) -> str:
+    """For the screen, in GiB."""
+    lines = [f"  {key}: {result[key] / GIB:.3f} GiB" for key in ("reserved", "allocated", "loaded", "resident")]
+    for part in ("at_peak", "expected"):
+        lines.append(f"  {part}: " + ", ".join(f"{name} {value / GIB:.3f}" for name, value in result[part].items()))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,143 @@
+"""What one optimizer step asks of the GPU and of the other ranks, counted on the stand-in: it equals a formula, and the
+host waits at listed places only."""
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.models import find_blocks
+from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.sharding.build_model import LayerOptions, build_model
+from fsdp_qlora.train_types import TRAIN_TYPES
+from tests.phantom.environment import run, subtract
+from tests.tiny import flags, make_rows, write_rows
+
+NUMBERS = 7  # float64 that each rank tells the others in a step: loss, norm, three flags of `control`, memory twice
+PER_STEP = {
+    "fsdp_qlora/training/trainer.py": 1,  # the losses are read
+    "fsdp_qlora/optimizers/sharded.py": 1,  # the gradient's norm
+    "fsdp_qlora/distributed.py": 2,  # this rank's numbers go to the device, all ranks' come back
+}
+PER_MICRO_BATCH = {"fsdp_qlora/training/loss.py": 1}  # transformers asks the device whether a mask is needed
+
+
+@pytest.fixture(scope="module")
+def step(models, tmp_path_factory):
+    """Counts of one optimizer step of qlora on rank 0: step(ranks, **options)."""
+    model, folder = models(), tmp_path_factory.mktemp("steps")
+    dataset = write_rows(folder / "rows.jsonl", make_rows(64))
+
+    def summary(ranks, machines, max_steps, options):
+        run_folder = tmp_path_factory.mktemp("run")
+        arguments = flags(
+            model_name=model,
+            dataset=dataset,
+            output_dir=run_folder / "output",
+            max_steps=max_steps,
+            **{"train_type": "qlora", "batch_size": 2, "context_length": 256, "seed": 0, "lr_scheduler": "constant"}
+            | {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup_steps": 0}
+            | options,
+        )
+        by_rank = {rank: {"GROUP_RANK": rank * machines // ranks} for rank in range(ranks)}
+        settings = {"LOCAL_WORLD_SIZE": ranks // machines}
+        ended = run(
+            ["train.py", *arguments], run_folder, ranks=ranks, settings=settings, settings_of_rank=by_rank, summary=True
+        )
+        assert [rank.status for rank in ended] == [0] * ranks, ended[0].output[-4000:]
+        return ended[0].summary
+
+    def start(ranks, *, machines=1, **options):
+        with ThreadPoolExecutor() as both:
+            more, less = both.map(lambda steps: summary(ranks, machines, steps, options), (3, 2))
+        return subtract(more, less)
+
+    return start
+
+
+def count_collectives(step):
+    found = Counter()
+    for each in step["collectives"]:
+        found[each["kind"], each["group_size"], each["bytes"]] += each["count"]
+    return dict(+found)
+
+
+def sizes(model_folder, shards):
+    """Bytes that FSDP2 moves of the tiny model's parts: (embedding, blocks, adapters of blocks, head, norm).
+
+    A gather carries 16-bit elements, and the rows of each tensor filled up to a multiple of the shards.
+    """
+    meta = build_model(
+        AutoConfig.from_pretrained(model_folder),
+        TRAIN_TYPES["qlora"],
+        PRECISIONS["bf16"],
+        torch.device("cpu"),
+        LayerOptions(
+            lora=LoraOptions(rank=16, alpha=32),
+            quantizer={"quant_type": "nf4", "double_quant": True},
+        ),
+        attn_implementation="sdpa",
+    )
+
+    def gathered(module, trains=False):
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad == trains]
+        rows = [-(-parameter.shape[0] // shards) * shards for parameter in parameters]
+        numbers = sum(row * p.numel() // p.shape[0] for row, p in zip(rows, parameters, strict=True))
+        return 2 * numbers
+
+    model = meta.model
+    blocks = find_blocks(model)
+    return (
+        gathered(model.get_input_embeddings()),
+        [gathered(block) for block in blocks],
+        [gathered(block, trains=True) for block in blocks],
+        gathered(model.get_output_embeddings()),
+        gathered(model.model.norm),
+    )
+
+
+def expect(model_folder, *, shards, replicas):
+    """Collectives of one step with one micro-batch, as (kind, ranks of the group, bytes) -> how many."""
+    embedding, blocks, adapters, head, norm = sizes(model_folder, shards)
+    found = Counter()
+    if shards > 1:
+        found["all_gather", shards, embedding] += 1  # in forward alone: no gradient passes through it
+        found["all_gather", shards, head] += 1
+        found["all_gather", shards, norm] += 1
+        for block in blocks:
+            found["all_gather", shards, block] += 2  # forward, and backward for the recomputation
+    for adapter in adapters:
+        gradients = 2 * adapter  # float32
+        if shards > 1:
+            found["all_gather", shards, adapter] += 1  # they stay from forward to backward
+            found["reduce_scatter", shards, gradients] += 1
+        if replicas > 1:
+            found["all_reduce", replicas, gradients // shards] += 1
+    found["all_gather", shards * replicas, NUMBERS * 8 * shards * replicas] += 1
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("sharding_strategy", "ranks", "machines", "shards"),
+    [("full_shard", 2, 1, 2), ("ddp", 2, 1, 1), ("hybrid_full_shard", 4, 2, 2)],
+)
+def test_collectives_of_a_step_are_those_of_the_formula(step, models, sharding_strategy, ranks, machines, shards):
+    found = count_collectives(step(ranks, machines=machines, sharding_strategy=sharding_strategy))
+    assert found == expect(models(), shards=shards, replicas=ranks // shards)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("use_cpu_offload", [False, True])
+def test_the_host_waits_at_listed_places_only_and_no_frozen_byte_comes_back(step, use_cpu_offload, micro_batches):
+    counts = step(1, use_cpu_offload=use_cpu_offload, gradient_accumulation_steps=micro_batches)
+    found = Counter()
+    for sync in counts["syncs"]:
+        found[sync["line"].split(":")[0]] += sync["count"]
+    allowed = PER_STEP | {place: number * micro_batches for place, number in PER_MICRO_BATCH.items()}
+    assert dict(+found) == allowed
+    to_host = sum(copy["bytes"] * copy["count"] for copy in counts["copies"] if copy["kind"] == "device_to_host")
+    # The micro-batches' losses in float32, the norm, the numbers in float64, and the mask's answers.
+    assert to_host <= 4 * micro_batches + 8 + 8 * NUMBERS + 8 * micro_batches
