@@ -17,8 +17,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 from unittest import mock
 
@@ -54,6 +55,7 @@ STRATEGIES = ["shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op
 PRECISIONS = ["fp32", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"]
 OPTIMIZERS = ["adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
               "lion_8bit", "adafactor", "muon", "schedule_free_adamw"]  # fmt: skip
+NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -61,13 +63,13 @@ class Case(NamedTuple):
     """One command line. `ends`: the exit status of all ranks, or words of the message with which they fail."""
 
     name: str
-    options: dict[str, object] = {}
+    options: Mapping[str, object] = NO_OPTIONS
     model: str = "llama"
-    settings: dict[str, object] = {}
-    settings_of_rank_1: dict[str, object] = {}
+    settings: Mapping[str, object] = NO_OPTIONS
+    settings_of_rank_1: Mapping[str, object] = NO_OPTIONS
     signal_to_rank_1: int = 0  # when the first step is done
     ends: str = ""
-    first: dict[str, object] | None = None  # options of a run before it in the same folder, which need not end well
+    first: Mapping[str, object] | None = None  # options of a run before it in the same folder, which need not end well
     says: str = ""  # words in rank 0's output
     only_ranks: tuple[int, ...] = (1, 2, 4)
 
@@ -82,15 +84,29 @@ def cases() -> list[Case]:
         Case("offload, qlora", {"use_cpu_offload": True}),
         Case("offload, ddp", {"use_cpu_offload": True, "sharding_strategy": "ddp"}, only_ranks=(2,)),
         Case("offload, hybrid", {"use_cpu_offload": True, "sharding_strategy": "hybrid_full_shard"}, only_ranks=(2, 4)),
-        *(Case(f"offload, {name}", {"use_cpu_offload": True, "train_type": name}) for name in TRAIN if name[:6] != "custom" and name != "qlora"),
+        *(
+            Case(f"offload, {name}", {"use_cpu_offload": True, "train_type": name})
+            for name in TRAIN
+            if name[:6] != "custom" and name != "qlora"
+        ),
         *(Case(f"offload, {name}", {"use_cpu_offload": True, "train_type": name}, model="expanded") for name in PRO),
         Case("activation offload", {"use_activation_cpu_offload": True}),
         Case("both offloads", {"use_cpu_offload": True, "use_activation_cpu_offload": True}),
         Case("no checkpointing", {"use_gradient_checkpointing": False}),
         Case("stop at a budget, resume", first={"max_hours": 1e-7}, says="resum"),
-        Case("resume, offload", {"use_cpu_offload": True}, first={"max_hours": 1e-7, "use_cpu_offload": True}, says="resum"),
+        Case(
+            "resume, offload",
+            {"use_cpu_offload": True},
+            first={"max_hours": 1e-7, "use_cpu_offload": True},
+            says="resum",
+        ),
         Case("resume, full", {"train_type": "full"}, first={"max_hours": 1e-7, "train_type": "full"}, says="resum"),
-        Case("quantized cache, written and read", {"quant_cache": "CACHE", "overwrite_output_dir": True, "resume": "off"}, first={"quant_cache": "CACHE"}, says="cache"),
+        Case(
+            "quantized cache, written and read",
+            {"quant_cache": "CACHE", "overwrite_output_dir": True, "resume": "off"},
+            first={"quant_cache": "CACHE"},
+            says="cache",
+        ),
         Case("experts, qlora", model="mixtral"),
         Case("experts, adapters on them", with_experts, model="mixtral"),
         Case("experts, offload", {"use_cpu_offload": True}, model="mixtral"),
@@ -99,21 +115,61 @@ def cases() -> list[Case]:
         Case("evaluation", {"eval_fraction": 0.25, "eval_steps": 1}),
         Case("embeddings and head trained", {"modules_to_save": "embed_tokens,lm_head"}),
         Case("deterministic, dropout", {"deterministic": True, "lora_dropout": 0.1}),
-        Case("out of memory on one rank", settings_of_rank_1={"PHANTOM_GIB": 0.004}, ends="out of memory", only_ranks=(2,)),
-        Case("out of memory on one rank, later", settings_of_rank_1={"PHANTOM_GIB": 0.03}, ends="out of memory", only_ranks=(2,)),
+        Case(
+            "out of memory on one rank",
+            settings_of_rank_1={"PHANTOM_GIB": 0.004},
+            ends="out of memory",
+            only_ranks=(2,),
+        ),
+        Case(
+            "out of memory on one rank, later",
+            settings_of_rank_1={"PHANTOM_GIB": 0.03},
+            ends="out of memory",
+            only_ranks=(2,),
+        ),
         Case("out of memory", settings={"PHANTOM_GIB": 0.01}, ends="out of memory", only_ranks=(1, 2)),
         Case("a rank is killed", endless, signal_to_rank_1=signal.SIGKILL, ends="lost", only_ranks=(2, 4)),
-        Case("a rank is stopped", endless | {"hang_minutes": 0.1}, signal_to_rank_1=signal.SIGSTOP, ends="rank 1", only_ranks=(2, 4)),
-        Case("a rank gets SIGTERM", endless, signal_to_rank_1=signal.SIGTERM, ends="Stopped after step", only_ranks=(2, 4)),
-        Case("NCCL runs out of memory", endless, settings={"PHANTOM_NCCL_FAIL": 60}, ends="out of memory", only_ranks=(2,)),
-        Case("NCCL loses a connection", endless, settings={"PHANTOM_NCCL_FAIL": "60:6:socketProgressOpt: Call to recv failed : Connection reset by peer"}, ends="lost", only_ranks=(2,)),
+        Case(
+            "a rank is stopped",
+            endless | {"hang_minutes": 0.1},
+            signal_to_rank_1=signal.SIGSTOP,
+            ends="rank 1",
+            only_ranks=(2, 4),
+        ),
+        Case(
+            "a rank gets SIGTERM",
+            endless,
+            signal_to_rank_1=signal.SIGTERM,
+            ends="Stopped after step",
+            only_ranks=(2, 4),
+        ),
+        Case(
+            "NCCL runs out of memory",
+            endless,
+            settings={"PHANTOM_NCCL_FAIL": 60},
+            ends="out of memory",
+            only_ranks=(2,),
+        ),
+        Case(
+            "NCCL loses a connection",
+            endless,
+            settings={"PHANTOM_NCCL_FAIL": "60:6:socketProgressOpt: Call to recv failed : Connection reset by peer"},
+            ends="lost",
+            only_ranks=(2,),
+        ),
         *(Case(f"precision {name}", {"precision": name}) for name in PRECISIONS),
         Case("precision auto on Turing (fp16)", settings={"PHANTOM_CC": 75}),
         Case("Hopper", settings={"PHANTOM_CC": 90}),
         *(Case(f"optimizer {name}", {"optimizer": name}) for name in OPTIMIZERS),
-        *(Case(f"full, optimizer {name}", {"optimizer": name, "train_type": "full"}) for name in OPTIMIZERS if name != "muon"),
-        Case("full, offload, 8-bit optimizer", {"train_type": "full", "use_cpu_offload": True, "optimizer": "adamw_8bit"}),
-    ]  # fmt: skip
+        *(
+            Case(f"full, optimizer {name}", {"optimizer": name, "train_type": "full"})
+            for name in OPTIMIZERS
+            if name != "muon"
+        ),
+        Case(
+            "full, offload, 8-bit optimizer", {"train_type": "full", "use_cpu_offload": True, "optimizer": "adamw_8bit"}
+        ),
+    ]
 
 
 def make_models() -> None:
@@ -157,7 +213,7 @@ def fork_rank(arguments: list[str], log: Path, variables: dict[str, str]) -> int
 
 
 def run_ranks(
-    case: Case, num_ranks: int, options: dict[str, object], folder: Path, seconds: float
+    case: Case, num_ranks: int, options: Mapping[str, object], folder: Path, seconds: float
 ) -> tuple[list[int], list[str]]:
     """All ranks' exit statuses and outputs. The others are ended a while after one has ended badly."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,7 +267,7 @@ def run_case(case: Case, num_ranks: int, models: Path, seconds: float) -> str:
     common |= {"train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 256, "log_to": "stdout"}
     common |= {"quant_cache": "off"}
 
-    def options(own: dict[str, object]) -> dict[str, object]:
+    def options(own: Mapping[str, object]) -> dict[str, object]:
         found = {name: folder / "cache" if value == "CACHE" else value for name, value in {**common, **own}.items()}
         if case.model == "expanded":
             found |= {"llama_pro_path": found.pop("model_name")}
