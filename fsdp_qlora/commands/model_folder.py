@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
-from fsdp_qlora.loading.weight_files import Part, WeightFiles, read_ahead
+from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, read_ahead
 from fsdp_qlora.storage.files import free_disk, staged_folder
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 from fsdp_qlora.units import format_bytes
@@ -64,7 +64,7 @@ def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> Iterator[Packe
 
 def read_pieces(
     weight_files: WeightFiles, sources: Mapping[str, str], title: str
-) -> Iterator[tuple[str, Part, torch.Tensor]]:
+) -> Iterator[tuple[str, TensorSlice, torch.Tensor]]:
     """Tensors in pieces of bounded size, read ahead, with a bar on a terminal.
 
     Args:
@@ -79,7 +79,7 @@ def read_pieces(
             bar.update(content.nbytes)
 
 
-def _pieces(weight_files: WeightFiles, source: str) -> Iterator[Part]:
+def _pieces(weight_files: WeightFiles, source: str) -> Iterator[TensorSlice]:
     count, size = weight_files.shape(source).numel(), _PIECE_BYTES // weight_files.dtype(source).itemsize
     for start in range(0, count, size):
-        yield Part(source, start, min(start + size, count))
+        yield TensorSlice(source, start, min(start + size, count))

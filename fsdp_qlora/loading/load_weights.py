@@ -22,9 +22,9 @@ from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.merged import MergedTensor
-from fsdp_qlora.loading.weight_files import Part, WeightFiles, Weights, read_ahead
+from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.models import canonical_name, persistent_buffers
-from fsdp_qlora.quantizers.base import QuantizedWeight, Stored, write_bytes
+from fsdp_qlora.quantizers.base import QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE
 
 log = logging.getLogger("fsdp_qlora")
@@ -103,9 +103,9 @@ def _reduced(target: _Target, layer: LoraLinear) -> _Target:
     return target._replace(store=store)
 
 
-def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> Part:
+def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> TensorSlice:
     start, stop = target.wanted(mesh) if target.wanted else (0, files.shape(source).numel())
-    return Part(source, start, stop)
+    return TensorSlice(source, start, stop)
 
 
 def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str) -> None:
@@ -166,7 +166,12 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
 
 
 def _store_shard(
-    layer: QuantizedWeight, stored: Stored, name: str, values: torch.Tensor, mesh: DeviceMesh, device: torch.device
+    layer: QuantizedWeight,
+    stored: StoredParameter,
+    name: str,
+    values: torch.Tensor,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> None:
     if stored.form.dtype.is_floating_point:
         _check_finite(values.view(stored.form.dtype), name)

@@ -38,7 +38,7 @@ class _Entry(NamedTuple):
     start: int
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """Elements [start, stop) of the row-major flattened tensor `name`."""
 
     name: str
@@ -195,17 +195,17 @@ class WeightFiles:
         self._read_into(name, start, part)
         return part
 
-    def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[Part]:
+    def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[TensorSlice]:
         """The non-empty parts of tensors in the files that make up elements [start, stop) of `name`."""
         if name not in self._joined:
-            yield from [Part(name, start, stop)] * (start < stop)
+            yield from [TensorSlice(name, start, stop)] * (start < stop)
             return
         parts, ends, _ = self._joined[name]
         index = bisect.bisect_right(ends, start)
         while start < stop:
             begin = ends[index - 1] if index else 0
             last = min(stop, ends[index])
-            yield Part(parts[index], start - begin, last - begin)
+            yield TensorSlice(parts[index], start - begin, last - begin)
             start, index = last, index + 1
 
     def _read_into(self, name: str, start: int, part: torch.Tensor) -> None:
@@ -308,7 +308,7 @@ class Weights(NamedTuple):
         return self.files.read_rows(source, 0, self.files.shape(source)[0])
 
 
-def read_ahead(weight_files: WeightFiles, parts: Iterable[Part], *, max_bytes: int) -> Iterator[torch.Tensor]:
+def read_ahead(weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_bytes: int) -> Iterator[torch.Tensor]:
     """The parts in their order, read by threads while the caller works on earlier ones.
 
     Args:

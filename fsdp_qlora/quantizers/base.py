@@ -1,4 +1,4 @@
-"""What every quantizer's layers have in common: one frozen weight, kept quantized in parameters that FSDP2 shards."""
+"""Base classes of quantized layers: one frozen weight, kept quantized in parameters that FSDP2 shards."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from fsdp_qlora.quantizers.experts import ExpertMatrix
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 
-class Stored(NamedTuple):
-    """A parameter of a layer as a tensor in a file: the parameter's bytes row by row, without what fills its last."""
+class StoredParameter(NamedTuple):
+    """A parameter of a layer as a tensor in a file: its bytes row by row, without the padding of the last row."""
 
     parameter: str
     form: TensorForm
@@ -25,9 +25,9 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MatrixFormat:
-    """Which matrix of a stored weight is meant; a quantizer's subclass adds how it is coded.
+    """Selects a matrix of a stored weight; a quantizer's subclass adds how it is coded.
 
-    shape: of the matrix. first: the matrix's first weight in the stored one, the beginning of a block or group.
+    shape: of the matrix. first: index of its first weight in the stored weight, the start of a block or group.
     transposed: the matrix is [in, out] and not [out, in].
     """
 
@@ -40,38 +40,37 @@ class QuantizedWeight(nn.Module):
     """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
 
     Its parameters are frozen and hold bytes viewed as the compute dtype, so that FSDP2 gathers them unchanged.
-    `weight` has the codes; each of its rows stands for `row_weights` consecutive weights, so that a shard can be
-    quantized by itself.
+    `weight` holds the codes. Each row codes `row_weights` consecutive weights, so a shard can be quantized alone.
     """
 
     shape: tuple[int, ...]
     compute_dtype: torch.dtype
     row_weights: int
     weight: nn.Parameter
-    # Of the whole weight. Methods that take a format `fmt` take that of a part of it too.
+    # Of the whole weight. Methods that take a format `fmt` also accept one of a part of it.
     format: MatrixFormat
-    # The weight's name below the module's own in the weight files; empty where the module stands for a parameter.
+    # The weight's name below the module's in the weight files; empty where the module replaces a parameter.
     weight_name: str = ""
     # Names of the parameters that hold quantization statistics, for the byte account.
     statistics: tuple[str, ...] = ()
 
     def _storage(self, rows: int, row_bytes: int) -> nn.Parameter:
-        """A parameter of `rows` times `row_bytes` (a multiple of the compute dtype's), on the meta device."""
+        """A parameter of `rows` times `row_bytes` (a multiple of the compute dtype's size), on the meta device."""
         shape = (rows, row_bytes // self.compute_dtype.itemsize)
         return nn.Parameter(torch.empty(shape, dtype=self.compute_dtype, device="meta"), requires_grad=False)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the weight is decoded from, while it is gathered."""
+        """The tensors that the weight is decoded from, while they are gathered."""
         return (self.weight, *(getattr(self, name) for name in self.statistics))
 
     @staticmethod
     def decode_tensors(fmt: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-        """`tensors()` -> the matrix (or whole weight) of `fmt` as it is stored, in `dtype`."""
+        """`tensors()` -> the matrix (or whole weight) of `fmt` in its stored orientation, in `dtype`."""
         raise NotImplementedError
 
     @classmethod
     def multiply(cls, fmt: Any, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor) -> torch.Tensor:
-        """x W^T + b for W [out, in] of `fmt` (stored as W^T where it is transposed), or an approximation of it."""
+        """x W^T + b for W [out, in] of `fmt` (stored as W^T if transposed), or an approximation of it."""
         return F.linear(x, cls._decode_upright(fmt, x.dtype, *tensors), bias)
 
     @classmethod
@@ -91,7 +90,7 @@ class QuantizedWeight(nn.Module):
         return _DecodedMatmul.apply(x, bias, multiply, multiply_grad, *self.tensors())
 
     def decode(self, fmt: Any) -> torch.Tensor:
-        """The matrix (or whole weight) of `fmt` as it is stored, in the compute dtype."""
+        """The matrix (or whole weight) of `fmt` in its stored orientation and the compute dtype."""
         return self.decode_tensors(fmt, self.compute_dtype, *self.tensors())
 
     def dequantize(self) -> torch.Tensor:
@@ -105,59 +104,58 @@ class QuantizedWeight(nn.Module):
         return min(first * self.row_weights, num_weights), min(last * self.row_weights, num_weights)
 
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        """Quantize and keep `values`, the weights of `shard_range`; every rank of the shard group calls it."""
+        """Quantize and store `values`, the weights of `shard_range`. Called on every rank of the shard group."""
         raise NotImplementedError
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
-        """The bytes of `weight` that `values`, whole rows of weights, are quantized to."""
+        """Quantize `values`, whole rows of weights, to bytes of `weight`."""
         raise NotImplementedError
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        """What `dequantize` must give for the whole `weight`, from one unsharded computation."""
+        """The result that `dequantize` must give for the whole `weight`, computed unsharded."""
         raise NotImplementedError
 
     # ---- in files ----
 
-    def stored_parameters(self) -> dict[str, Stored]:
-        """What follows the weight's name in a file -> the parameter that is stored there."""
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        """Suffix of the weight's name in a file -> the parameter stored there."""
         raise NotImplementedError
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        """What follows the weight's name -> what every rank reads whole, for `load_whole`.
+        """Suffix of the weight's name -> a tensor that every rank reads whole, for `load_whole`.
 
         Args:
-            dtype: of the weight before it was quantized; names and sizes do not depend on it.
+            dtype: of the weight before quantization; names and sizes do not depend on it.
         """
         return {}
 
     def load_whole(self, suffix: str, content: torch.Tensor, name: str) -> None:
-        """Take over or check the bytes of one of `stored_whole`, called `name`. Raises UserError if it is another."""
+        """Load or check the bytes of one tensor of `stored_whole`, called `name`. Raises UserError if it differs."""
         raise NotImplementedError
 
     def code_settings(self) -> dict[str, Any]:
-        """All that decides the stored bytes, beside the weight, its shape and the device: settings and libraries."""
+        """The settings and library versions that, with the weight, shape and device, determine the stored bytes."""
         raise NotImplementedError
 
     def describe_code(self) -> str:
         """How the weight is quantized, in a few words."""
         raise NotImplementedError
 
-    def stored_range(self, stored: Stored, mesh: DeviceMesh) -> tuple[int, int]:
-        """Bytes [start, stop) of the stored tensor that this rank's shard of the parameter consists of."""
+    def stored_range(self, stored: StoredParameter, mesh: DeviceMesh) -> tuple[int, int]:
+        """Bytes [start, stop) of the stored tensor that make up this rank's shard of the parameter."""
         parameter = getattr(self, stored.parameter)
         row_bytes = parameter.shape[1] * parameter.element_size()
         first, last = own_rows(parameter, mesh)
         return min(first * row_bytes, stored.form.num_bytes), min(last * row_bytes, stored.form.num_bytes)
 
-    def stored_bytes(self, stored: Stored) -> torch.Tensor:
-        """The bytes of this rank's shard, uint8; at the tensor's end there may be more than in `stored_range`."""
+    def stored_bytes(self, stored: StoredParameter) -> torch.Tensor:
+        """The bytes of this rank's shard, uint8; at the tensor's end possibly more than `stored_range`."""
         parameter = getattr(self, stored.parameter)
-        local = local_part(parameter)
-        return local.detach().reshape(-1).view(torch.uint8)
+        return local_part(parameter).detach().reshape(-1).view(torch.uint8)
 
 
 class QuantizedLinear(QuantizedWeight):
-    """y = x W^T + b with W [out, in]. Comes before the quantizer's own class among the bases."""
+    """y = x W^T + b with W [out, in]. List it before the quantizer's class among the bases."""
 
     weight_name = "weight"
 
@@ -174,9 +172,9 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedExperts(QuantizedWeight):
-    """Stands in an experts module for its 3-D parameter; `self[e]` is expert e's matrix, without decoding it.
+    """Replaces the 3-D parameter of an experts module; `self[e]` is expert e's matrix, not yet decoded.
 
-    Comes before the quantizer's own class among the bases.
+    List it before the quantizer's class among the bases.
 
     Args:
         parameter: [experts, out, in], or [experts, in, out] where `transposed`.
@@ -199,7 +197,7 @@ class QuantizedExperts(QuantizedWeight):
 
 
 class _QuantizedMatrix(ExpertMatrix):
-    """One expert's matrix: a format, and the module whose gathered bytes it is a part of."""
+    """One expert's matrix: its format, and the module that holds its gathered bytes."""
 
     def __init__(self, experts: QuantizedExperts, fmt: MatrixFormat) -> None:
         self._experts, self._format = experts, fmt
@@ -213,7 +211,7 @@ class _QuantizedMatrix(ExpertMatrix):
 
 
 class _DecodedMatmul(torch.autograd.Function):
-    """A product with a stored matrix W [out, in] that is decoded for it, and again for its gradient, and never kept.
+    """Product with a stored matrix W [out, in], decoded in the forward pass and again in the backward pass.
 
     Args:
         x: [.., in]. bias: [out] or None.
@@ -230,8 +228,8 @@ class _DecodedMatmul(torch.autograd.Function):
         multiply_grad: Callable[..., torch.Tensor],
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        # Gathered weights: FSDP2 refills these same tensors before the backward pass. Kept as attributes and not
-        # by save_for_backward, they are nothing that activation checkpointing would have to recompute.
+        # FSDP2 refills these same gathered tensors before the backward pass. As attributes, instead of through
+        # save_for_backward, activation checkpointing does not have to recompute them.
         ctx.multiply_grad, ctx.tensors = multiply_grad, tensors
         return multiply(x, bias, *tensors)
 
@@ -252,7 +250,7 @@ def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def write_rows(parameter: nn.Parameter, whole: torch.Tensor, rank: int, size: int) -> None:
-    """Store this rank's rows of a statistic that is known as a whole."""
+    """Store this rank's rows of a statistic, given all of it."""
     row_bytes = parameter.shape[1] * parameter.element_size()
     first, last = shard_bounds(parameter.shape[0], rank=rank, size=size)
     write_bytes(parameter, whole.reshape(-1).view(torch.uint8)[first * row_bytes : last * row_bytes])

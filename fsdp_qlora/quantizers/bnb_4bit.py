@@ -21,7 +21,7 @@ from fsdp_qlora.quantizers.base import (
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
-    Stored,
+    StoredParameter,
     write_bytes,
     write_rows,
 )
@@ -37,7 +37,7 @@ from fsdp_qlora.storage.safetensors_files import TensorForm
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
-_GPU_PIECE = 2**30  # and on a GPU, decoded too: bitsandbytes' kernels get their number as an int32
+_GPU_PIECE = 2**30  # weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Bnb4bitWeight(QuantizedWeight):
     def decode_tensors(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         return _dequantize(fmt, dtype, *tensors)
 
-    # The stored matrix is W, or W^T where the format is transposed: then the two products change places.
+    # The stored matrix is W, or W^T where the format is transposed: the two products are then swapped.
 
     @classmethod
     def multiply(
@@ -134,22 +134,22 @@ class Bnb4bitWeight(QuantizedWeight):
         write_rows(self.nested_absmax, nested_absmax, rank, size)
 
     def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The second quantization, of all blocks' float32 absmax: uint8 codes and nested absmax. Keeps the offset."""
+        """Quantize all blocks' float32 absmax to uint8 codes and nested absmax, and store the offset."""
         offset = absmax.mean()
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
         self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
 
-    # In files: bitsandbytes' own format, see bnb_4bit_format.py.
+    # Stored in bitsandbytes' own format, see bnb_4bit_format.py.
 
-    def stored_parameters(self) -> dict[str, Stored]:
-        stored = {"": Stored("weight", TensorForm(torch.uint8, (-(-math.prod(self.shape) // 2), 1)))}
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        stored = {"": StoredParameter("weight", TensorForm(torch.uint8, (-(-math.prod(self.shape) // 2), 1)))}
         if not self.double_quant:
-            return stored | {".absmax": Stored("absmax", TensorForm(torch.float32, (self.num_blocks,)))}
+            return stored | {".absmax": StoredParameter("absmax", TensorForm(torch.float32, (self.num_blocks,)))}
         nested = -(-self.num_blocks // NESTED_BLOCKSIZE)
         return stored | {
-            ".absmax": Stored("absmax", TensorForm(torch.uint8, (self.num_blocks,))),
-            ".nested_absmax": Stored("nested_absmax", TensorForm(torch.float32, (nested,))),
+            ".absmax": StoredParameter("absmax", TensorForm(torch.uint8, (self.num_blocks,))),
+            ".nested_absmax": StoredParameter("nested_absmax", TensorForm(torch.float32, (nested,))),
         }
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -190,8 +190,8 @@ class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize whole blocks (the last may be short): codes, two per byte, and float32 absmax of each block.
 
-    In pieces, since bitsandbytes' CPU kernel has temporary values of many times the size of its input, and its GPU
-    kernel counts in 32 bits: a rank's part of the largest models' experts is more.
+    Works in pieces: bitsandbytes' CPU kernel needs temporary memory of many times its input, and its GPU kernel
+    counts in 32 bits, which is too few for a rank's part of the largest models' experts.
     """
     if not values.numel():  # fewer blocks than ranks
         return values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.float32)
@@ -215,7 +215,7 @@ def _as_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
 def _kernel_operands(
     fmt: _Bnb4bitFormat, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Storage tensors -> what bitsandbytes' kernels take for the matrix of `fmt`.
+    """Storage tensors -> arguments of bitsandbytes' kernels for the matrix of `fmt`.
 
     Args:
         weight, absmax, nested: the parameters of Bnb4bitWeight, and absmax_offset; nested if double_quant.
@@ -229,8 +229,8 @@ def _kernel_operands(
     if not nested:
         return codes, absmax.view(-1).view(torch.float32)[first_block : first_block + num_blocks], {}
     nested_absmax, offset = nested
-    # A matrix begins with a block of weights, but its absmax may begin within a block of 256 absmax that it shares
-    # with the expert before it: so both are taken from the beginning of that block.
+    # A matrix starts at a block of weights, but its absmax may start inside a block of 256 absmax shared with the
+    # previous expert. So both start at the beginning of that block here.
     skipped = first_block % NESTED_BLOCKSIZE
     first_nested, num_nested = first_block // NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // NESTED_BLOCKSIZE)
     scales = nested_absmax.view(-1).view(torch.float32)[first_nested : first_nested + num_nested]
@@ -241,7 +241,7 @@ def _kernel_operands(
     }
     if not skipped:
         return codes, scales, double
-    # The kernels know of no such shift: the absmax are decoded here, and those of the expert before dropped.
+    # The kernels do not support such an offset: decode the absmax here and drop the previous expert's.
     return codes, _decode_absmax(scales, double)[skipped:], {}
 
 
@@ -258,7 +258,7 @@ def _dequantize(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor)
     codes, absmax, double = _kernel_operands(fmt, *tensors)
     if double:
         absmax = _decode_absmax(absmax, double)
-    # Rows are blocks: bitsandbytes 0.50's CPU kernel scales wrongly where a row ends in half a block (32 weights).
+    # One block per row: bitsandbytes 0.50's CPU kernel scales wrongly if a row ends in half a block (32 weights).
     pieces = zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
     decoded = [
         torch.ops.bitsandbytes.dequantize_4bit(
@@ -273,7 +273,7 @@ def _dequantize(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor)
 def _times_transposed(
     x: torch.Tensor, fmt: _Bnb4bitFormat, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes can."""
+    """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes supports it."""
     if x.device.type == "cpu" and fmt.shape[-1] % _BLOCKSIZE:  # see _dequantize
         return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
     codes, absmax, double = _kernel_operands(fmt, *tensors)

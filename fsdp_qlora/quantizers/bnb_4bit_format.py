@@ -1,4 +1,4 @@
-"""4-bit weights as bitsandbytes and transformers save them: their names, sizes and settings in the weight files.
+"""The format in which bitsandbytes and transformers save 4-bit weights: names, sizes and settings in weight files.
 
 For a weight X [out, in], n = out * in, in blocks of 64 (m of them):
     X: the codes, two per byte, (n + 1) / 2 bytes under any dtype (bnb_4bit_quant_storage).
@@ -8,9 +8,9 @@ For a weight X [out, in], n = out * in, in blocks of 64 (m of them):
     X.quant_state.bitsandbytes__nf4 (or fp4): JSON as bytes, with the shape and the mean of absmax.
 These are the bytes of Bnb4bitWeight's parameters, so a rank's part of a file is its shard.
 
-bitsandbytes quantizes linear layers only. A 3-D parameter of experts is kept in the same way under its own name
-(X = model.layers.0.mlp.experts.gate_up_proj), which only this package reads: the cache, and models that the quantize
-command saves, with EXPERTS_KEY in their quantization_config.
+bitsandbytes quantizes linear layers only. A 3-D parameter of experts is stored in the same way under its own name
+(X = model.layers.0.mlp.experts.gate_up_proj). Only this package reads that: in cache entries, and in models saved by
+the quantize command, which have EXPERTS_KEY in their quantization_config.
 """
 
 import json
@@ -24,18 +24,18 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from fsdp_qlora.errors import UserError
 
-# What bitsandbytes appends to the name of a 4-bit weight: its parts, and the description that marks it as one.
+# Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that marks it as 4-bit.
 PACKED_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 PACKED_STATE = ".quant_state.bitsandbytes__"
 EXPERTS_KEY = "fsdp_qlora_experts"
-_STATE_BYTES = 256  # room for the JSON of any shape, so that a file can be laid out before the mean is known
+_STATE_BYTES = 256  # enough for the JSON of any shape, so a file can be laid out before the mean is known
 NESTED_BLOCKSIZE = 256  # absmax values that share one nested absmax: double quantization (Dettmers et al. 2023)
 
 
 class Bnb4bitSettings(NamedTuple):
-    """What config.json says of a model in 4 bits.
+    """The quantization_config of a model in 4 bits.
 
-    skipped: modules that were left alone. has_experts: the expert parameters are in 4 bits too.
+    skipped: modules that were not quantized. has_experts: the expert parameters are in 4 bits too.
     """
 
     quant_type: str
@@ -48,13 +48,13 @@ class Bnb4bitSettings(NamedTuple):
         return bool(should_convert_module(path, self.skipped))
 
     def describe_use(self, *, quant_type: str, double_quant: bool) -> str:
-        """One line: the model's settings are used, and which option that overrules."""
+        """One line: the model's settings are used, and the options that they override."""
         asked = {"quant_type": quant_type, "double_quant": double_quant}
-        overruled = [f"--{name} {str(asked[name]).lower()}" for name in asked if asked[name] != getattr(self, name)]
+        ignored = [f"--{name} {str(asked[name]).lower()}" for name in asked if asked[name] != getattr(self, name)]
         return (
             f"The model is quantized already ({self.quant_type}, {'' if self.double_quant else 'no '}double "
             "quantization): its own 4-bit weights are used as they are"
-            + (f", and {' and '.join(overruled)} has no effect." if overruled else ".")
+            + (f", and {' and '.join(ignored)} has no effect." if ignored else ".")
         )
 
 
@@ -68,12 +68,12 @@ def take_settings(config: PretrainedConfig, name: str) -> Bnb4bitSettings | None
     if not found:
         return None
     settings: Mapping[str, Any] = found if isinstance(found, dict) else found.to_dict()
-    # Built as a model with plain layers; ours take their place.
+    # The model is built with plain layers, which ours then replace.
     del config.quantization_config
     if not settings.get("load_in_4bit", settings.get("_load_in_4bit")):
         raise UserError(
-            f"model_name {name} is quantized as {_format_name(settings)}, which is not read here. Give the model "
-            "with 16- or 32-bit weights (train_type qlora quantizes that while loading), or a 4-bit bitsandbytes one."
+            f"model_name {name} is quantized as {_format_name(settings)}, which is not supported. Give the model "
+            "with 16- or 32-bit weights (train_type qlora quantizes it while loading), or a 4-bit bitsandbytes one."
         )
     return Bnb4bitSettings(
         quant_type=settings.get("bnb_4bit_quant_type", "fp4"),
@@ -91,7 +91,7 @@ def _format_name(settings: Mapping[str, Any]) -> str:
 
 
 def value_tables(quant_type: str, *, double_quant: bool) -> dict[str, torch.Tensor]:
-    """What follows the weight's name -> the float32 values that its codes, and those of absmax, stand for."""
+    """Suffix of the weight's name -> float32 values of its codes, and of the codes of absmax."""
     tables = {".quant_map": bnb.get_4bit_type(quant_type, device="cpu")}
     return tables | ({".nested_quant_map": bnb.create_dynamic_map()} if double_quant else {})
 
@@ -103,7 +103,7 @@ def write_state(
 
     Args:
         offset: the mean of absmax; None without double quantization.
-        dtype: of the weight before.
+        dtype: of the weight before quantization.
     """
     state: dict[str, Any] = {
         "quant_type": quant_type,
@@ -119,10 +119,10 @@ def write_state(
 def read_state(
     content: torch.Tensor, name: str, shape: tuple[int, ...], quant_type: str, blocksize: int, *, double_quant: bool
 ) -> float:
-    """Check that a stored weight is the one that is expected; the mean of its absmax, 0 without double quantization.
+    """Check a stored weight's state; returns the mean of its absmax, 0 without double quantization.
 
     Raises:
-        UserError: it is quantized in another way, or describes another shape.
+        UserError: its quantization or its shape is not the expected one.
     """
     offset = 0.0
     try:
@@ -132,9 +132,7 @@ def read_state(
             found["nested_blocksize"] = state["nested_blocksize"]
             offset = float(state["nested_offset"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{name} is not a description of a 4-bit weight ({error!r}). Download the model again.") from (
-            error
-        )
+        raise UserError(f"{name} does not describe a 4-bit weight ({error!r}). Download the model again.") from error
     expected = {
         "quant_type": quant_type,
         "blocksize": blocksize,
@@ -150,7 +148,7 @@ def read_state(
 
 
 def check_table(expected: torch.Tensor, content: torch.Tensor, name: str) -> None:
-    """Refuse codes that stand for other values than bitsandbytes' own (to the last bit of float32)."""
+    """Refuse a table of values that is not bitsandbytes' own (to the last bit of float32)."""
     found = content.view(torch.float32)
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-7):
         raise UserError(f"{name} is not bitsandbytes' table of 4-bit values. Download the model again.")

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of transformers: which parameters hold experts, and one expert's matrix as an operand.
+"""Mixture-of-experts layers of transformers: find the expert parameters, and use one expert's matrix as an operand.
 
 transformers keeps the experts of a layer in 3-D parameters, [experts, out, in] or (transposed) [experts, in, out],
 and its eager forward multiplies with `parameter[e]`, one expert at a time.
@@ -18,9 +18,9 @@ _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm
 
 
 class ExpertMatrix:
-    """Takes the place of an expert's matrix where it is multiplied with; anything else sees it decoded.
+    """Replaces an expert's matrix in products; every other operation gets it decoded.
 
-    transposed: the matrix is stored [in, out], to be used as x @ M, and not [out, in], as linear(x, M).
+    transposed: the matrix is stored [in, out], for x @ M, and not [out, in], for linear(x, M).
     """
 
     transposed: bool
@@ -30,11 +30,11 @@ class ExpertMatrix:
         raise NotImplementedError
 
     def decoded(self) -> torch.Tensor:
-        """The matrix as it is stored, as a tensor."""
+        """The matrix in its stored orientation, as a tensor."""
         raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
-        # .shape, .dtype, .float() and the like of the families that ask for them
+        # .shape, .dtype, .float() and the like, which some model families use
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.decoded(), name)
@@ -60,7 +60,8 @@ class AdaptedMatrix(ExpertMatrix):
     """An expert's matrix plus the product of two low-rank ones.
 
     Args:
-        base: the expert's matrix, as it is stored. lora_A [rank, in], lora_B [out, rank]: scaled by `scaling`.
+        base: the expert's matrix, in its stored orientation. lora_A [rank, in], lora_B [out, rank]: their product
+            is scaled by `scaling`.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ def is_transposed(experts: nn.Module) -> bool:
 
 
 def loops_over_experts(module: nn.Module) -> bool:
-    """transformers puts this attribute on the experts modules for which it chooses the implementation."""
+    """Whether transformers chooses the implementation of these experts: it sets this attribute on such modules."""
     return hasattr(module, "is_transposed")
 
 
 def router_linears(model: nn.Module) -> list[str]:
-    """Paths of the linear layers that choose or weigh experts: small, and too sensitive for 4 bits or an adapter."""
+    """Paths of the linear layers that select or weight experts: too sensitive for 4 bits or an adapter."""
     routers = []
     for path, module in model.named_modules():
         counts = {child.num_experts for child in module.children() if loops_over_experts(child)}
@@ -119,6 +120,6 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 
 def quantizable_weights(model: nn.Module) -> tuple[list[str], list[str]]:
-    """What a 4-bit base is made of: paths of the blocks' linear layers but routers, and of their expert parameters."""
+    """Weights of a 4-bit base: paths of the blocks' linear layers without routers, and of their expert parameters."""
     routers = router_linears(model)
     return [path for path in block_linears(model) if path not in routers], expert_parameters(model)

@@ -1,7 +1,7 @@
 """HQQ weights of 8, 4, 3 or 2 bits (half-quadratic quantization, Badri and Shaji 2023): linear layers and experts.
 
-A group is `group_size` consecutive weights of the row-major flattened weight (axis 1 of the hqq library); code q
-stands for the weight (q - zero) * scale, with the group's own zero and scale.
+A group is `group_size` consecutive weights of the row-major flattened weight (axis 1 of the hqq library). Code q
+represents the weight (q - zero) * scale, with the zero and scale of its group.
 """
 
 import math
@@ -17,18 +17,18 @@ from fsdp_qlora.quantizers.base import (
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
-    Stored,
+    StoredParameter,
     write_bytes,
 )
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
-# A GPU sums a group in another order when there are few groups at a time; their number is a multiple of this.
+# With few groups at a time a GPU sums a group in another order, so their number is padded to a multiple of this.
 _FEW_GROUPS = 256
-# The hqq library's own settings for its solver, but for early_stop: see _quantize_groups.
+# The hqq library's own solver settings, except for early_stop: see _quantize_groups.
 _SOLVER = {
     "lp_norm": 0.7, "beta": 10.0, "kappa": 1.01, "iters": 20, "tol": 0.0, "early_stop": False, "scale_gridsearch": False
 }  # fmt: skip
-# Bits of a code -> how many of them, from the lowest, lie together in bytes.
+# Bits of a code -> number of bits in each plane, from the lowest.
 _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 
 
@@ -76,13 +76,13 @@ class HqqWeight(QuantizedWeight):
         write_bytes(self.weight, _pack(codes, self.format.n_bits))
         write_bytes(self.scale_zero, scale_zero)
 
-    def stored_parameters(self) -> dict[str, Stored]:
+    def stored_parameters(self) -> dict[str, StoredParameter]:
         num_groups = self.scale_zero.shape[0]
         return {
-            "": Stored(
+            "": StoredParameter(
                 "weight", TensorForm(torch.uint8, (num_groups, self.format.group_size * self.format.n_bits // 8))
             ),
-            ".scale_zero": Stored("scale_zero", TensorForm(torch.float16, (num_groups, 2))),
+            ".scale_zero": StoredParameter("scale_zero", TensorForm(torch.float16, (num_groups, 2))),
         }
 
     def code_settings(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class HqqExperts(QuantizedExperts, HqqWeight):
 
 
 def _groups_at_a_time(device: torch.device, group_size: int) -> int:
-    """How many groups are quantized or decoded at a time, in float32: what fits a CPU's cache; more fill a GPU."""
+    """How many groups are quantized or decoded at a time, in float32: as fit a CPU's cache, or more to fill a GPU."""
     return max(1, (2**18 if device.type == "cpu" else 2**22) // group_size)
 
 
@@ -117,9 +117,9 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     """Quantize whole groups (the last may be short): uint8 codes [groups, group_size], float16 [groups, 2] scale, zero.
 
     This is HQQLinear with axis=1: scale from the group's range, zero from the library's proximal solver, in float32.
-    HQQLinear's solver has at most 20 iterations and stops when the error of the whole tensor no longer falls; that
-    would make a slice's result depend on the slice. Here it always takes the 20, so that a group depends on nothing
-    else. Scale and zero are kept in float16, as HQQLinear keeps them in its compute dtype.
+    HQQLinear's solver runs at most 20 iterations and stops when the error of the whole tensor no longer falls, so
+    a slice's result would depend on the slice. Here it always runs all 20: a group's result depends on the group
+    alone. Scale and zero are float16; HQQLinear keeps them in its compute dtype.
 
     Raises:
         UserError: a group's scale or zero is outside of float16's range.
@@ -130,20 +130,20 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
         empty = values.new_empty(0, group_size, dtype=torch.uint8)
         return empty, values.new_empty(0, 2, dtype=torch.float16)
     flat = values.flatten()
-    # A short group is filled up with its last weight, which leaves its range as it is.
+    # A short group is padded with its last weight, which does not change its range.
     flat = torch.cat([flat, flat[-1:].expand(-flat.numel() % group_size)])
     largest = 2**n_bits - 1
     all_codes, statistics = [], []
     for piece in flat.view(-1, group_size).split(_groups_at_a_time(values.device, group_size)):
         groups = torch.cat([piece, piece[-1:].expand(-len(piece) % _FEW_GROUPS, -1)]).float()
         low, high = groups.aminmax(dim=1, keepdim=True)
-        scale = (largest / (high - low)).clamp(max=2e4)  # as the library, which keeps 1 / scale within float16
+        scale = (largest / (high - low)).clamp(max=2e4)  # as in the library: keeps 1 / scale within float16
         scale = torch.where(high - low <= 1e-4, 1.0, scale)
         zero = -low * scale
         codes, scale, zero = optimize_weights_proximal_v2(
             groups,
             scale,
-            zero.round() if n_bits == 4 else zero,  # also the library's
+            zero.round() if n_bits == 4 else zero,  # as in the library
             [0, largest],
             axis=1,
             dtype=torch.float32,
@@ -154,8 +154,8 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     scale_zero = torch.cat(statistics)
     if not scale_zero.isfinite().all():
         raise UserError(
-            f"A weight has {group_size} neighbours that differ by too little for their size, so HQQ cannot code them. "
-            "Use --train_type qlora for this model."
+            f"HQQ cannot quantize this model: {group_size} consecutive weights differ too little for their magnitude. "
+            "Use --train_type qlora."
         )
     return torch.cat(all_codes), scale_zero
 

@@ -8,7 +8,7 @@ import bitsandbytes.functional as bnb
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.quantizers.base import MatrixFormat, QuantizedLinear, QuantizedWeight, Stored, write_bytes
+from fsdp_qlora.quantizers.base import MatrixFormat, QuantizedLinear, QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 
@@ -23,10 +23,10 @@ class Int8Weight(QuantizedWeight):
     """A matrix [out, in] as 8-bit integers, with one scale for each row; it multiplies 8-bit activations.
 
     Parameters (frozen, bytes viewed as the compute dtype):
-        weight: int8 [out, in], rows filled up to whole elements of the compute dtype.
+        weight: int8 [out, in], rows padded to whole elements of the compute dtype.
         row_scale: float32 [out], the largest magnitude of each row (bitsandbytes' SCB).
     Args:
-        int8_threshold: values of a token as large as this are multiplied in the compute dtype; 0 is none.
+        int8_threshold: activations of at least this magnitude are multiplied in the compute dtype; 0 means none.
     """
 
     format: _Int8Format
@@ -49,10 +49,10 @@ class Int8Weight(QuantizedWeight):
     def multiply(
         cls, fmt: _Int8Format, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        """x W^T + b with each token's values rounded to 8 bits; those above the threshold in full.
+        """x W^T + b with each token's values rounded to 8 bits; values above the threshold keep their precision.
 
-        bitsandbytes computes a column in full for all tokens of the batch when one of them is above the threshold in
-        it, so a token's result depends on its neighbours. Here each token gets what bitsandbytes gives it alone.
+        bitsandbytes keeps the precision of a whole column when one token of the batch is above the threshold in it,
+        so a token's result depends on its neighbours. Here each token gets the result of a batch of its own.
         """
         return _multiply(fmt, x, bias, *_codes_and_scale(fmt, *tensors))
 
@@ -65,22 +65,22 @@ class Int8Weight(QuantizedWeight):
         rows = values.view(-1, self.row_weights)
         row_bytes = self.weight.shape[1] * self.weight.element_size()
         codes, row_scale = rows.new_empty(0, dtype=torch.int8), rows.new_empty(0, dtype=torch.float32)
-        if len(rows):  # there may be fewer than ranks
+        if len(rows):  # there may be fewer rows than ranks
             # bitsandbytes rounds to fp16 first, whatever the model's dtype.
             codes, row_scale, _ = bnb.int8_vectorwise_quant(rows.half())
             codes = torch.nn.functional.pad(codes, (0, row_bytes - self.row_weights))
         write_bytes(self.weight, codes)
         write_bytes(self.row_scale, row_scale)
 
-    def stored_parameters(self) -> dict[str, Stored]:
+    def stored_parameters(self) -> dict[str, StoredParameter]:
         row_bytes = self.weight.shape[1] * self.weight.element_size()
         return {
-            "": Stored("weight", TensorForm(torch.int8, (self.shape[0], row_bytes))),
-            ".row_scale": Stored("row_scale", TensorForm(torch.float32, (self.shape[0],))),
+            "": StoredParameter("weight", TensorForm(torch.int8, (self.shape[0], row_bytes))),
+            ".row_scale": StoredParameter("row_scale", TensorForm(torch.float32, (self.shape[0],))),
         }
 
     def code_settings(self) -> dict[str, Any]:
-        return {"bitsandbytes": bitsandbytes.__version__}  # the threshold is about activations
+        return {"bitsandbytes": bitsandbytes.__version__}  # the threshold concerns activations only
 
     def describe_code(self) -> str:
         return "int8"

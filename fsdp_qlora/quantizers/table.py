@@ -1,6 +1,6 @@
-"""The QUANTIZERS table, and putting quantized layers in the place of a meta model's own.
+"""The QUANTIZERS table, and the functions that replace a meta model's layers by quantized ones.
 
-A quantizer is a module with one subclass of QuantizedWeight, the layers on top of it, and one row of QUANTIZERS.
+A quantizer is a module with one subclass of QuantizedWeight, the layers built on it, and one row of QUANTIZERS.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from fsdp_qlora.quantizers.int8 import Int8Linear
 
 
 class Quantizer(NamedTuple):
-    """How the linear layers and the experts of a model are stored; None where experts cannot be."""
+    """Layer classes for the linear layers and for the experts of a model; None if experts cannot be quantized."""
 
     linear: Callable[..., QuantizedLinear]
     experts: Callable[..., QuantizedExperts] | None
@@ -38,19 +38,15 @@ def quantize_linears(model: nn.Module, names: Iterable[str], quantizer: str, **o
 
 
 def quantize_experts(model: nn.Module, names: Iterable[str], quantizer: str, **options: Any) -> list[str]:
-    """Replace the 3-D expert parameters of a meta model by quantized stand-ins, where the quantizer can.
-
-    Returns:
-        The names of those that were replaced.
-    """
-    stand_in = QUANTIZERS[quantizer].experts
+    """Replace the 3-D expert parameters of a meta model, where the quantizer can; returns the replaced names."""
+    layer_class = QUANTIZERS[quantizer].experts
     replaced: list[str] = []
-    if stand_in is None:
+    if layer_class is None:
         return replaced
     for name in names:
         path, _, leaf = name.rpartition(".")
         parent = model.get_submodule(path)
-        experts = stand_in(model.get_parameter(name), transposed=is_transposed(parent), **options)
+        experts = layer_class(model.get_parameter(name), transposed=is_transposed(parent), **options)
         if experts.supports():
             delattr(parent, leaf)
             parent.add_module(leaf, experts)

@@ -110,7 +110,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_quantized_formats_are_refused_by_name(name: str, models: Models, tmp_path: Path) -> None:
     message = refusal(copy_with_config(models(), tmp_path / "model", REFUSED[name]), tmp_path)
-    assert f"is quantized as {name}, which is not read here. Give the model with 16- or 32-bit weights" in message
+    assert f"is quantized as {name}, which is not supported. Give the model with 16- or 32-bit weights" in message
 
 
 FP8_FORMS = {"blocks": (32, 32), "uneven blocks": (48, 40), "rows": None, "whole": None}
