@@ -1,4 +1,4 @@
-"""First values of A and B that are read off the weight: PiSSA, OLoRA, LoftQ.
+"""Initial values of A and B computed from the weight: PiSSA, OLoRA, LoftQ.
 
 Shapes: weight [out, in] float32, A [rank, in], B [out, rank]; `scaling` is the factor of B A in the adapted layer.
 """
@@ -11,13 +11,13 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 def pissa(weight: torch.Tensor, rank: int, scaling: float) -> Factors:
-    """Its `rank` largest singular values and vectors (Meng et al. 2024)."""
+    """The weight's `rank` largest singular values and vectors (Meng et al. 2024)."""
     left, values, right = torch.linalg.svd(weight, full_matrices=False)
     return _split(left[:, :rank], values[:rank], right[:rank], scaling)
 
 
 def pissa_niter(weight: torch.Tensor, rank: int, scaling: float, *, iterations: int, seed: int) -> Factors:
-    """The same by a randomized method (Halko et al. 2009): a small part of the time, and a little less exact."""
+    """PiSSA by randomized SVD (Halko et al. 2009): much faster, slightly less accurate."""
     devices = [weight.device] if weight.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -26,7 +26,7 @@ def pissa_niter(weight: torch.Tensor, rank: int, scaling: float, *, iterations: 
 
 
 def olora(weight: torch.Tensor, rank: int) -> Factors:
-    """The first `rank` columns of Q and rows of R of its QR decomposition (Büyükakyüz 2024)."""
+    """The first `rank` columns of Q and rows of R of the weight's QR decomposition (Büyükakyüz 2024)."""
     orthogonal, triangular = torch.linalg.qr(weight)
     return triangular[:rank], orthogonal[:, :rank]
 
@@ -34,9 +34,9 @@ def olora(weight: torch.Tensor, rank: int) -> Factors:
 def loftq(
     weight: torch.Tensor, rank: int, scaling: float, *, quantize: Callable[[torch.Tensor], torch.Tensor]
 ) -> Factors:
-    """The largest singular values of what quantization loses (Li et al. 2023, one round, as PEFT by default).
+    """The largest singular values of the quantization error (Li et al. 2023, one iteration, PEFT's default).
 
-    With one round the base is the quantized weight itself, which everybody can make again.
+    With one iteration the base is the quantized weight itself, which anyone can reproduce.
 
     Args:
         quantize: weight -> its quantized values.

@@ -1,4 +1,4 @@
-"""DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA, with the length of each row of the weight a parameter of its own.
+"""DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA with a trainable magnitude for each row of the weight.
 
 W' = m * (W + s B A) / ||W + s B A||, the norm per output row and held constant in the backward pass (section 4.3).
 
@@ -17,7 +17,7 @@ _PIECE = 2**20  # elements multiplied at a time for the magnitude's gradient
 
 
 class Magnitude(nn.Module):
-    """One number per output row, fp32 in every precision: bf16 would not see it change by less than 0.4%.
+    """One number per output row, fp32 in every precision: bf16 cannot represent changes below 0.4%.
 
     Parameters:
         weight: m, trainable, float32 [out].
@@ -30,12 +30,12 @@ class Magnitude(nn.Module):
         self.row_squares = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
-        """m and ||W||^2; the call by which FSDP2 gathers them. In torch 2.11 it fails on a call without arguments."""
+        """m and ||W||^2, gathered by FSDP2 for this call; FSDP2 of torch 2.11 fails on a call without arguments."""
         return self.weight, self.row_squares
 
 
 class DoraAdapter(LoraAdapter):
-    """LoRA's two matrices, the magnitude, and the product with the base layer that they need."""
+    """LoRA's two matrices and the magnitude, applied to a base layer."""
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__(in_features, out_features, rank=rank, dropout=dropout)
@@ -65,8 +65,8 @@ class DoraAdapter(LoraAdapter):
     def _base_products(self, base_layer: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """The base layer's outputs for the inputs, and for the rows of A, [rank, out], without a gradient.
 
-        As one product, in which W is decoded once, where it takes less to copy the inputs, and in the backward pass the
-        gradients, than to decode W again.
+        Computed as one product, which decodes W once, if copying the inputs (and their gradients in the backward
+        pass) costs less than decoding W again.
         """
         lora_A = self.lora_A.weight.detach().to(inputs[0].dtype)
         rows = [x.shape[:-1].numel() for x in inputs]
@@ -82,14 +82,14 @@ class DoraAdapter(LoraAdapter):
     def _scale(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """m / ||W + s B A||, float32 [out], differentiable in m alone.
 
-        ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: no W is decoded but for
+        ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is needed only for
         its product with the few rows of A.
 
         Args:
             product: A W^T + b, [rank, out].
         """
         magnitude, row_squares = self.magnitude(None)
-        # Autocast would multiply in 16 bits what is converted to float32 here.
+        # Autocast would run these float32 products in 16 bits.
         with torch.no_grad(), torch.autocast(product.device.type, enabled=False):
             lora_A, lora_B = self.lora_A.weight.float(), self.lora_B.weight.float()
             product = (product if bias is None else product - bias).float()
@@ -100,7 +100,7 @@ class DoraAdapter(LoraAdapter):
 
 
 class DoraLinear(nn.Module):
-    """base_layer with its weight's rows adapted in direction and length."""
+    """base_layer with DoRA on its weight."""
 
     def __init__(self, base_layer: nn.Module, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class DoraLinear(nn.Module):
 
 
 def _rest_of_bias(bias: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What brings scale * b back to b: the bias is not scaled."""
+    """b - scale * b, to be added to an output scaled with its bias: DoRA does not scale the bias."""
     return (bias - scale * bias).to(like.dtype)
 
 
@@ -146,7 +146,7 @@ class _ScaleRows(torch.autograd.Function):
 
 
 def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a * b summed over all dims but the last, in float32 (fp16 would overflow), in pieces that need little memory."""
+    """a * b summed over all dims but the last, in float32 (fp16 would overflow), in pieces to save memory."""
     a, b = a.flatten(0, -2), b.flatten(0, -2)
     total = torch.zeros(a.shape[-1], dtype=torch.float32, device=a.device)
     rows = max(1, _PIECE // a.shape[-1])

@@ -1,4 +1,4 @@
-"""The first values of adapters, in the shards where they stay, and what the base loses by them."""
+"""Initial values of sharded adapters, and the update that some of them subtract from the base."""
 
 import logging
 import math
@@ -23,15 +23,15 @@ _PIECE = 2**22  # weights whose update is computed at a time
 
 
 def reduces_base(init: str) -> bool:
-    """Whether the base becomes W - s B A, so that the adapted layer starts as the plain one."""
+    """Whether the base becomes W - s B A, so that the adapted layer starts equal to the original one."""
     return init.startswith(("pissa", "olora"))
 
 
 def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
-    """Refuse first values that cannot be computed.
+    """Refuse initial values that cannot be computed.
 
     Raises:
-        UserError: the model's files have no weights to decompose, or a rank is above the smaller side of its weight.
+        UserError: the model is quantized already, or a rank exceeds the smaller dimension of its weight.
     """
     if init == "true":
         return
@@ -44,7 +44,7 @@ def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
         rank, most = layer.lora.lora_A.out_features, min(layer.lora.lora_A.in_features, layer.lora.lora_B.out_features)
         if rank > most:
             raise UserError(
-                f"init_lora_weights {init} gives no more than {most} values for {name}, which has a rank of {rank}. "
+                f"init_lora_weights {init}: the rank for {name} is {rank}, and its shape allows at most {most}. "
                 "Lower --lora_rank."
             )
 
@@ -56,9 +56,9 @@ def adapted_weights(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
-    """A's or B's first value, float32 on the CPU: a pure function of name and seed, on any number of ranks.
+    """Initial A or B, float32 on the CPU; depends only on name, shape and seed, not on the number of ranks.
 
-    As in PEFT: A is Kaiming-uniform with a = sqrt(5), B is zero, so that training starts from the base model.
+    As in PEFT: A is Kaiming-uniform with a = sqrt(5), B is zero, so training starts from the base model.
     """
     value = torch.zeros(shape)
     if name.endswith("lora_A.weight"):
@@ -68,9 +68,9 @@ def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Ten
 
 
 def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> None:
-    """Give the adapters of a sharded and loaded model their first values, but for those that `decompose_weights` set.
+    """Initialize the adapters of a sharded and loaded model, except those that `decompose_weights` has set.
 
-    Every rank calls it.
+    Called on every rank.
     """
     decomposed = [layer.lora for layer in adapted_weights(model).values() if layer.is_decomposed]
     done = {id(parameter) for adapter in decomposed for parameter in adapter.parameters()}
@@ -84,9 +84,9 @@ def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> Non
 
 @torch.no_grad()
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in PEFT's file, tensor) of the adapter as it is saved, for the model's own base. Every rank calls it.
+    """(name in PEFT's file, tensor) of the adapter for the original base. Called on every rank.
 
-    Where the base is W - s B0 A0, the saved update is s (B A - B0 A0), twice the rank: [A; A0] and [B, -B0].
+    If training used the base W - s B0 A0, the saved update is s (B A - B0 A0), of twice the rank: [A; A0], [B, -B0].
     """
     layers = {
         f"base_model.model.{name.removesuffix('.weight')}": layer for name, layer in adapted_weights(model).items()
@@ -107,7 +107,7 @@ def saved_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def subtract(layer: LoraLinear, values: torch.Tensor, start: int) -> torch.Tensor:
-    """W - s B A for the elements of the flattened W that begin at `start`, float32. Every rank calls it."""
+    """W - s B A for `values`, the elements of the flattened W from `start` on, float32. Called on every rank."""
     assert layer.subtracted is not None
     lora_A, lora_B = (factor.whole().to(values.device, torch.float64) for factor in layer.subtracted)
     columns = lora_A.shape[1]
@@ -122,10 +122,10 @@ def subtract(layer: LoraLinear, values: torch.Tensor, start: int) -> torch.Tenso
 
 
 def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
-    """DoRA starts from the lengths of the base's rows, as it was quantized: the adapted layer is the base layer.
+    """Initialize DoRA's magnitudes with the row norms of the quantized base, so adapted layer and base layer are equal.
 
-    A block is gathered as in a forward pass, and one of its weights decoded at a time. So this holds for every
-    quantizer, and a row's sum does not depend on which ranks hold its parts.
+    A block is gathered as in a forward pass, and its weights are decoded one at a time. So this works for every
+    quantizer, and a row's norm does not depend on how it is sharded.
     """
     for block in find_blocks(model):
         adapted = [module for module in block.modules() if isinstance(module, DoraLinear)]

@@ -1,4 +1,4 @@
-"""Adapters under PEFT's names: their options and kinds, putting them into a model, and their weights."""
+"""Adapters under PEFT's names: options, kinds, insertion into a model, and names of their weights."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ from fsdp_qlora.adapters.targets import find_pattern
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, has_tied_embeddings
 
-# adapter kind -> the layer that takes a linear layer's place, given rank, scaling and dropout.
+# adapter kind -> the layer that replaces a linear layer, given rank, scaling and dropout.
 ADAPTERS: dict[str, Callable[..., nn.Module]] = {"lora": LoraLinear, "dora": DoraLinear}
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What an adapter is like; each field as PEFT's LoraConfig has it.
+    """Options of an adapter, with the meaning of PEFT's LoraConfig.
 
-    rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> its own rank or alpha.
+    rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> rank or alpha of that layer.
     use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
-    init: first values: true (A random, B zero), pissa, pissa_niter_N, olora or loftq.
+    init: initial values: true (A random, B zero), pissa, pissa_niter_N, olora or loftq.
     modules_to_save: embeddings and head that train in full.
     """
 
@@ -84,7 +84,7 @@ def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
     """Let the embeddings or the head of a frozen model train, in fp32.
 
     Raises:
-        UserError: a name means another module, or embeddings and head are the same weights.
+        UserError: a name matches another module, or embeddings and head share their weights.
     """
     ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     trainable = {path: module for path, module in model.named_modules() if id(module) in ends}
@@ -97,8 +97,8 @@ def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
             )
         if has_tied_embeddings(model):
             raise UserError(
-                f"modules_to_save {name}: embeddings and head of this model are one tensor, which PEFT would save as "
-                "two. Leave it out, or use --train_type full."
+                f"modules_to_save {name}: embeddings and head of this model share one tensor, which PEFT would save "
+                "twice. Leave it out, or use --train_type full."
             )
         for module in chosen:
             for key, parameter in list(module.named_parameters(recurse=False)):
@@ -135,7 +135,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in PEFT's file, parameter) of what trains in full beside the adapters."""
+    """(name in PEFT's file, parameter) of the modules that train in full beside the adapters."""
     in_adapters = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in in_adapters:

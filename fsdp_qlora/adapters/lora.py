@@ -1,7 +1,7 @@
-"""LoRA beside a linear layer, and beside the 3-D parameters of experts.
+"""LoRA for linear layers and for the 3-D parameters of experts.
 
-Shapes: x [.., in], A [rank, in], B [out, rank]; those of all experts in one are A [experts * rank, in] and B
-[out, rank * experts], as PEFT keeps them.
+Shapes: x [.., in], A [rank, in], B [out, rank]; for all experts together A [experts * rank, in] and B
+[out, rank * experts], as in PEFT.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,22 +34,22 @@ class LoraAdapter(nn.Module):
 
 
 class KeptShard:
-    """A copy of a sharded parameter's present values: this rank's rows, in host memory."""
+    """A copy of a sharded parameter's current values: this rank's rows, in host memory."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, DTensor)
         self._parameter, self._local = parameter, parameter.to_local().to("cpu", copy=True)
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, on the parameter's device. Every rank calls it."""
+        """The whole tensor, on the parameter's device. Called on every rank."""
         return as_shard_of(self._local.to(self._parameter.to_local().device), self._parameter).full_tensor()
 
 
 class LoraLinear(nn.Module):
     """base_layer(x) + scaling * B A x.
 
-    is_decomposed: A and B have first values that were read off the weight.
-    subtracted: the A and B that the base lost on loading.
+    is_decomposed: A and B have been initialized from the weight.
+    subtracted: the A and B whose product was subtracted from the base on loading.
     """
 
     def __init__(self, base_layer: nn.Module, *, rank: int, scaling: float, dropout: float) -> None:
@@ -66,8 +66,8 @@ class LoraLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The adapter first: it alone keeps something for the backward pass, so the recomputation of a checkpointed
-        # block can stop before the product of the block's last base layer.
+        # The adapter first: only it saves tensors for the backward pass, so the recomputation of a checkpointed
+        # block can stop before the last base layer's product.
         update = self.lora(x)
         return torch.add(self.base_layer(x), update, alpha=self.scaling)
 
@@ -89,7 +89,7 @@ class ExpertsLora(nn.Module):
         self.lora_B = nn.Linear(rank * num_experts, out_features, **options)  # type: ignore[arg-type]
 
     def forward(self, _: None) -> tuple[torch.Tensor, torch.Tensor]:
-        """All A [experts, rank, in] and all B [experts, out, rank]. FSDP2 of torch 2.11 needs some argument."""
+        """All A [experts, rank, in] and B [experts, out, rank]; FSDP2 of torch 2.11 fails without an argument."""
         lora_A, lora_B = self.lora_A.weight, self.lora_B.weight
         all_A = lora_A.view(self.num_experts, -1, lora_A.shape[1])
         return all_A, lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
@@ -97,7 +97,7 @@ class ExpertsLora(nn.Module):
 
 @dataclass(frozen=True)
 class _AdaptedExperts:
-    """Stands for the 3-D parameter during a forward pass; `self[e]` is expert e's adapted matrix."""
+    """Replaces the 3-D parameter during a forward pass; `self[e]` is expert e's adapted matrix."""
 
     base: Any
     all_lora: tuple[torch.Tensor, torch.Tensor]
@@ -111,10 +111,10 @@ class _AdaptedExperts:
 
 
 class LoraExperts(nn.Module):
-    """An experts module whose 3-D parameters `names` are used with an adapter.
+    """An experts module with adapters on its 3-D parameters `names`.
 
-    The adapters are called once per forward pass, whatever experts are hit, because FSDP2 gathers a module's
-    weights when it is called and ranks must gather in the same order.
+    Each adapter is called once per forward pass, whatever experts are chosen: FSDP2 gathers a module's weights
+    when it is called, and all ranks must gather in the same order.
     """
 
     def __init__(self, base_layer: nn.Module, names: Iterable[str], *, rank: int, scaling: float) -> None:
@@ -134,7 +134,7 @@ class LoraExperts(nn.Module):
             name: _AdaptedExperts(getattr(self.base_layer, name), lora(None), self.scaling, self.transposed)
             for name, lora in self.lora.items()
         }
-        # An instance's own attributes are found before its parameters and submodules.
+        # Python finds an instance's own attributes before nn.Module looks up its parameters and submodules.
         vars(self.base_layer).update(adapted)
         try:
             return self.base_layer(*args, **kwargs)

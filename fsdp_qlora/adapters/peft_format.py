@@ -1,4 +1,4 @@
-"""The adapter's configuration as PEFT writes it, so that PEFT puts the saved weights where they were trained."""
+"""The adapter's configuration in PEFT's format, so that PEFT loads each weight into the layer it was trained in."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from fsdp_qlora.errors import UserError
 
 
 def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
-    """Whether PEFT, given a linear layer's name for this model, adapts the experts that once had that name."""
+    """Whether PEFT takes this linear layer's name for experts that had that name in earlier versions."""
     renamed = LoraConfig(target_modules=[leaf])
     try:
         convert_peft_config_for_transformers(renamed, SimpleNamespace(config=config), None)
@@ -24,27 +24,27 @@ def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
 
 
 def reached_by_weight(targets: Sequence[str], config: PretrainedConfig) -> list[str]:
-    """The layers that PEFT cannot be given by their name.
+    """The layers that PEFT must be given as parameters, because it takes their names for other modules.
 
-    Shared experts beside routed ones: PEFT takes names like up_proj for the routed ones, and reaches these layers,
-    with the same computation and names in the file, by their weights.
+    These are shared experts beside routed ones: PEFT takes names like up_proj for the routed experts. Given the
+    shared expert's weight as a parameter, it does the same computation under the same names in the file.
     """
     renamed = {leaf for leaf in {path.rsplit(".", 1)[-1] for path in targets} if _is_renamed(leaf, config)}
     return [path for path in targets if path.rsplit(".", 1)[-1] in renamed]
 
 
 def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, config: PretrainedConfig) -> None:
-    """Refuse adapters that PEFT would not load: on what it reaches by weight, it knows nothing but plain LoRA.
+    """Refuse adapters that PEFT cannot load: on parameters it supports plain LoRA only.
 
     Raises:
-        UserError: DoRA or a pattern, and a layer or parameter that PEFT reaches by its weight.
+        UserError: DoRA or a pattern together with a layer that PEFT must be given as a parameter.
     """
     by_weight = [*reached_by_weight(targets, config), *options.target_parameters]
     patterns = options.rank_pattern or options.alpha_pattern
     if by_weight and (kind != "lora" or patterns):
         what = "rank_pattern and alpha_pattern" if kind == "lora" else f"an adapter of kind {kind}"
         raise UserError(
-            f"{by_weight[0]}: PEFT takes this name for the experts' in a model of this type, and adapts it with plain "
+            f"{by_weight[0]}: in a model of this type PEFT takes this name for experts, on which it supports plain "
             f"LoRA only, not {what}. Name other layers in --lora_target_modules, or use plain LoRA."
         )
 
@@ -59,9 +59,9 @@ def peft_config(
     base_model: str,
     model_config: PretrainedConfig,
 ) -> LoraConfig:
-    """The PEFT configuration of the adapter as `first_values.saved_parameters` gives it.
+    """The PEFT configuration of the adapter that `first_values.saved_parameters` yields.
 
-    Layers are named by their last component where that is unambiguous.
+    Layers are named by their last path component where that is unambiguous.
 
     Args:
         linears: paths of all linear layers of the blocks. targets: those with an adapter.
@@ -72,12 +72,12 @@ def peft_config(
     target_parameters = [*(f"{path}.weight" for path in by_weight), *parameters]
     leaves = {path.rsplit(".", 1)[-1] for path in targets}
     named = [path for path in linears if path.rsplit(".", 1)[-1] in leaves]
-    # Twice the rank with the same factor.
+    # Twice the rank, with the same scaling factor.
     rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
     return LoraConfig(
         r=rank_ratio * options.rank,
         lora_alpha=alpha_ratio * options.alpha,
-        # Only training knows dropout, and PEFT refuses it beside parameters.
+        # Only training uses dropout, and PEFT refuses it together with target_parameters.
         lora_dropout=0.0 if target_parameters else options.dropout,
         target_modules=sorted(leaves) if len(named) == len(targets) else list(targets),
         target_parameters=target_parameters or None,

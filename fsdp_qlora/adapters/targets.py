@@ -1,4 +1,4 @@
-"""Which layers and parameters an adapter goes on: names, regular expressions and patterns as PEFT reads them."""
+"""Selects the layers and parameters that get an adapter, by names, regular expressions and patterns as in PEFT."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ ALL = ("all", "all-linear")  # PEFT says all-linear
 
 
 def is_regex(name: str) -> bool:
-    """Whether a target is a regular expression: no layer's name has characters beyond these."""
+    """Whether a target is a regular expression: layer names consist of word characters and dots."""
     return name not in ALL and re.fullmatch(r"[\w.]+", name) is None
 
 
@@ -18,12 +18,12 @@ def select_targets(linears: Sequence[str], requested: Sequence[str], model_type:
 
     Args:
         linears: paths of the linear layers of the decoder blocks.
-        requested: "all", "default" (PEFT's choice for the model type), one regular expression that matches whole
-            paths, or names: a layer is meant by its last path components. All as in PEFT.
+        requested: "all", "default" (PEFT's choice for the model type), one regular expression for whole paths, or
+            names: the last components of layers' paths. All as in PEFT.
     Raises:
         UserError: a name matches nothing, or PEFT has no default for the model type.
     """
-    # Here, because the options import this module and PEFT takes seconds to load.
+    # Imported here: the options import this module, and PEFT takes seconds to load.
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     leaves = sorted({path.rsplit(".", 1)[-1] for path in linears})
@@ -41,7 +41,7 @@ def select_targets(linears: Sequence[str], requested: Sequence[str], model_type:
         if not chosen:
             raise UserError(
                 f"lora_target_modules: the regular expression {requested[0]} matches no linear layer of the decoder "
-                f"blocks. It has to match a whole path, such as {linears[0]}."
+                f"blocks. It must match a whole path, such as {linears[0]}."
             )
         return chosen
     chosen = [path for path in linears if _is_named(path, requested)]
@@ -71,23 +71,24 @@ def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> li
 
 
 def find_pattern(patterns: Iterable[str], path: str) -> str | None:
-    """The first of `patterns`, regular expressions for the end of a path as in PEFT's rank_pattern, that fits."""
+    """The first of `patterns`, regular expressions for the end of a path as in PEFT's rank_pattern, that matches."""
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", path)), None)
 
 
 def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str]) -> None:
-    """Refuse patterns that do nothing.
+    """Refuse patterns without effect.
 
     Raises:
-        UserError: a pattern is the first match of no layer with an adapter.
+        UserError: a pattern is not the first match of any layer with an adapter.
     """
     patterns = list(patterns)
     unused = set(patterns) - {find_pattern(patterns, path) for path in targets}
     if unused:
         leaves = sorted({path.rsplit(".", 1)[-1] for path in targets})
         raise UserError(
-            f"{option}: {', '.join(sorted(unused))} matches no layer with an adapter that an earlier pattern leaves. "
-            f"Layers with an adapter: {', '.join(leaves)}; a pattern is a regular expression for the end of a path."
+            f"{option}: {', '.join(sorted(unused))} has no effect: it matches no layer with an adapter, or only layers "
+            f"that an earlier pattern matches. Layers with an adapter: {', '.join(leaves)}; a pattern is a regular "
+            "expression for the end of a path."
         )
 
 

@@ -1,9 +1,9 @@
-"""Weight files in FP8 and MXFP4: their tensors decoded to bf16 on the CPU as they are read, a part at a time.
+"""Weight files in FP8 and MXFP4: tensors decoded to bf16 on the CPU as they are read, a part at a time.
 
-FP8: X.weight [out, in] in float8 and its scales, by which it is multiplied: X.weight_scale_inv [out / 128, in / 128]
-(DeepSeek-V3, Qwen3-FP8; the block is in config.json), or X.weight_scale (or _inv) for the whole weight or for each row.
+FP8: X.weight [out, in] in float8, multiplied by its scales: X.weight_scale_inv [out / 128, in / 128] (DeepSeek-V3,
+Qwen3-FP8; the block size is in config.json), or X.weight_scale (or _inv) for the whole weight or for each row.
 MXFP4 (gpt_oss; OCP Microscaling Formats 1.0): X_blocks [experts, out, in / 32, 16] with two codes per byte, and
-X_scales [experts, out, in / 32], powers of two; transformers uses and has them decoded as X [experts, in, out].
+X_scales [experts, out, in / 32], powers of two; decoded to transformers' X [experts, in, out].
 """
 
 import logging
@@ -21,18 +21,18 @@ log = logging.getLogger("fsdp_qlora")
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale_inv", "_scale")
-# Scales of activations, which are computed in 16 bits here.
+# Scales of activations: unused, activations have 16 bits here.
 _UNUSED = ("activation_scale", "input_scale")
-_PIECE = 2**20  # elements decoded at a time, since that takes several times their memory
-_MXFP4_VALUES = 32  # that share a scale
+_PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
+_MXFP4_VALUES = 32  # values that share a scale
 
 
-# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor, as it is in the files.
+# (name, start, stop) -> elements [start, stop) of a row-major flattened tensor of the files, not decoded.
 ReadStored = Callable[[str, int, int], torch.Tensor]
 
 
 class StoredTensor(Protocol):
-    """What is known of a tensor in a file."""
+    """Dtype and shape of a tensor in a file."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -41,7 +41,7 @@ class StoredTensor(Protocol):
 
 
 class DecodedTensor:
-    """A tensor that is stored otherwise in the files. parts: the tensors in them that it is decoded from."""
+    """A tensor that is decoded from tensors of the files. parts: the names of these."""
 
     def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype) -> None:
         self.parts, self.shape, self.dtype = parts, shape, dtype
@@ -52,19 +52,19 @@ class DecodedTensor:
 
 
 class StoredFormat(NamedTuple):
-    """How a model's weights are stored that are decoded while they are read. block: of FP8 scales, (rows, columns)."""
+    """A storage format that is decoded while reading. block: (rows, columns) of a weight that share an FP8 scale."""
 
     name: str
     block: tuple[int, int] | None
 
     def describe_use(self, *, quantizes: bool) -> str:
-        """One line: what happens to the weights."""
+        """One line: how the weights are used."""
         then = "and quantized again" if quantizes else "and kept in the precision of this run"
         return f"The model is stored in {self.name}: its weights are decoded to bf16 as they are read, {then}."
 
 
 def take_format(config: PretrainedConfig) -> StoredFormat | None:
-    """Remove a quantization that is decoded here from a model's configuration, and return it; None where none is."""
+    """Remove an FP8 or MXFP4 quantization from a model's configuration and return it; None if there is none."""
     found = getattr(config, "quantization_config", None)
     if not found:
         return None
@@ -84,14 +84,14 @@ def take_format(config: PretrainedConfig) -> StoredFormat | None:
 def find_decoded(
     stored: StoredFormat, entries: Mapping[str, StoredTensor], folder: Path
 ) -> tuple[dict[str, DecodedTensor], list[str]]:
-    """What is decoded of a model's files: the tensors, under the names that the model has, and what they are part of.
+    """Find the tensors of a model's files that are to be decoded.
 
     Args:
         entries: every tensor of the files.
     Returns:
-        name -> tensor that is decoded as it is read; the tensors in the files that the model does not know.
+        The model's name -> tensor decoded as it is read; names of tensors of the files that the model does not have.
     Raises:
-        UserError: the tensors are not those of the format.
+        UserError: the tensors do not have this format.
     """
     decoded: dict[str, DecodedTensor] = {}
     for name, entry in entries.items():
@@ -126,7 +126,7 @@ def _fp8_weight(
     elif not entries[scale].dtype.is_floating_point:
         wrong = f"its scale is of type {entries[scale].dtype}"
     elif len(shape) != 2:
-        wrong = f"has shape {list(shape)}, which is not a linear layer's"
+        wrong = f"has shape {list(shape)}, and a linear layer's weight has two dimensions"
     if scale is None or wrong:
         raise UserError(f"{folder}: {name} is in FP8 and {wrong}. {_ADVICE}")
     rows, columns = _scale_block(shape, entries[scale].shape, block, name)
@@ -144,11 +144,11 @@ def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | 
         return 1, shape[1]
     if block is not None and scale == tuple(-(-size // side) for size, side in zip(shape, block, strict=True)):
         return block
-    raise UserError(f"{name} {list(shape)} in FP8 has scales {list(scale)}, which do not fit it. {_ADVICE}")
+    raise UserError(f"{name} {list(shape)} in FP8 has scales {list(scale)}, which do not fit its shape. {_ADVICE}")
 
 
 class _Fp8Weight(DecodedTensor):
-    """block_rows, block_columns: of the weight, that share a scale."""
+    """block_rows, block_columns: of the weight, sharing a scale."""
 
     def __init__(self, weight: str, scale: str, shape: torch.Size, block_rows: int, block_columns: int) -> None:
         super().__init__([weight, scale], shape, torch.bfloat16)
@@ -182,13 +182,13 @@ def _mxfp4_experts(blocks: str, entries: Mapping[str, StoredTensor], folder: Pat
     shape = entries[blocks].shape
     fits = len(shape) == 4 and shape[3] * 2 == _MXFP4_VALUES and scales in entries
     if not fits or entries[scales].shape != shape[:3]:
-        raise UserError(f"{folder}: {blocks} {list(shape)} is not experts in MXFP4. {_ADVICE}")
+        raise UserError(f"{folder}: {blocks} {list(shape)} does not hold experts in MXFP4. {_ADVICE}")
     experts, rows, groups, _ = shape
     return _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * 32, rows]), torch.bfloat16)
 
 
 class _Mxfp4Experts(DecodedTensor):
-    """An expert is decoded whole, since it is stored [out, in] and used [in, out]."""
+    """Each expert is decoded as a whole: it is stored [out, in] and used [in, out]."""
 
     def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
         size = math.prod(self.shape[1:])

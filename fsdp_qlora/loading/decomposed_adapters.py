@@ -1,4 +1,4 @@
-"""First values of adapters that are computed from the weights in the files, before these are loaded."""
+"""Initial values of adapters computed from the weights in the files, before the weights are loaded."""
 
 import logging
 import time
@@ -28,11 +28,11 @@ def decompose_weights(
     init: str,
     seed: int,
 ) -> None:
-    """First values that are read off the weights, before these are loaded. Every rank calls it.
+    """Initialize adapters from the weights in the files, before the weights are loaded. Called on every rank.
 
-    The ranks share the layers: each reads one whole weight at a time, to its device, and sends A and B to all.
-    Where the base loses them, they are rounded to bf16: what a bf16 run gathers is then just what the base lost, and
-    their product has so few digits that it is the same however it is split.
+    The layers are distributed over the ranks: each rank reads one whole weight at a time and broadcasts A and B.
+    If their product is subtracted from the base, A and B are rounded to bf16. Then a bf16 run gathers exactly the
+    values that were subtracted, and their product does not depend on how it is split.
 
     Args:
         weights: what `match_tensors` gives.

@@ -1,4 +1,4 @@
-"""Fill a sharded model from weight files: each rank reads the parts that it will own."""
+"""Fill a sharded model from weight files: each rank reads only its own shards."""
 
 import functools
 import logging
@@ -42,17 +42,16 @@ def load_weights(
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
 ) -> None:
-    """Fill every parameter of the sharded model from the weight files, but for adapters (`initialize_adapters`).
+    """Fill every parameter of the sharded model except adapters (see `initialize_adapters`) from the weight files.
 
-    Each rank reads only the part of each tensor that it keeps; a rank holds its shards and the parts in flight,
-    nothing more. Threads read ahead while earlier parts are copied to the device and quantized; these two follow
-    one another. Where the weights in the files are quantized already, nothing is exchanged between ranks, so one may
-    fail alone.
+    Each rank reads only the part of each tensor that it keeps, and holds only its shards and the parts in flight.
+    Threads read ahead while earlier parts are copied to the device and quantized. If the weights in the files are
+    quantized already, the ranks do not communicate, so one may fail alone.
 
     Args:
-        weights: what `match_tensors` gives.
+        weights: from `match_tensors`.
         keep: called with the name of each weight that has been stored.
-        max_bytes_in_flight: host memory for parts that are read but not yet stored.
+        max_bytes_in_flight: host memory for parts that are read and not yet stored.
     Raises:
         UserError: a file cannot be read, or a weight is not finite.
     """
@@ -80,10 +79,11 @@ def load_weights(
 
 
 class _Target(NamedTuple):
-    """Something that is filled from the weight files.
+    """Something to fill from the weight files.
 
-    shape: of the tensor in the files; None is any. wanted: which flat elements of it this rank reads; None is
-    all. store: keeps them. on_device: they are moved to the device before. is_weight: they are numbers to compute with.
+    shape: of the tensor in the files; None means any. wanted: the flat elements of it that this rank reads; None
+    means all. store: stores them. on_device: whether they are moved to the device first. is_weight: whether they are
+    numbers to compute with.
     """
 
     shape: torch.Size | None
@@ -94,7 +94,7 @@ class _Target(NamedTuple):
 
 
 def _reduced(target: _Target, layer: LoraLinear) -> _Target:
-    """The same weight, less what the adapter starts from."""
+    """The same weight minus the adapter's initial update."""
 
     def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
         assert target.wanted is not None
@@ -117,13 +117,13 @@ def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torc
 def _check_finite(values: torch.Tensor, name: str) -> None:
     if not values.is_floating_point() or not values.numel():
         return
-    # The extremes are NaN where a value is, and unlike values.isfinite() they need no memory.
+    # aminmax() returns NaN if any value is NaN, and unlike isfinite() it allocates nothing.
     if not all(extreme.isfinite() for extreme in values.aminmax()):
         raise UserError(f"Weight {name} has values that are not finite (NaN or infinity). Download the model again.")
 
 
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
-    """Name in the weight files -> what it fills, for everything that they hold."""
+    """Name in the weight files -> its target, for every tensor of the model that they hold."""
     targets: dict[str, _Target] = {}
     own = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for weight, layer in quantized_layers(model).items():
@@ -154,7 +154,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
 
 
 def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
-    """The tensors that make up a quantized weight, as flat bytes: each rank reads its shards' own."""
+    """The tensors that make up a quantized weight, as flat bytes: each rank reads the bytes of its shards."""
     targets: dict[str, _Target] = {}
     for suffix, stored in layer.stored_parameters().items():
         wanted = functools.partial(layer.stored_range, stored)
@@ -179,7 +179,7 @@ def _store_shard(
 
 
 def _checked(check: Callable[[torch.Tensor, str], None], name: str) -> _Target:
-    """A tensor that every rank reads whole and compares."""
+    """A tensor that every rank reads whole and checks."""
     return _Target(None, None, lambda values, mesh, device: check(values, name))
 
 
@@ -203,7 +203,7 @@ def _replicated(buffer: torch.Tensor) -> _Target:
 
 
 class _Match(NamedTuple):
-    """sources: as in Weights. merged: those made of several tensors. extra: tensors that the model does not have."""
+    """sources: as in Weights. merged: parameters made of several tensors. extra: tensors unknown to the model."""
 
     sources: dict[str, str]
     merged: dict[str, MergedTensor]
@@ -214,17 +214,17 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
     """Find every tensor that the model needs in the files of a model folder.
 
     Args:
-        packed: the weights in the files are quantized already, and stored as the layers say.
+        packed: the weights in the files are quantized already, in the format of the layers.
     Raises:
-        UserError: tensors are missing, left over, wrongly shaped or no floats; each is named with its file.
+        UserError: tensors are missing, unknown, of the wrong shape or no floats; each is named with its file.
     """
     targets = _targets(model, packed=packed)
     expected = {name: target.shape for name, target in targets.items()}
     match = _match(model, files, expected)
     if outside := [source for source in match.extra if PACKED_STATE in source]:
         raise UserError(
-            f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside of the decoder "
-            "blocks' linear layers, which is not supported. Give the model with 16- or 32-bit weights."
+            f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside the decoder blocks' "
+            "linear layers, which is not supported. Give the model with 16- or 32-bit weights."
         )
     for name, tensor in match.merged.items():
         if not tensor.missing():
@@ -233,14 +233,14 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
     if problems := _problems(match, files, expected) + _not_floats(match, files, weights):
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
-            f"The weights in {files.folder} are not those of the {type(model).__name__} that its config.json "
+            f"The weights in {files.folder} do not match the {type(model).__name__} that its config.json "
             f"describes:\n  {shown}\nDownload the model again, or give another folder."
         )
     return Weights(files, match.sources, packed)
 
 
 def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> _Match:
-    """Give each tensor in the files its name in the model, by transformers' own renaming and merging."""
+    """Map each tensor of the files to its name in the model, by transformers' own renaming and merging."""
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
@@ -262,7 +262,7 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
 
 
 def _problems(match: _Match, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> list[str]:
-    """Why the files are not the model's, a line each."""
+    """Why the files do not match the model, one line each."""
     parts = [(part, name) for name, tensor in match.merged.items() for part in tensor.missing()]
     missing = [name for name in expected if name not in match.sources]
     found = {name: source for name, source in match.sources.items() if source in files.files}
@@ -280,7 +280,7 @@ def _problems(match: _Match, files: WeightFiles, expected: Mapping[str, torch.Si
 
 
 def _not_floats(match: _Match, files: WeightFiles, weights: set[str]) -> list[str]:
-    """The weights that are stored as something else than 16- or 32-bit floats, a line each."""
+    """The weights that are not stored as 16- or 32-bit floats, one line each."""
     sources = [source for name, source in match.sources.items() if name in weights and source in files.files]
     stored = {source: files.dtype(source) for source in sources}
     return [
@@ -292,7 +292,7 @@ def _not_floats(match: _Match, files: WeightFiles, weights: set[str]) -> list[st
 
 
 def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:
-    """Tensors that files of old or tied models hold and no model needs: tied heads and rotary tables."""
+    """Whether the model does not need this tensor, which files of old or tied models hold: tied heads, rotary tables."""
     tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
     known = [
         r"rotary_emb\.inv_freq$",

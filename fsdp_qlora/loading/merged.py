@@ -1,6 +1,6 @@
-"""Parameters that transformers puts together from several tensors of the files, such as one per expert.
+"""Parameters that transformers assembles from several tensors of the files, such as one per expert.
 
-Which tensors, in what order, is asked of transformers' own conversion and not known here.
+transformers' own conversion decides which tensors, and in what order.
 """
 
 import copy
@@ -15,7 +15,7 @@ from fsdp_qlora.loading.weight_files import WeightFiles
 
 
 class MergedTensor:
-    """A parameter and the tensors in the files that it is made of.
+    """A parameter and the tensors of the files that it is assembled from.
 
     Args:
         name, shape: of the parameter.
@@ -36,7 +36,7 @@ class MergedTensor:
         return next(converter for converter in self._converters if pattern in converter.source_patterns)
 
     def missing(self) -> list[str]:
-        """Names of the parts that the files should have and do not."""
+        """Names of the parts that are missing in the files."""
         absent = [pattern for pattern in self._converter.source_patterns if pattern not in self._sources]
         for pattern, sources in self._sources.items():
             numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
@@ -48,13 +48,13 @@ class MergedTensor:
         return absent
 
     def whole(self, files: WeightFiles) -> tuple[list[str], torch.Size]:
-        """The parts in the order in which their elements, one part after another, are the parameter's; its shape.
+        """The parts in the order whose concatenation is the flattened parameter, and the parameter's shape.
 
         Raises:
-            UserError: the parameter is not made like that, or of tensors that do not fit together.
+            UserError: the parameter is not a concatenation of the parts, or their shapes do not fit together.
         """
         sources = sorted(source for group in self._sources.values() for source in group)
-        # Elements that say which tensor they are of and which of its: where they go shows what is done to all.
+        # Number the elements of small stand-ins: their order after the conversion shows the order of all elements.
         side = 2
         marks = {}
         for number, source in enumerate(sources):

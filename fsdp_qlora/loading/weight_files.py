@@ -1,6 +1,6 @@
-"""The safetensors files of a model folder: which tensor is where, and any part of one, read as it is needed.
+"""The safetensors files of a model folder: where each tensor is, and reading any part of it.
 
-Parts are read with plain reads and not through a memory map: mapped pages count as the process's own memory.
+Parts are read with pread and not through a memory map: mapped pages count towards the process's memory.
 """
 
 import bisect
@@ -25,12 +25,12 @@ from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE, PACKED_SUFFIXES
 from fsdp_qlora.storage.safetensors_files import DTYPES, TensorForm
 
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
-_SMALL_BYTES = 2**16  # below, malloc is better than pages of its own
-_READERS = 4  # threads; one cannot keep a network disk busy
+_SMALL_BYTES = 2**16  # smaller buffers come from malloc
+_READERS = 4  # threads; one alone cannot saturate a network disk
 
 
 class _Entry(NamedTuple):
-    """A tensor in a file. start: of its bytes, from the beginning of the file."""
+    """A tensor in a file. start: offset of its bytes in the file."""
 
     file: Path
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class TensorSlice(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """A tensor made of several in the files. ends: of each part, in elements of the whole."""
+    """A concatenation of tensors of the files. ends: where each part ends, in elements of the whole."""
 
     parts: list[str]
     ends: list[int]
@@ -58,12 +58,12 @@ class WeightFiles:
     """The safetensors files of a model folder, single or indexed.
 
     Args:
-        as_bytes: present every tensor as flat bytes, and not only what belongs to 4-bit weights of bitsandbytes.
+        as_bytes: present every tensor as flat bytes, not only those of bitsandbytes' 4-bit weights.
     Attributes:
         files: tensor name -> file that holds it, or its first part.
-        bytes_read: of tensors, by this process so far.
+        bytes_read: bytes of tensors that this process has read.
     Raises:
-        UserError: there are no safetensors files, one is absent, or one is damaged.
+        UserError: there are no safetensors files, or one is missing or damaged.
     """
 
     def __init__(self, folder: Path, *, as_bytes: bool = False) -> None:
@@ -113,12 +113,12 @@ class WeightFiles:
         if not pickled:
             return "Download the model's weights into it."
         return (
-            f"It has {', '.join(pickled[:3])}, but pickled weights are not read, since they can run code. "
+            f"It has {', '.join(pickled[:3])}, but pickled weights are not supported: they can run code. "
             f"{conversion_advice(str(self.folder))}"
         )
 
     def join(self, name: str, parts: Sequence[str], shape: torch.Size) -> None:
-        """Let `name` be the tensor of this shape whose row-major elements are those of `parts`, one after another.
+        """Define `name` as the tensor of this shape whose flattened elements are the concatenation of `parts`.
 
         Raises:
             UserError: the parts are stored in different types.
@@ -131,10 +131,10 @@ class WeightFiles:
         self.files[name] = self.files[parts[0]]
 
     def decode(self, stored: StoredFormat) -> None:
-        """Let the tensors of a format be decoded as they are read, under the names that the model has.
+        """Decode the tensors of a format as they are read, under the model's names.
 
         Raises:
-            UserError: the tensors are not those of the format.
+            UserError: the tensors do not have this format.
         """
         self._decoded, unknown = find_decoded(stored, self._entries, self.folder)
         self.files.update({name: self._entries[tensor.parts[0]].file for name, tensor in self._decoded.items()})
@@ -159,7 +159,7 @@ class WeightFiles:
         return TensorForm(self.dtype(name), tuple(self.shape(name)))
 
     def origins(self, name: str) -> dict[str, Path]:
-        """The tensors in the files that make up the tensor `name`, and their files."""
+        """The tensors of the files that make up `name` -> their files."""
         parts = self._joined[name].parts if name in self._joined else [name]
         stored = [
             origin for part in parts for origin in (self._decoded[part].parts if part in self._decoded else [part])
@@ -190,13 +190,13 @@ class WeightFiles:
         return part
 
     def read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a tensor in the files as it is there, even where it is decoded otherwise."""
+        """Elements [start, stop) of a tensor of the files, never decoded."""
         part = _buffer(stop - start, self._entries[name].dtype)
         self._read_into(name, start, part)
         return part
 
     def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[TensorSlice]:
-        """The non-empty parts of tensors in the files that make up elements [start, stop) of `name`."""
+        """The non-empty slices of tensors of the files that make up elements [start, stop) of `name`."""
         if name not in self._joined:
             yield from [TensorSlice(name, start, stop)] * (start < stop)
             return
@@ -232,9 +232,9 @@ class WeightFiles:
 
 
 def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialized tensor whose memory goes back to the system as soon as it is freed.
+    """An uninitialized tensor whose memory is returned to the system as soon as it is freed.
 
-    malloc keeps what the reading threads allocate and another one frees: 150 MiB and more, whatever is in flight.
+    malloc would keep memory that the reading threads allocate and another thread frees: 150 MiB and more.
     """
     size = count * dtype.itemsize
     if size < _SMALL_BYTES:
@@ -249,15 +249,15 @@ def _merge_headers(files: list[Path]) -> dict[str, _Entry]:
         for name, entry in _read_header(path).items():
             if name in entries:
                 raise UserError(
-                    f"{path} and {entries[name].file.name} both have tensor {name}, and no index says which one "
-                    "counts. Leave only the model's own files in the folder."
+                    f"{path} and {entries[name].file.name} both have tensor {name}, and no index says which one to "
+                    "use. Leave only the model's own files in the folder."
                 )
             entries[name] = entry
     return entries
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """Every tensor of a file, after safetensors itself has found the file whole and consistent."""
+    """Every tensor of a file, after safetensors itself has found the file complete and consistent."""
     try:
         with safe_open(path, framework="pt"):
             pass
@@ -276,7 +276,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 
 def _packed_names(entries: Iterable[str]) -> set[str]:
-    """The names of what belongs to 4-bit weights of bitsandbytes."""
+    """The names of the tensors of bitsandbytes' 4-bit weights."""
     states = {name for name in entries if PACKED_STATE in name}
     return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in PACKED_SUFFIXES}
 
@@ -295,7 +295,7 @@ class Weights(NamedTuple):
     """A model's weights in files.
 
     sources: name of each of the model's tensors -> its name in the files.
-    packed: the weights in the files are quantized already, and stored as the layers say.
+    packed: the weights in the files are quantized already, in the format of the layers.
     """
 
     files: WeightFiles
@@ -309,10 +309,10 @@ class Weights(NamedTuple):
 
 
 def read_ahead(weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_bytes: int) -> Iterator[torch.Tensor]:
-    """The parts in their order, read by threads while the caller works on earlier ones.
+    """Yield the parts in order, read by threads while the caller works on earlier ones.
 
     Args:
-        max_bytes: read and not yet asked for; one part alone may exceed it.
+        max_bytes: limit on bytes read and not yet yielded; a single part may exceed it.
     """
     waiting: list[tuple[int, Future[torch.Tensor]]] = []
     in_flight = 0
@@ -330,12 +330,12 @@ def read_ahead(weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_b
 
 
 def open_weight_files(folder: Path, stored: StoredFormat | None) -> WeightFiles:
-    """The files of a model folder, with the tensors of `stored` under the names and shapes that the model has.
+    """The files of a model folder, with the tensors of `stored` under the model's names and shapes.
 
     Nothing in it is float64 (`round_doubles`).
 
     Raises:
-        UserError: the files cannot be used, or their tensors are not those of the format.
+        UserError: the files cannot be used, or their tensors do not have this format.
     """
     weight_files = WeightFiles(folder)
     if stored is not None:

@@ -96,7 +96,7 @@ def test_layers_that_the_checkpoint_left_alone_stay_as_they_are(models: Models, 
 
 def test_a_4bit_head_is_refused_by_name(models: Models, tmp_path: Path) -> None:
     folder = save_4bit(models(), tmp_path / "model", **nf4(True), llm_int8_skip_modules=["norm"])
-    assert "lm_head.weight is a 4-bit weight outside of the decoder blocks" in refusal(folder, tmp_path)
+    assert "lm_head.weight is a 4-bit weight outside the decoder blocks" in refusal(folder, tmp_path)
 
 
 REFUSED = {
@@ -223,7 +223,7 @@ def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) 
     ("change", "words"),
     [
         ({"_scale_inv": None}, "is in FP8 and has no scale"),
-        ({"_scale_inv": torch.ones(3, 3)}, "in FP8 has scales [3, 3], which do not fit it"),
+        ({"_scale_inv": torch.ones(3, 3)}, "in FP8 has scales [3, 3], which do not fit its shape"),
     ],
 )
 def test_fp8_scales_that_are_wrong_are_named(change: dict, words: str, models: Models, tmp_path: Path) -> None:
