@@ -79,7 +79,7 @@ class Run:
 
     trainer: Trainer
     counts: dict[str, int]
-    account: dict[str, byte_account.Tensors]
+    account: dict[str, byte_account.CategoryBytes]
     attention: str
 
 

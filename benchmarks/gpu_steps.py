@@ -33,7 +33,7 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding.byte_account import Tensors
+from fsdp_qlora.sharding.byte_account import CategoryBytes
 
 GIB = 2**30
 Attention = Literal["sdpa", "flash_attention_2"]
@@ -205,7 +205,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def expected_bytes(account: dict[str, Tensors], *, offload: bool) -> dict[str, float]:
+def expected_bytes(account: dict[str, CategoryBytes], *, offload: bool) -> dict[str, float]:
     """What must lie on the device between steps, by category. Offload leaves only the adapters there."""
     here = {name: tensors.largest_shard for name, tensors in account.items() if name == "trainable" or not offload}
     return {**here, "optimizer state": account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"]}

@@ -1,4 +1,4 @@
-"""The model of a run, from its plan to verified shards, and the trainer for it: for training and benchmarks."""
+"""Loads the model of a run, from its plan to verified shards, and builds its trainer: for training and benchmarks."""
 
 import logging
 import math
@@ -26,12 +26,12 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ranks) -> DeviceMesh:
-    """Turn the plan's model into verified shards, in place. Every rank calls it.
+    """Turn the plan's model into verified shards, in place. Called on every rank.
 
     Raises:
         UserError: the weights cannot be used.
-        RuntimeError: the proof fails: some bytes are held twice or by none, or a layer differs from the same layer
-            computed unsharded.
+        RuntimeError: the proof fails: the shards are not one copy of the model, or a layer differs from the same
+            layer computed unsharded.
     """
     model = plan.meta.model  # on the meta device, already quantized and adapted: sharding/build_model.py
     if config.use_gradient_checkpointing:
@@ -53,13 +53,13 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
 
 
 def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks) -> None:
-    """Fill the shards: the base from its files or the quantized cache, the adapter with its first values."""
+    """Fill the shards: the base from its files or the quantized cache, the adapter with its initial values."""
     model, init, cache_folder = plan.meta.model, config.init_lora_weights, config.quant_cache
     if init != "true":
         decompose_weights(model, weights, mesh, ranks.device, init=init, seed=config.seed)
     if reduces_base(init) and plan.train_type.quantizer:
         cache_folder = "off"
-        log.info("The quantized weights are not kept for the next start: with %s they belong to this adapter.", init)
+        log.info("No quantized cache is used: with init_lora_weights %s the base depends on the adapter.", init)
     load = partial(
         load_weights,
         model,
@@ -71,7 +71,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     layers = {} if plan.is_packed else quantized_layers(model)
     cache = open_cache(cache_folder, layers, weights, ranks, mesh)
     if cache:
-        cache.load(load)
+        cache.load_or_create(load)
     else:
         load(weights=weights)
     initialize_adapters(model, mesh, seed=config.seed)
@@ -99,7 +99,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
         num_replicas=ranks.world_size // plan.model.num_shards,
         sync_every_micro_batch=plan.model.trains_whole_modules,
-        # No token sees the padding, so any id in the vocabulary will do; a pad token may be outside of it.
+        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
         pad_token_id=plan.model.tokenizer.eos_token_id,
         on_nonfinite=config.on_nonfinite,
         eval_steps=config.eval_steps,

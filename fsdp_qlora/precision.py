@@ -1,4 +1,4 @@
-"""Which dtypes a run stores, gathers and computes in."""
+"""The dtypes in which a run stores, gathers and computes."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from fsdp_qlora.errors import UserError
 
 
 class Precision(NamedTuple):
-    """compute_dtype: of the matrix products, of 4-bit weights once decoded, and quant_storage.
+    """compute_dtype: of matrix products, of decoded 4-bit weights, and of quant_storage.
     frozen_dtype: of frozen weights that are not quantized.
-    param_dtype: what FSDP2 casts trainable weights to when it gathers them; None keeps fp32.
-    autocast: whether the forward runs under autocast to compute_dtype.
+    param_dtype: to which FSDP2 casts trainable weights when it gathers them; None keeps fp32.
+    autocast: whether the forward pass runs under autocast to compute_dtype.
 
-    Trainable weights are always stored, and their gradients reduced, in fp32. Buffers (rotary tables) keep the
-    fp32 in which transformers makes them; its norms compute in fp32 inside.
+    Trainable weights are always stored, and their gradients reduced, in fp32. Buffers (rotary tables) keep
+    transformers' fp32; its norms compute in fp32 internally.
     """
 
     compute_dtype: torch.dtype
@@ -25,7 +25,7 @@ class Precision(NamedTuple):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients are so narrow in range that the loss has to be scaled."""
+        """Whether the range of gradients is so narrow that the loss must be scaled."""
         return self.compute_dtype == torch.float16
 
     def check_storage(self, quant_storage: str) -> None:
@@ -48,7 +48,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def choose_precision(name: str, device: torch.device) -> str:
-    """Resolve `auto`: bf16 where the GPU computes in it (Ampere and newer), fp16 on older ones, fp32 on the CPU."""
+    """Resolve `auto`: bf16 on GPUs that support it (Ampere and newer), fp16 on older ones, fp32 on the CPU."""
     if name != "auto":
         return name
     if device.type != "cuda":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.quant_cache.folders import last_used, read_about, try_lock
+from fsdp_qlora.quant_cache.folders import last_used, read_description, try_lock
 from fsdp_qlora.units import format_bytes
 
 
@@ -16,15 +16,15 @@ def list_entries(root: Path) -> list[dict[str, Any]]:
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     entries = []
     for folder in folders:
-        about: dict[str, Any] = {}
+        description: dict[str, Any] = {}
         state = folder.suffix.removeprefix(".") or "complete"
         if state == "complete":
             try:
-                about = read_about(folder)
+                description = read_description(folder)
             except (OSError, ValueError, KeyError):
                 state = "damaged"
         size = sum(path.stat().st_size for path in folder.iterdir())
-        described = {name: about.get(name, "") for name in ("quantizer", "model", "created")}
+        described = {name: description.get(name, "") for name in ("quantizer", "model", "created")}
         entries.append({"key": folder.stem, "state": state, "bytes": size, "used": last_used(folder), **described})
     return sorted(entries, key=lambda entry: -entry["used"])
 
@@ -36,8 +36,8 @@ def show_entries(root: Path, *, as_json: bool) -> None:
         return
     for entry in entries:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["used"]))
-        about = entry["model"] if entry["state"] == "complete" else entry["state"]
-        print(f"{entry['key']}  {format_bytes(entry['bytes']):>11}  used {used}  {entry['quantizer']}  {about}")
+        label = entry["model"] if entry["state"] == "complete" else entry["state"]
+        print(f"{entry['key']}  {format_bytes(entry['bytes']):>11}  used {used}  {entry['quantizer']}  {label}")
     print(f"{root}: {len(entries)} entries, {format_bytes(sum(entry['bytes'] for entry in entries))}")
 
 

@@ -49,13 +49,13 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
         raise UserError(f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights.")
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)
-    model, expanded = _meta_model(config), _meta_model(expanded_config)
+    model, expanded = _build_plain_model(config), _build_plain_model(expanded_config)
     added = getattr(expanded_config, models.NEW_BLOCKS)
     zeros = {index: _output_weights(models.find_blocks(expanded)[index], config) for index in added}
     weight_files = WeightFiles(folder)
     copies = _plan_copies(model, expanded, weight_files, origins, zeros)
     for index in {tuple(names): index for index, names in zeros.items()}.values():
-        _check_identity(_meta_model(expanded_config), index, zeros[index])
+        _check_identity(_build_plain_model(expanded_config), index, zeros[index])
     with new_model_folder(out, folder) as partial:
         with new_weights(partial, {name: weight_files.form(copy.source) for name, copy in copies.items()}) as files:
             sources = {name: copy.source for name, copy in copies.items() if not copy.zero}
@@ -105,7 +105,7 @@ def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> Pretrain
     return type(config).from_dict(content)
 
 
-def _meta_model(config: PretrainedConfig) -> PreTrainedModel:
+def _build_plain_model(config: PretrainedConfig) -> PreTrainedModel:
     return models.build_meta_model(
         config,
         attn_implementation="eager",

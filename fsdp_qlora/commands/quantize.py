@@ -41,7 +41,7 @@ def quantize_model(
     if stored:
         log.info(stored.describe_use(quantizes=True))
     weight_files = open_weight_files(folder, stored)
-    model = _meta_model(
+    model = _build_quantized_model(
         config, model_name, quant_type=quant_type, double_quant=double_quant, trust_remote_code=trust_remote_code
     )
     weights = match_tensors(model, weight_files)
@@ -52,7 +52,7 @@ def quantize_model(
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _meta_model(
+def _build_quantized_model(
     config: PretrainedConfig, name: str, *, quant_type: str, double_quant: bool, trust_remote_code: bool
 ) -> PreTrainedModel:
     if take_settings(config, name):

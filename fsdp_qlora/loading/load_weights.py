@@ -292,7 +292,7 @@ def _not_floats(match: _Match, files: WeightFiles, weights: set[str]) -> list[st
 
 
 def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model does not need this tensor, which files of old or tied models hold: tied heads, rotary tables."""
+    """Whether the model does not need this tensor of old or tied models' files: a tied head or a rotary table."""
     tied = set(model._tied_weights_keys or {}) if model.config.get_text_config().tie_word_embeddings else set()
     known = [
         r"rotary_emb\.inv_freq$",

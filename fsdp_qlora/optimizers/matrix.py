@@ -1,4 +1,4 @@
-"""Optimizers whose step needs more than one element at a time, over the rows of each matrix that a rank keeps.
+"""Optimizers that are not element-wise (Adafactor, Muon), over each rank's rows of every matrix.
 
 Shapes: a local tensor is [rows, columns] of a matrix [R, columns], or [rows] of a vector [R].
 """
@@ -16,10 +16,10 @@ from fsdp_qlora.distributed import as_shard_of, own_rows
 
 
 class MatrixOptimizer(Optimizer):
-    """Base of those here. Every rank calls `step`, with the same parameters, of which it may own no row.
+    """Base class. Every rank calls `step` with the same parameters, also where it owns no row of some.
 
-    whole: local parameter -> the sharded one that it is a part of; one that is not there, or not sharded, is whole.
-    stored_as: state key -> kind of train_state.py, where the shape alone does not tell.
+    whole: local parameter -> the sharded parameter that it is a part of; parameters not in it are not sharded.
+    stored_as: state key -> kind of train_state.py, where the shape alone does not determine it.
     """
 
     stored_as: dict[str, str] = {}  # noqa: RUF012
@@ -32,9 +32,9 @@ class MatrixOptimizer(Optimizer):
         return self.whole.get(local, local).shape
 
     def _sum_over_ranks(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Sum each of `values` over the ranks that share the matrices, in one exchange per device.
+        """Sum each of `values` over the ranks that share the matrices, with one all-reduce per device.
 
-        Offloaded parameters lie on the CPU, adapters on the GPU: in the same order on every rank.
+        Offloaded parameters are on the CPU, adapters on the GPU, in the same order on every rank.
         """
         sharded = next((whole for whole in self.whole.values() if isinstance(whole, DTensor)), None)
         if sharded is None or not values:
@@ -49,7 +49,7 @@ class MatrixOptimizer(Optimizer):
 
 
 class Adafactor(MatrixOptimizer):
-    """Adafactor (Shazeer and Stern 2018) with a given learning rate and no momentum, as transformers' Trainer sets it.
+    """Adafactor (Shazeer and Stern 2018) with a given learning rate and no momentum, as in transformers' Trainer.
 
     State: row_var [rows] and col_var [columns] for a matrix, var [rows] for a vector; step.
     """
@@ -72,7 +72,7 @@ class Adafactor(MatrixOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         trained = [(group, local) for group in self.param_groups for local in group["params"] if local.grad is not None]
-        # What the other ranks have to know of this rank's rows, for all matrices in one exchange.
+        # All matrices in one all-reduce.
         sums = self._sum_over_ranks([part for group, local in trained for part in self._accumulate(group, local)])
         parts = iter(sums)
         updates = [
@@ -86,7 +86,7 @@ class Adafactor(MatrixOptimizer):
             local.add_(update, alpha=-group["lr"] / max(1.0, rms / group["clip_threshold"]))
 
     def _accumulate(self, group: dict[str, Any], local: torch.Tensor) -> list[torch.Tensor]:
-        """Update the statistics of the own rows; for a matrix, the column sums of squares and the sum of row_var."""
+        """Update the statistics of this rank's rows; returns a matrix's column sums of squares and sum of row_var."""
         state, squares = self.state[local], local.grad.square() + group["eps"]  # type: ignore[union-attr]
         if not state:
             state["step"] = torch.zeros(())
@@ -103,7 +103,7 @@ class Adafactor(MatrixOptimizer):
         return [squares.sum(dim=0), state["row_var"].sum()]
 
     def _weight(self, group: dict[str, Any], local: torch.Tensor) -> float:
-        """How much this step counts in the running means."""
+        """The weight of this step in the running means."""
         return float(self.state[local]["step"].item() ** -group["decay_rate"])
 
     def _scaled_gradient(self, group: dict[str, Any], local: torch.Tensor, *sums: torch.Tensor) -> torch.Tensor:
@@ -119,10 +119,10 @@ class Adafactor(MatrixOptimizer):
 
 
 class Muon(MatrixOptimizer):
-    """Muon (Jordan et al. 2024): momentum, made orthogonal, for matrices only.
+    """Muon (Jordan et al. 2024): orthogonalized momentum, for matrices only.
 
-    As torch.optim.Muon with Nesterov momentum and adjust_lr_fn "match_rms_adamw" (Liu et al. 2025), so that learning
-    rates are AdamW's. A matrix is gathered for its step; LoRA's are small.
+    As torch.optim.Muon with Nesterov momentum and adjust_lr_fn "match_rms_adamw" (Liu et al. 2025), so AdamW's
+    learning rates apply. Each matrix is gathered for its step; LoRA's are small.
 
     State: momentum_buffer, of the local shape.
     """
@@ -154,9 +154,9 @@ class Muon(MatrixOptimizer):
 
 
 def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """About U V^T of the singular value decomposition U S V^T, in bf16, by Newton and Schulz's iteration.
+    """Approximately U V^T of the singular value decomposition U S V^T, in bf16, by Newton-Schulz iteration.
 
-    The quintic's coefficients are Jordan's: singular values come out between 0.7 and 1.2, soon rather than exactly.
+    The quintic's coefficients are Jordan's: fast rather than exact, singular values end between 0.7 and 1.2.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     wide = matrix.bfloat16()

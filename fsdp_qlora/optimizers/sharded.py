@@ -22,7 +22,7 @@ def _schedule_free(parameters: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """The fused kernel where all lies on a GPU: torch's own choice there needs 4 more bytes per weight."""
+    """Use the fused kernel if all parameters are on a GPU: torch's default needs 4 more bytes per weight."""
 
     def build(parameters: Any, **options: Any) -> torch.optim.Optimizer:
         groups = [group["params"] if isinstance(group, dict) else [group] for group in parameters]
@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "schedule_free_adamw": _schedule_free,
 }
 
-# Float32 values of state per trainable parameter, for the estimate of memory. In 8 bits: a byte, and a float32 for 256.
+# Float32 values of state per trainable parameter, to estimate memory. 8-bit: one byte, and a float32 per 256.
 OPTIMIZER_STATES: dict[str, float] = {
     **{"adamw": 2, "adam": 2, "sgd": 0, "adadelta": 2, "fused_adamw": 2, "fused_adam": 2},
     **{"adamw_8bit": 2 * 65 / 256, "paged_adamw_8bit": 2 * 65 / 256, "lion": 1, "lion_8bit": 65 / 256},
@@ -67,7 +67,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, total_steps: int) -> float:
-    """The learning rate of optimizer step `step`, counted from 0: a linear warm-up, then the schedule to 0."""
+    """The learning rate of optimizer step `step`, counted from 0: linear warm-up, then the schedule."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
@@ -75,10 +75,10 @@ def learning_rate(step: int, *, peak: float, schedule: str, warmup_steps: int, t
 
 
 def check_optimizer(name: str, device: torch.device) -> None:
-    """Refuse an optimizer that does not run here.
+    """Refuse an optimizer that cannot run here.
 
     Raises:
-        UserError: it pages its state out of GPU memory and there is no GPU, or its package is not installed.
+        UserError: it is paged and there is no GPU, or its package is not installed.
     """
     if name.startswith("paged_") and device.type != "cuda":
         raise UserError(
@@ -92,9 +92,9 @@ def check_optimizer(name: str, device: torch.device) -> None:
 class ShardedOptimizer:
     """A plain torch optimizer over each rank's own shards.
 
-    It sees local tensors that share the shards' memory, so every element-wise optimizer works sharded, and
-    no DTensor dispatch is paid for each of hundreds of small tensors. Those that need a whole matrix know
-    which part of it their local tensor is (matrix.py).
+    It gets local tensors that share the shards' memory. So every element-wise optimizer works sharded, without
+    the cost of DTensor dispatch for hundreds of small tensors. Optimizers over whole matrices know which part of
+    the matrix a local tensor is (matrix.py).
 
     Args:
         lr_ratio_B: LoRA+ (Hayou et al. 2024): the learning rate of B (and of vectors) is this many times A's.
@@ -102,7 +102,7 @@ class ShardedOptimizer:
 
     def __init__(self, model: nn.Module, name: str, *, lr: float, weight_decay: float, lr_ratio_B: float = 1.0) -> None:
         self.name, build = name, OPTIMIZERS[name]
-        # Its steps are collective, so every rank has to take part in them, whether it owns rows or not.
+        # Its steps are collective, so every rank must take part, also without rows.
         keep_empty = isinstance(build, type) and issubclass(build, MatrixOptimizer)
         with torch.no_grad():
             trained = {
@@ -133,7 +133,7 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the weights are those to evaluate and to save: for schedule-free ones, the average of the steps."""
+        """In this block the weights are those to evaluate and save: for schedule-free optimizers the average."""
         if not self._is_schedule_free:
             yield
             return
@@ -176,9 +176,9 @@ class ShardedOptimizer:
         return {} if self.optimizer is None or local is None else self.optimizer.state[local]
 
     def room_for_state(self) -> list[torch.Tensor]:
-        """Empty memory of the size of the state that the first step will make; nothing where there is state already.
+        """Memory of the size of the state that the first step will allocate; nothing if there is state already.
 
-        That of paged optimizers is not in GPU memory alone.
+        Nothing for paged optimizers, whose state is not in GPU memory alone.
         """
         if self.optimizer is None or self.optimizer.state or self.name.startswith("paged_"):
             return []
@@ -190,9 +190,9 @@ class ShardedOptimizer:
         ]
 
     def paged_buffer(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """New memory for one of a paged optimizer's states, of the local shape; None where it keeps no such memory.
+        """New memory for one of a paged optimizer's states, of the local shape; None if that state is not paged.
 
-        It may be moved between GPU and host at any time, and counts as lying on the CPU.
+        It may move between GPU and host at any time, and counts as CPU memory.
         """
         if key not in _PAGED_STATES or not getattr(self.optimizer, "is_paged", False):
             return None
@@ -201,11 +201,11 @@ class ShardedOptimizer:
 
     @property
     def stored_as(self) -> dict[str, str]:
-        """State key -> kind of train_state.py, where the shape alone does not tell."""
+        """State key -> kind of train_state.py, where the shape alone does not determine it."""
         return self.optimizer.stored_as if isinstance(self.optimizer, MatrixOptimizer) else {}
 
     def group_values(self) -> list[dict[str, Any]]:
-        """The plain numbers that the optimizer keeps for all parameters together, by parameter group."""
+        """The optimizer's values that are not per parameter, by parameter group."""
         groups = self.optimizer.param_groups if self.optimizer else []
         return [
             {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}
@@ -213,7 +213,7 @@ class ShardedOptimizer:
         ]
 
     def set_group_values(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Put back what `group_values` gave."""
+        """Restore the result of `group_values`."""
         if self.optimizer is not None:
             for group, values in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update(values)
@@ -230,7 +230,7 @@ class ShardedOptimizer:
 
 
 def _norms(gradients: Iterable[torch.Tensor]) -> Sequence[float]:
-    """Total L2 norm per device: offloaded gradients lie on the CPU, the others on the GPU."""
+    """Total L2 norm per device: offloaded gradients are on the CPU, the others on the GPU."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_device.setdefault(gradient.device, []).append(gradient)

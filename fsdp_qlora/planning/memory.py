@@ -15,7 +15,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.byte_account import Tensors, count_bytes, count_parameters, each_parameter
+from fsdp_qlora.sharding.byte_account import CategoryBytes, count_bytes, count_parameters, each_parameter
 from fsdp_qlora.storage.files import free_disk
 from fsdp_qlora.training.loss import MAX_LOGITS
 from fsdp_qlora.units import GIB
@@ -50,7 +50,7 @@ def estimate_needs(
     # Gradients and optimizer state lie where the weights they belong to lie; adapters are not offloaded.
     extra = 1 + OPTIMIZER_STATES[optimizer]
 
-    def with_training(parts: Mapping[str, Tensors]) -> int:
+    def with_training(parts: Mapping[str, CategoryBytes]) -> int:
         trained = parts["trainable"].largest_shard if "trainable" in parts else 0
         return sum(part.largest_shard for part in parts.values()) + int(trained * extra)
 

@@ -1,10 +1,10 @@
-"""The quantized weights of a model, kept on disk: a later start reads a quarter of the bytes and quantizes nothing.
+"""A cache of quantized weights on disk: a later start reads a quarter of the bytes and quantizes nothing.
 
-An entry is a folder ROOT/KEY: the quantized layers' parameters as their `stored_parameters` says (4-bit ones as
-bitsandbytes saves them, see bnb_4bit_format.py), whole, so that any number of ranks reads its shards from them, and
-checksums.json. What is not quantized is read from the model's own files. While an entry is written it is
-ROOT/KEY.writing, and its writer holds the lock ROOT/KEY.lock, which the system frees when the writer dies: what lies
-there without a holder is removed by the next start.
+An entry is a folder ROOT/KEY with checksums.json and the quantized layers' whole parameters as given by
+`stored_parameters` (4-bit ones in bitsandbytes' format, see bnb_4bit_format.py), from which any number of ranks reads
+its shards. Unquantized weights are read from the model's own files. While an entry is written it is ROOT/KEY.writing,
+and its writer holds the lock ROOT/KEY.lock, which the system releases when the writer dies. The next start removes
+unlocked leftovers.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.distributed import Ranks, first_failure, gather_texts, shard_size
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quant_cache.entries import FORMAT_VERSION, CachedWeights, DamagedEntry, cache_key, device_kernels
-from fsdp_qlora.quant_cache.folders import CHECKSUMS, cache_root, damaged
+from fsdp_qlora.quant_cache.folders import CHECKSUMS, cache_root, quarantine_path
 from fsdp_qlora.quant_cache.writer import EntryWriter, Unavailable
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.units import format_bytes
@@ -30,7 +30,7 @@ log = logging.getLogger("fsdp_qlora")
 
 
 class QuantCache:
-    """The place of one model's quantized weights in the cache, for all ranks of a run."""
+    """One model's entry in the cache, for all ranks of a run."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class QuantCache:
         self.key = cache_key(layers, weights.files, weights.sources, kernels)
         self.folder = root / self.key
 
-    def load(self, load_weights: Callable[..., None]) -> None:
-        """Fill the model from the cache, else from its own files while the cache is written.
+    def load_or_create(self, load_weights: Callable[..., None]) -> None:
+        """Fill the model from the cache; without an entry, fill it from its own files and write one.
 
         Args:
-            load_weights: `load_weights` with everything given but weights and keep.
+            load_weights: `load_weights` with all arguments bound except weights and keep.
         """
         if self._is_everywhere() and self._load_entry(load_weights):
             return
@@ -64,11 +64,11 @@ class QuantCache:
                 writer.close()
 
     def _is_everywhere(self) -> bool:
-        """Whether every rank sees the entry: without a shared folder, not all nodes need have it."""
+        """Whether every rank sees the entry: without a shared folder, some nodes may lack it."""
         return not first_failure(None if _is_there(self.folder / CHECKSUMS) else "absent", self.ranks.device)
 
     def _load_entry(self, load_weights: Callable[..., None]) -> bool:
-        """Read the entry. False when a rank finds it damaged: it is then set aside."""
+        """Read the entry. If any rank finds it damaged, set it aside and return False."""
         failure = None
         try:
             cached = CachedWeights(self.folder, self.weights.files)
@@ -80,25 +80,25 @@ class QuantCache:
             failure = str(error)
         failure = first_failure(failure, self.ranks.device)
         if not failure:
-            with contextlib.suppress(OSError):  # a cache that may only be read
+            with contextlib.suppress(OSError):  # a read-only cache
                 os.utime(self.folder / CHECKSUMS)  # for `last_used`
-            log.info("  its quantized weights come from the cache, checked: %s", self.folder)
+            log.info("  its quantized weights come from the cache, verified: %s", self.folder)
             return True
         log.warning(
-            "The quantized cache %s is damaged (%s). It is set aside, and made again from the model's own weights.",
+            "The quantized cache %s is damaged (%s). It is set aside and made again from the model's own weights.",
             self.folder, failure,
         )  # fmt: skip
         if self.ranks.local_rank == 0:
-            with contextlib.suppress(OSError):  # another run may have done it
-                shutil.rmtree(damaged(self.folder), ignore_errors=True)
-                os.rename(self.folder, damaged(self.folder))
+            with contextlib.suppress(OSError):  # another run may have set it aside already
+                shutil.rmtree(quarantine_path(self.folder), ignore_errors=True)
+                os.rename(self.folder, quarantine_path(self.folder))
         return False
 
     def _open_writer(self) -> EntryWriter | None:
         if shard_size(self.mesh) > self.ranks.local_world_size:
             log.info("No quantized cache is written: no single machine of this run holds the whole model.")
             return None
-        if self.ranks.local_rank >= shard_size(self.mesh):  # of a second copy of the model on this machine
+        if self.ranks.local_rank >= shard_size(self.mesh):  # holds a second copy of the model on this machine
             return None
         writer = EntryWriter(self.folder.parent, self.key, self.layers, self.mesh)
         try:
@@ -114,20 +114,21 @@ class QuantCache:
             writer.keep(weight, self.weights.files.dtype(self.weights.sources[weight]))
 
     def _finish(self, writer: EntryWriter) -> None:
-        about = {
+        description = {
             "format": FORMAT_VERSION,
             "model": str(self.weights.files.folder),
             "quantizer": next(iter(self.layers.values())).describe_code(),
             "created": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         try:
-            writer.finish(about)
+            writer.finish(description)
         except Unavailable as reason:
-            log.warning("No quantized cache is kept: %s. Training goes on without.", reason)
+            log.warning("No quantized cache is written: %s. Training continues without it.", reason)
             return
         log.info(
-            "Quantized weights are kept for the next start: %s (%s).", self.folder, format_bytes(writer.files.num_bytes)
-        )
+            "Quantized weights are saved for the next start: %s (%s).",
+            self.folder, format_bytes(writer.files.num_bytes),
+        )  # fmt: skip
 
 
 def _is_there(path: Path) -> bool:
@@ -144,7 +145,7 @@ def open_cache(
     ranks: Ranks,
     mesh: DeviceMesh,
 ) -> QuantCache | None:
-    """The cache of a model that this run quantizes; None where there is nothing to keep. See `cache_root`."""
+    """The cache of a model that this run quantizes; None if it is off or nothing is quantized. See `cache_root`."""
     root = cache_root(option)
     if root is None or not layers:
         return None

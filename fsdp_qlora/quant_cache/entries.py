@@ -1,4 +1,4 @@
-"""Entries of the cache of quantized weights: whose they are, and reading them with their checksums."""
+"""Entries of the cache of quantized weights: their keys, and reading them with checksums."""
 
 import hashlib
 import json
@@ -11,31 +11,31 @@ import torch
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.quant_cache.folders import read_about
+from fsdp_qlora.quant_cache.folders import read_description
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.storage.fingerprint import file_identity
 
 FORMAT_VERSION = 2  # raise it when the layout, the key or the quantization changes
-_PAGE = 4096  # checksums are of whole pages
-_CHUNKS = 128  # at most so many checksums per tensor: a rank reads at most a chunk more at each end of its part
-# Of the files' content, where their names do not say what is in them: in all, but so many of each.
+_PAGE = 4096  # a checksum covers whole pages
+_CHUNKS = 128  # most checksums per tensor: a rank reads at most one more chunk at each end of its part
+# Samples of content for files not identified by a hash: for all files together, and at least for each.
 _SAMPLES, _MIN_SAMPLES = 256, 4
 
 
 class DamagedEntry(UserError):
-    """An entry of the cache is not what was written."""
+    """An entry of the cache has changed since it was written."""
 
 
 def cache_key(
     layers: Mapping[str, QuantizedWeight], weight_files: WeightFiles, sources: Mapping[str, str], kernels: Iterable[str]
 ) -> str:
-    """The name of an entry: a hash of everything that decides its bytes.
+    """The name of an entry: a hash of everything that determines its bytes.
 
-    That is: the files (see `file_identity`), which tensor goes into which layer, the layers' shapes and settings,
-    and what quantizes: the library's version and the devices, since their kernels may round differently.
+    That is: the files (see `file_identity`), the tensors of each layer, the layers' shapes and settings, the
+    library's version, and the devices, whose kernels may round differently.
 
     Args:
-        kernels: `device_kernels` of each rank. Each quantizes its part, and all have to come to the same name.
+        kernels: `device_kernels` of every rank: each quantizes its part, and all must compute the same key.
     """
     origins = {weight: weight_files.origins(sources[weight]) for weight in layers}
     files = sorted({file for tensors in origins.values() for file in tensors.values()})
@@ -56,29 +56,29 @@ def _stored(layer: QuantizedWeight) -> list[list[object]]:
 
 
 def device_kernels(device: torch.device) -> str:
-    """What this rank quantizes with."""
+    """The device whose kernels quantize on this rank."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
 
 
 class CachedWeights(WeightFiles):
-    """The quantized weights of an entry, checked as they are read, and all else from the model's own files.
+    """The quantized weights of an entry, verified as they are read, and all others from the model's own files.
 
     Raises:
-        DamagedEntry: by any of its methods.
+        DamagedEntry: from any method.
     """
 
     def __init__(self, folder: Path, original: WeightFiles) -> None:
         self.original = original
         self._descriptors = {}
         try:
-            about = read_about(folder)
+            description = read_description(folder)
             super().__init__(folder, as_bytes=True)
-            self._checksums: dict[str, dict[str, Any]] = about["tensors"]
-            _check_headers(folder, about["headers"])
+            self._checksums: dict[str, dict[str, Any]] = description["tensors"]
+            _check_headers(folder, description["headers"])
             if self._checksums.keys() != self.files.keys():
-                raise ValueError("its tensors are not those of its checksums")
+                raise ValueError("its tensors and its checksums do not match")
         except (UserError, OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedEntry(str(error)) from error
         self._own = dict(self.files)
@@ -91,7 +91,7 @@ class CachedWeights(WeightFiles):
         return super().dtype(name) if name in self._own else self.original.dtype(name)
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of a tensor; of an entry's own these are bytes, and their chunks are checked."""
+        """Elements [start, stop) of a tensor; for the entry's tensors these are bytes, with verified checksums."""
         if name not in self._own:
             return self.original.read_flat(name, start, stop)
         if start == stop:

@@ -1,4 +1,4 @@
-"""The folders of the cache of quantized weights: where they are, who writes them, what they say of themselves."""
+"""The folders of the cache of quantized weights: location, locks and descriptions."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ CHECKSUMS = "checksums.json"
 
 
 def cache_root(option: str) -> Path | None:
-    """The cache's folder. option: off, a folder, or auto (see `cache_folder`)."""
+    """The cache's folder, None if off. option: off, a folder, or auto (see `cache_folder`)."""
     if option == "off":
         return None
     if option != "auto":
@@ -23,26 +23,26 @@ def cache_root(option: str) -> Path | None:
     return cache_folder() / "quantized"
 
 
-def read_about(folder: Path) -> dict[str, Any]:
-    """What the writer of an entry says of it. Raises ValueError where that has changed."""
-    about: dict[str, Any] = json.loads((folder / CHECKSUMS).read_text())
-    if about.pop("sha256") != own_hash(about):
+def read_description(folder: Path) -> dict[str, Any]:
+    """The description of an entry, as its writer left it. Raises ValueError if it has changed."""
+    description: dict[str, Any] = json.loads((folder / CHECKSUMS).read_text())
+    if description.pop("sha256") != description_hash(description):
         raise ValueError(f"{folder / CHECKSUMS} has changed")
-    return about
+    return description
 
 
-def own_hash(about: Mapping[str, Any]) -> str:
-    """The hash by which an entry's description, from which all else is checked, is itself checked."""
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+def description_hash(description: Mapping[str, Any]) -> str:
+    """The hash that verifies an entry's description, which in turn verifies all else."""
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
 
 def last_used(folder: Path) -> float:
     """When an entry was last written or read, in seconds since 1970."""
-    about = folder / CHECKSUMS
-    return (about if about.is_file() else folder).stat().st_mtime
+    description = folder / CHECKSUMS
+    return (description if description.is_file() else folder).stat().st_mtime
 
 
-def damaged(target: Path) -> Path:
+def quarantine_path(target: Path) -> Path:
     return target.with_name(f"{target.name}.damaged")
 
 
@@ -58,7 +58,7 @@ def try_lock(target: Path) -> FileLock | None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what runs were writing when they ended before its end."""
+    """Remove entries that runs left unfinished."""
     for folder in root.glob("*.writing"):
         lock = try_lock(root / folder.stem)
         if lock is not None:

@@ -1,4 +1,4 @@
-"""An entry of the cache of quantized weights in the making, by all ranks of a shard group together."""
+"""Writes an entry of the cache of quantized weights, with all ranks of a shard group."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import first_failure, shard_rank, shard_size
 from fsdp_qlora.quant_cache.entries import chunk_bytes
-from fsdp_qlora.quant_cache.folders import CHECKSUMS, damaged, own_hash, remove_leftovers, try_lock
+from fsdp_qlora.quant_cache.folders import CHECKSUMS, description_hash, quarantine_path, remove_leftovers, try_lock
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
 from fsdp_qlora.storage.files import free_disk, publish_folder, write_hashed_json
 from fsdp_qlora.storage.safetensors_files import PackedFiles
@@ -23,11 +23,11 @@ from fsdp_qlora.units import format_bytes
 
 
 class Unavailable(Exception):
-    """Why an entry is not written, in words that end a sentence."""
+    """Why an entry is not written, as the end of a sentence."""
 
 
 class EntryWriter:
-    """An entry in the making. All ranks of a shard group write into it; their first, the leader, completes it."""
+    """An unfinished entry. All ranks of a shard group write into it; the first, the leader, completes it."""
 
     def __init__(self, root: Path, key: str, layers: Mapping[str, QuantizedWeight], mesh: DeviceMesh) -> None:
         self.mesh, self.group, self.leads = mesh, mesh["shard"].get_group(), shard_rank(mesh) == 0
@@ -40,7 +40,7 @@ class EntryWriter:
         self._failure: str | None = None
 
     def start(self) -> None:
-        """Make the files. Raises Unavailable on every rank when the leader cannot."""
+        """Create the files. Raises Unavailable on every rank if the leader cannot."""
         if self.leads:
             with self._collecting_failure():
                 self._lock = try_lock(self.target)
@@ -57,16 +57,16 @@ class EntryWriter:
         self._stop_if_any_failed()
 
     def _check_free_disk(self) -> None:
-        """A disk that the cache fills would end the run when it saves its result."""
+        """Refuse to fill the disk: the run could not save its result."""
         free, size = free_disk(self.target.parent), self.files.num_bytes
         if free < 2 * size:
             raise Unavailable(
-                f"it takes {format_bytes(size)} and leaves as much free, but {self.target.parent} has "
-                f"{format_bytes(free)} left; give another folder with --quant_cache, or off"
+                f"it needs {format_bytes(size)} and as much left free after that, and {self.target.parent} has "
+                f"{format_bytes(free)} free; give another folder with --quant_cache, or off"
             )
 
     def keep(self, weight: str, dtype: torch.dtype) -> None:
-        """Write this rank's part of a layer that has just been quantized. dtype: of the weight before."""
+        """Write this rank's part of a layer that has just been quantized. dtype: of the unquantized weight."""
         if self._failure is not None:
             return
         layer = self.layers[weight]
@@ -79,7 +79,7 @@ class EntryWriter:
                     self._write(weight + suffix, 0, whole)
 
     def _write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write a part and compute the checksums of the chunks that lie wholly in it."""
+        """Write a part and compute the checksums of the chunks that it contains whole."""
         content = values.reshape(-1).view(torch.uint8)
         total = self.files.forms[name].num_bytes
         size = chunk_bytes(total)
@@ -91,8 +91,8 @@ class EntryWriter:
                 break
             sums[chunk] = zlib.crc32(content[begin - start : stop - start].numpy())  # type: ignore[arg-type]
 
-    def finish(self, about: Mapping[str, Any]) -> None:
-        """Put the entry in its place once every rank's bytes are on the disk. Raises Unavailable on every rank."""
+    def finish(self, description: Mapping[str, Any]) -> None:
+        """Publish the entry once every rank's bytes are on disk. Raises Unavailable on every rank if any fails."""
         with self._collecting_failure():
             self.files.sync()
             rank_file = self.folder / f"{shard_rank(self.mesh)}.json"
@@ -100,26 +100,26 @@ class EntryWriter:
         self._stop_if_any_failed()
         if self.leads:
             with self._collecting_failure():
-                self._complete(about)
+                self._complete(description)
         self._stop_if_any_failed()
 
-    def _complete(self, about: Mapping[str, Any]) -> None:
+    def _complete(self, description: Mapping[str, Any]) -> None:
         for rank in range(shard_size(self.mesh)):
             rank_file = self.folder / f"{rank}.json"
             for name, sums in json.loads(rank_file.read_text()).items():
                 self._checksums.setdefault(name, {}).update({int(chunk): value for chunk, value in sums.items()})
             rank_file.unlink()
         description = {
-            **about,
+            **description,
             "headers": {name: hashlib.sha256(header).hexdigest() for name, header in self.files.headers.items()},
             "tensors": {name: self._tensor_checksums(name) for name in self.files.forms},
         }
-        write_hashed_json(self.folder / CHECKSUMS, description | {"sha256": own_hash(description)})
+        write_hashed_json(self.folder / CHECKSUMS, description | {"sha256": description_hash(description)})
         publish_folder(self.folder, self.target)
-        shutil.rmtree(damaged(self.target), ignore_errors=True)
+        shutil.rmtree(quarantine_path(self.target), ignore_errors=True)
 
     def _tensor_checksums(self, name: str) -> dict[str, Any]:
-        """All of a tensor's; a chunk that two ranks share is read back from the file."""
+        """All checksums of a tensor; chunks shared by two ranks are read back from the file."""
         total, sums = self.files.forms[name].num_bytes, self._checksums[name]
         size = chunk_bytes(total)
         for chunk in range(-(-total // size)):
@@ -128,7 +128,7 @@ class EntryWriter:
         return {"chunk": size, "crc32": [sums[chunk] for chunk in sorted(sums)]}
 
     def close(self) -> None:
-        """Let go of the files; what was not finished is removed."""
+        """Close the files; an unfinished entry is removed."""
         self.files.close()
         if self._lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A model without weights, its layers quantized and adapted as the train type says."""
+"""Builds the model on the meta device, its layers quantized and adapted as the train type says."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +23,11 @@ from fsdp_qlora.train_types import TrainType
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """What is done to the layers of a model, as far as its train type does it.
+    """Options for the layers of a model; the train type decides which of them apply.
 
     quantizer: arguments of the quantizer's layers; empty without a quantizer. lora: the adapter's options.
-    prequantized: how the weight files are quantized already; it then decides which layers are, and how.
-    new_blocks: decoder blocks that are not quantized and train in full, where the train type trains these alone.
+    prequantized: quantization of the weight files, if any; it then decides which layers are quantized, and how.
+    new_blocks: decoder blocks that stay unquantized and train in full, for train types that train only these.
     """
 
     lora: LoraOptions
@@ -38,10 +38,11 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model without weights, and the paths of what is converted in it, known before anything is.
+    """A model without weights, and the paths of its converted parts, as chosen before the conversion.
 
-    linears: all its linear layers. quantized: of them. quantized_experts: 3-D expert parameters, if the quantizer can.
-    targets, target_parameters: linear layers and expert parameters with an adapter. trained: blocks that train in full.
+    linears: all linear layers. quantized: those to quantize. quantized_experts: 3-D expert parameters to quantize, if
+    the quantizer can. targets, target_parameters: linear layers and expert parameters with an adapter.
+    trained: blocks that train in full.
     """
 
     model: PreTrainedModel
@@ -66,9 +67,6 @@ def build_model(
     """Build the model on the meta device with its layers quantized and adapted as the train type says.
 
     Trainable parameters are float32; frozen ones have the precision's dtypes.
-
-    Args:
-        trust_remote_code: build with code that came with the configuration.
     """
     model = build_meta_model(
         config,
@@ -76,7 +74,7 @@ def build_model(
         dtype=torch.float32 if train_type.trains == "all" else precision.frozen_dtype,
         compute_dtype=precision.compute_dtype,
         device=device,
-        # The other implementations multiply with all experts' weights at once, so they would need them decoded.
+        # The other implementations multiply with all experts' weights at once, so all would have to be decoded.
         experts_implementation="eager" if train_type.quantizer or layers.lora.target_parameters else None,
         trust_remote_code=trust_remote_code,
     )
@@ -94,7 +92,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     """Decide what is quantized, adapted and trained.
 
     Raises:
-        UserError: the model has no layers for it, or the adapter that is asked for is not possible.
+        UserError: the model has no such layers, or the requested adapter is not possible.
     """
     linears, experts = quantizable_weights(model)
     if not linears:
@@ -109,7 +107,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     inside = tuple(f"{path}." for path in trained)
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
-    # Weight files in 4 bits decide for themselves; bitsandbytes leaves experts alone.
+    # 4-bit weight files decide which layers are quantized; bitsandbytes does not quantize experts.
     if layers.prequantized:
         frozen = [path for path in frozen if layers.prequantized.is_quantized(path)]
         frozen_experts = frozen_experts if layers.prequantized.has_experts else []
@@ -119,7 +117,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
 def _select_targets(
     linears: list[str], experts: list[str], train_type: TrainType, lora: LoraOptions, config: PretrainedConfig
 ) -> tuple[list[str], list[str]]:
-    """The linear layers and the expert parameters that get an adapter, when all that is asked of them is possible."""
+    """The linear layers and expert parameters that get an adapter. Raises UserError if the options do not fit them."""
     if not train_type.adapter:
         return [], []
     targets = select_targets(linears, lora.target_modules, config.model_type)
@@ -138,7 +136,7 @@ def _quantize(meta: MetaModel, quantizer: str, layers: LayerOptions, compute_dty
 
 
 def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
-    """Freeze the model, and let adapters train, with the embeddings and head that are asked for."""
+    """Freeze the model except for the adapters and the requested embeddings and head."""
     add_adapters(meta.model, adapter, meta.targets, layers.lora)
     add_experts_lora(meta.model, meta.target_parameters, layers.lora)
     train_in_full(meta.model, layers.lora.modules_to_save)
@@ -146,7 +144,7 @@ def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
 
 
 def _train_blocks(meta: MetaModel) -> None:
-    """Freeze the model, and let its new blocks train, in float32."""
+    """Freeze the model except for its new blocks, which train in float32."""
     meta.model.requires_grad_(False)
     for path in meta.trained:
         meta.model.get_submodule(path).to(torch.float32).requires_grad_(True)

@@ -1,4 +1,4 @@
-"""A model's parameters by category, counted and in bytes: for the plan and for the proof."""
+"""Counts a model's parameters and their bytes by category, for the plan and for the proof of sharding."""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from fsdp_qlora.quantizers.base import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """Bytes of one category. largest_shard: what the fullest rank (the first) keeps of it."""
+class CategoryBytes:
+    """Bytes of one category. largest_shard: bytes on the fullest rank (the first)."""
 
     total: int
     largest_shard: int
 
 
 class Counted(NamedTuple):
-    """A parameter and how it counts.
+    """A parameter and its category.
 
     category: codes (quantized weights), statistics (of these), frozen (other frozen weights) or trainable.
-    num_weights: of the model's own that it stands for: all of a quantized layer for its codes, none for statistics.
+    num_weights: number of the model's weights in it: a quantized layer's for its codes, none for statistics.
     """
 
     parameter: nn.Parameter
@@ -34,7 +34,7 @@ class Counted(NamedTuple):
 
 
 def each_parameter(model: nn.Module) -> list[Counted]:
-    """Every parameter of a model, sharded or on the meta device; tied ones once."""
+    """Every parameter of a model, sharded or on the meta device; tied parameters once."""
     adapters = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     found: dict[int, Counted] = {}
     for module in model.modules():
@@ -69,14 +69,14 @@ def count_parameters(model: nn.Module) -> dict[str, int]:
     }
 
 
-def count_bytes(model: nn.Module, num_shards: int) -> dict[str, Tensors]:
+def count_bytes(model: nn.Module, num_shards: int) -> dict[str, CategoryBytes]:
     """Bytes by category of a model, sharded or on the meta device, over `num_shards` ranks."""
-    counts: dict[str, Tensors] = {}
+    counts: dict[str, CategoryBytes] = {}
     for parameter, category, *_ in each_parameter(model):
         row_bytes = parameter.numel() // max(parameter.shape[0], 1) * parameter.element_size()
         _, rows = shard_bounds(parameter.shape[0], rank=0, size=num_shards)
-        so_far = counts.get(category, Tensors(0, 0))
-        counts[category] = Tensors(
+        so_far = counts.get(category, CategoryBytes(0, 0))
+        counts[category] = CategoryBytes(
             so_far.total + parameter.shape[0] * row_bytes, so_far.largest_shard + rows * row_bytes
         )
     return counts

@@ -1,4 +1,4 @@
-"""A model over the ranks: activation checkpointing, FSDP2 groups, and memory for the shards."""
+"""Distributes a model over the ranks: activation checkpointing, FSDP2 groups, and memory for the shards."""
 
 import logging
 import math
@@ -52,9 +52,9 @@ def shard_model(
 ) -> None:
     """Apply FSDP2: per block one group of adapters and one of the rest, then embeddings, head and root.
 
-    The adapters stay gathered from forward to backward: they are small, and so CPU offload and the second
-    gather move frozen bytes only. DoRA's magnitudes are a group of their own, which is gathered in fp32.
-    Where each rank has the whole model, frozen weights stay plain tensors, unless they are offloaded.
+    Adapters stay gathered from forward to backward: they are small, and CPU offload and the second gather then
+    move frozen bytes only. DoRA's magnitudes are a separate group, gathered in fp32.
+    If each rank has the whole model, frozen weights stay plain tensors unless they are offloaded.
     """
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
     policy = MixedPrecisionPolicy(
@@ -83,15 +83,15 @@ def shard_model(
     head = model.get_output_embeddings()
     if head is not None and not has_tied_embeddings(model):
         shard(model.get_input_embeddings(), reshard=reshard_after_forward)
-        # Its backward pass comes straight after its forward pass.
+        # Its backward pass directly follows its forward pass.
         shard(head, reshard=False)
-    # None: FSDP2 keeps the root gathered after its forward, since its backward comes next.
+    # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
     shard(model, reshard=None if reshard_after_forward else False)
     _skip_backward_gathers(model)
 
 
 def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """The frozen parameters that a gather would only copy: FSDP2 keeps what it has gathered beside the shards."""
+    """The frozen parameters whose gather would only be a copy, held in addition to the shards."""
     return {
         parameter
         for parameter in model.parameters()
@@ -100,9 +100,9 @@ def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> se
 
 
 def _skip_backward_gathers(model: PreTrainedModel) -> None:
-    """Do not gather again what comes before all that trains: no gradient passes through it.
+    """Do not gather modules before the first trainable one for the backward pass: no gradient reaches them.
 
-    FSDP2 would prefetch it, unused, while the group after it is at work: the embeddings, 11% of an 8B model's bytes.
+    FSDP2 would prefetch them without use, such as the embeddings: 11% of an 8B model's bytes.
     """
     for module in (model.get_input_embeddings(), *find_blocks(model)):
         if any(parameter.requires_grad for parameter in module.parameters()):
@@ -112,10 +112,10 @@ def _skip_backward_gathers(model: PreTrainedModel) -> None:
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
-    """Give the sharded meta parameters memory: offloaded ones in one arena on the CPU, others on `device`.
+    """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`.
 
-    Buffers hold real values since construction; they are moved, not emptied. Afterwards the shards are where
-    they stay: padded where a split is uneven, pinned where they are offloaded.
+    Buffers have held real values since construction and are moved. Shards keep this memory: padded if the split is
+    uneven, pinned if they are offloaded.
     """
     on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
     modules = [module for module in model.modules() if cpu_offload and id(module) not in on_device]
@@ -125,7 +125,7 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
     def place(parameter: torch.Tensor) -> torch.Tensor:
         return places[id(parameter)] if id(parameter) in places else torch.empty_like(parameter, device=device)
 
-    # Children first: an FSDP2 module settles its group's shards when it is applied to, and all of them have memory.
+    # Children first: _apply on an FSDP2 module sets up its group's shards, all of which must have memory by then.
     for module in reversed(list(model.modules())):
         buffers = {name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)}
         module._apply(place, recurse=False)
@@ -137,9 +137,9 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
 
 
 def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -> dict[int, DTensor]:
-    """For each sharded parameter one whose local tensor lies in a common arena and has FSDP2's padding.
+    """For each sharded parameter a DTensor whose local tensor lies in a common arena and has FSDP2's padding.
 
-    With the padding FSDP2 takes the local tensor as it is; otherwise it would make a padded copy.
+    Without the padding FSDP2 would make a padded copy.
     """
     shapes = {key: (_padded_rows(parameter), *parameter.shape[1:]) for key, parameter in parameters.items()}
     sizes = [math.prod(shape) * parameters[key].element_size() for key, shape in shapes.items()]
@@ -154,21 +154,21 @@ def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -
 
 
 def _padded_rows(parameter: torch.Tensor) -> int:
-    """What FSDP2 gathers from every rank: as many rows as the first one has."""
+    """Rows that FSDP2 gathers from every rank: as many as the first rank has."""
     assert isinstance(parameter, DTensor)
     return shard_bounds(parameter.shape[0], rank=0, size=shard_size(parameter.device_mesh))[1]
 
 
 @torch.no_grad()
 def _leave_out_padding(parameter: torch.Tensor) -> None:
-    """Make the local tensor of a shard the rows that are its own; FSDP2 keeps its own view with the padding."""
+    """Cut a shard's local tensor to its own rows; FSDP2 keeps a view with the padding."""
     assert isinstance(parameter, DTensor)
     first, last = own_rows(parameter, parameter.device_mesh)
     parameter._local_tensor = parameter._local_tensor[: last - first]  # as FSDP2 does it
 
 
 def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:
-    """Every module that is, or is in, an FSDP2 group."""
+    """Every module that FSDP2 has been applied to."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
@@ -179,6 +179,6 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward pass reduces gradients over ranks, or adds them up locally."""
+    """Set whether the next backward pass reduces gradients over ranks or accumulates them locally."""
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(enabled)

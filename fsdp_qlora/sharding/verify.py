@@ -25,10 +25,10 @@ _IMBALANCE = 0.05  # how far a rank's bytes may exceed total / ranks
 
 
 def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Add up every rank's bytes; stop unless together they are the model, once, in equal parts.
+    """Check that the ranks' shards add up to exactly one copy of the model, split evenly.
 
     Raises:
-        RuntimeError: bytes are held twice or by none, or one rank holds more than its part.
+        RuntimeError: the shards do not add up to one copy, or one rank holds more than its part.
     """
     parameters = [counted.parameter for counted in each_parameter(model)]
     total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
@@ -46,15 +46,15 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
         format_bytes(sum(held)), format_bytes(buffers),
     )  # fmt: skip
     counts = count_bytes(model, size)
-    # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly; that alone is allowed for.
-    # Adapters have few rows and few bytes: theirs is allowed in full, that of the frozen weights up to 1 MiB.
+    # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly. Only that excess is allowed: for
+    # adapters, which have few rows and few bytes, all of it; for frozen weights up to 1 MiB.
     uneven = {name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()}
     trainable = uneven.pop("trainable", 0)
     allowed = max(total / size * (1 + _IMBALANCE), total // size + min(sum(uneven.values()), 2**20)) + trainable
     if sum(held) != total or max(held) > allowed:
         raise RuntimeError(
             f"The model is not sharded evenly: {total} bytes over {size} ranks, held per rank: {held} "
-            f"(allowed {int(allowed)}). No run continues on replicated weights; please report the model."
+            f"(allowed {int(allowed)}). The run stops; please report the model."
         )
 
 
@@ -67,7 +67,7 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 def check_one_layer(model: nn.Module, weights: Weights) -> None:
     """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
 
-    Where the weights in the files are 4-bit already, the comparison is with their bytes.
+    If the weights in the files are 4-bit already, the comparison is with their bytes.
 
     Raises:
         RuntimeError: they differ.
@@ -84,15 +84,15 @@ def check_one_layer(model: nn.Module, weights: Weights) -> None:
     block.reshard()
     if not same:
         raise RuntimeError(
-            f"Self-test failed: {name}, gathered from its shards, differs from the same weight {how}. No run "
-            "continues on wrong weights; please report the model and this machine."
+            f"Self-test failed: {name}, gathered from its shards, differs from the same weight {how}. The run stops; "
+            "please report the model and this machine."
         )
     log.info("Self-test: %s, gathered from its shards, is bit-identical to the same weight %s.", name, how)
     _check_one_expert(model, weights)
 
 
 def _check_one_expert(model: nn.Module, weights: Weights) -> None:
-    """Compare the codes of a tensor's last expert, where the model has quantized ones: its end is the furthest away."""
+    """Compare the codes of the last expert of a quantized tensor, if there is one: it has the largest offset."""
     layers = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, QuantizedExperts))
     path, layer = next(layers, (None, None))
     if path is None or layer is None:
@@ -114,7 +114,7 @@ def _check_one_expert(model: nn.Module, weights: Weights) -> None:
     if not same:
         raise RuntimeError(
             f"Self-test failed: expert {last} of {name}, gathered from its shards, has other codes than the same "
-            "expert quantized alone. No run continues on wrong weights; please report the model and this machine."
+            "expert quantized alone. The run stops; please report the model and this machine."
         )
     log.info("Self-test: expert %d of %s, gathered from its shards, has the codes of that expert alone.", last, name)
 
@@ -125,7 +125,7 @@ def _has_stored_values(
     weights: Weights,
     adapted: LoraLinear | None,
 ) -> tuple[bool, str]:
-    """Whether a gathered layer is the weight in the files, quantized as the layer is; and how that was compared."""
+    """Whether a gathered layer equals the weight in the files, quantized in the same way; and how it was compared."""
     whole = weights.read_whole(weight)
     if adapted is not None and adapted.subtracted is not None:
         whole = subtract(adapted, whole.flatten(), 0).view(whole.shape)
@@ -145,7 +145,7 @@ def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, weights: Weights) -> bo
 
 
 def _first_linear(model: nn.Module, sources: Mapping[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
-    """The first linear layer of a block that the files have, under its name there."""
+    """The first linear layer of the first block that the files have, and its name there."""
     first = {id(module) for module in find_blocks(model)[0].modules()}
     for path, module in model.named_modules():
         name = canonical_name(path)

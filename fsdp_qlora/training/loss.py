@@ -1,4 +1,4 @@
-"""The summed next-token loss of a micro-batch, computed only where there is something to learn."""
+"""The summed next-token loss of a micro-batch, computed only at positions with targets."""
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,10 @@ MAX_LOGITS = 2**26
 
 
 def target_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Positions t at which some row of labels [B, T] has a target at t + 1; at least one, so that a
-    micro-batch without targets runs forward and backward like the others."""
+    """Positions t at which some row of labels [B, T] has a target at t + 1.
+
+    At least one, so that a micro-batch without targets runs forward and backward like the others.
+    """
     columns = (labels[:, 1:] != -100).any(dim=0).nonzero().flatten()
     return columns if len(columns) else columns.new_zeros(1)
 
@@ -23,8 +25,8 @@ def summed_loss(
 
     Args:
         input_ids, labels: [B, T] int64; labels are -100 where nothing is learned.
-        positions: what `target_positions(labels)` gives.
-        skip: whether the model can leave out the logits of other positions.
+        positions: `target_positions(labels)`.
+        skip: whether the model can skip the logits of other positions.
     """
     # No attention mask: attention is causal and the padding is on the right, so no real token sees it.
     options = {"logits_to_keep": positions} if skip else {}
@@ -38,7 +40,7 @@ def _cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
     rows = max(1, MAX_LOGITS // logits.shape[-1])
     if logits.shape[0] <= rows:
         return _cross_entropy(logits, targets)
-    # Recomputed piece by piece in the backward pass: no whole float32 copy of the logits ever exists.
+    # Recomputed piece by piece in the backward pass, so there is never a whole float32 copy of the logits.
     pieces = zip(logits.split(rows), targets.split(rows), strict=True)
     losses = [checkpoint(_cross_entropy, *piece, use_reentrant=False) for piece in pieces]
     return torch.stack(losses).sum()

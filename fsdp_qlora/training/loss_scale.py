@@ -1,14 +1,14 @@
-"""Loss scaling for fp16 (Micikevicius et al. 2018): small gradients are kept from becoming zero."""
+"""Loss scaling for fp16 (Micikevicius et al. 2018): keeps small gradients from becoming zero."""
 
-_FIRST = 2.0**16  # torch.amp.GradScaler's defaults, these two
+_FIRST = 2.0**16  # this and the next: defaults of torch.amp.GradScaler
 _GROWTH_INTERVAL = 2000  # steps without an overflow after which the scale is doubled
-_SMALLEST = 1.0  # a gradient that overflows without any scale is the model's
+_SMALLEST = 1.0  # no scaling: an overflow is then the model's own
 
 
 class LossScale:
-    """The factor on the loss, halved when gradients overflow and doubled when they have not for long.
+    """The factor on the loss: halved when gradients overflow, doubled after many steps without an overflow.
 
-    Every rank computes it from the same gradient norms, so that all agree. Without scaling it stays 1.
+    Every rank computes it from the same gradient norms, so all agree. Without scaling it stays 1.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -21,7 +21,7 @@ class LossScale:
         return self.enabled and self.scale > _SMALLEST
 
     def update(self, *, overflowed: bool) -> None:
-        """Take note of an optimizer step."""
+        """Update after an optimizer step."""
         if not self.enabled:
             return
         self.steps_since_change += 1
@@ -31,7 +31,7 @@ class LossScale:
             self.scale, self.steps_since_change = self.scale * 2, 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The values to save in a checkpoint."""
         return {"scale": self.scale, "steps_since_change": self.steps_since_change}
 
     def load_state(self, state: dict[str, float]) -> None:

@@ -29,35 +29,35 @@ from fsdp_qlora.training.loss_scale import LossScale
 
 log = logging.getLogger("fsdp_qlora")
 
-_MIN_SKIPPED = 10  # or a hundredth of the steps: as many may be skipped
+_MIN_SKIPPED = 10  # so many steps, or a hundredth of all if that is more, may be skipped
 
 
 class Observer(Protocol):
-    """What the loop tells about each step: where numbers and checkpoints go."""
+    """Receives the numbers of each step, and saves checkpoints."""
 
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
-        """Take an optimizer step's record."""
+        """Handle an optimizer step's record."""
 
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
-        """Take an evaluation's record."""
+        """Handle an evaluation's record."""
 
     def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
 
     def save(self, progress: Progress) -> None:
-        """Save a checkpoint of this step, unless there is one."""
+        """Save a checkpoint of this step, unless there is one already."""
 
     def describe_saved(self) -> str:
         """Where the newest checkpoint is, in words."""
 
 
 def train(trainer: "Trainer", data: RunData, progress: Progress, observer: Observer) -> None:
-    """Run the optimizer steps that are left; evaluate before the first, every `eval_steps` and after the last.
+    """Run the remaining optimizer steps; evaluate before the first, every `eval_steps` and after the last.
 
     Args:
-        progress: where to begin; it is kept up to date.
+        progress: where to start; updated after each step.
     Raises:
-        RunStopped: all ranks have agreed to stop, and saved.
+        RunStopped: all ranks have agreed to stop and have saved a checkpoint.
         TrainingError: the run cannot continue.
     """
     schedule, control = trainer.schedule, trainer.control
@@ -71,7 +71,7 @@ def train(trainer: "Trainer", data: RunData, progress: Progress, observer: Obser
         try:
             record = trainer.train_step(step, rows)
         except NotFinite:
-            observer.save(progress)  # of the step before, so that nothing is lost to what is tried next
+            observer.save(progress)  # of the previous step, so that no progress is lost
             raise
         usual_loss = progress.add_step(record)
         progress.loss_scale = trainer.loss_scale.state()
@@ -82,7 +82,10 @@ def train(trainer: "Trainer", data: RunData, progress: Progress, observer: Obser
                 progress.step, record["loss"], usual_loss, trainer.sample_numbers(rows),
             )  # fmt: skip
         if progress.num_skipped > most_skipped:
-            raise TrainingError(f"{progress.num_skipped} steps were skipped as not finite. More would be no training.")
+            raise TrainingError(
+                f"{progress.num_skipped} steps were skipped because their loss or gradient was not finite; at most "
+                f"{most_skipped} may be. Lower --lr, or try --precision bf16 or fp32."
+            )
         is_best = not control.stop and _is_eval_due(trainer, data, progress.step)
         is_best = is_best and _evaluate(trainer, data, progress, observer)
         _stop_if_asked(control, progress, observer)
@@ -97,7 +100,7 @@ def _is_eval_due(trainer: "Trainer", data: RunData, step: int) -> bool:
 
 
 def _evaluate(trainer: "Trainer", data: RunData, progress: Progress, observer: Observer) -> bool:
-    """Whether the result is worth a checkpoint. It is not where all ranks have agreed to stop instead."""
+    """Evaluate; returns whether the result is the best so far. False if all ranks have agreed to stop instead."""
     result = trainer.evaluate(progress.step, data.evaluation, data.eval_rows)
     if result is None:
         return False
@@ -117,11 +120,12 @@ def _stop_if_asked(control: Control, progress: Progress, observer: Observer) -> 
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """How the steps are done.
+    """Options of the training steps.
 
-    learning_rate: of a step, counted from 0. max_grad_norm: gradients are clipped to it, inf for not at all.
+    learning_rate: of a step, counted from 0. max_grad_norm: gradients are clipped to it; inf disables clipping.
     num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
-    for what is too large to add up unsharded. on_nonfinite: halt or skip. eval_steps: between evaluations, 0 for none.
+    if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps between evaluations,
+    0 for none.
     """
 
     precision: Precision
@@ -155,14 +159,14 @@ class Trainer:
         self.skip_logits = can_skip_logits(model)
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
-        """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 it may change no weight.
+        """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.
 
         The loss is a sum over target tokens divided by the step's number of target tokens on all ranks, so
-        it does not depend on how the rows are split over ranks and micro-batches. Afterwards `control` knows
+        it does not depend on how the rows are split over ranks and micro-batches. Afterwards `control` says
         whether all ranks stop or save now.
 
         Raises:
-            NotFinite: the loss or the gradient is not, and that ends the run; the weights have not been changed.
+            NotFinite: the loss or the gradient is not finite and the run halts; the weights are unchanged.
         """
         started = time.perf_counter()
         self.heartbeat.beat(step, "rows")
@@ -206,7 +210,7 @@ class Trainer:
         }
 
     def _forward_backward(self, step: int, rows: np.ndarray, num_targets: int) -> list[float]:
-        """Add up the gradients of this rank's micro-batches; returns their summed losses."""
+        """Accumulate the gradients of this rank's micro-batches; returns their summed losses."""
         self.model.train()
         micro_batches = self._micro_batches(rows)
         losses = []
@@ -214,20 +218,20 @@ class Trainer:
             self.heartbeat.beat(step, "compute")
             is_last = index == len(micro_batches) - 1
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
-            # Randomness is a function of the micro-batch alone, so that a run can be repeated and resumed.
+            # Randomness depends on the micro-batch alone, so that a run can be repeated and resumed.
             global_index = index * self.ranks.world_size + self.ranks.rank
             torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
             loss = self._loss(micro_batch)
-            # FSDP2 averages gradients over ranks; the factor makes that a sum.
+            # FSDP2 averages gradients over ranks; the factor turns that into a sum.
             (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
             losses.append(loss.detach())
         summed: list[float] = torch.stack(losses).tolist()
         return summed
 
     def _exchange(self, step: int, losses: list[float]) -> tuple[float, float, torch.Tensor]:
-        """The step's one exchange besides FSDP2's: the loss summed over all ranks, the gradient norm, peak memory.
+        """The step's only communication besides FSDP2's: loss summed over all ranks, gradient norm, peak memory.
 
-        It also carries what the ranks tell each other for `control`, which then knows what all have agreed on.
+        It also carries the flags by which the ranks of `control` agree whether to stop or save.
         """
         local = [sum(losses), self.optimizer.squared_norm(), *self.control.flags(step), *self._memory_gib()]
         numbers = gather_numbers(local, self.ranks.device)
@@ -237,10 +241,10 @@ class Trainer:
         return loss_sum, grad_norm, numbers[:, 2 + NUM_FLAGS :]
 
     def try_longest(self, rows: np.ndarray) -> None:
-        """Forward and backward passes of each rank's longest rows, without a step: what does not fit fails now.
+        """Run forward and backward on each rank's longest rows, without a step, so that a lack of memory shows now.
 
-        With as much memory taken as the optimizer's state will need, and twice where gradients are added up.
-        It leaves no trace: every step seeds its randomness anew, and the gradients are thrown away.
+        Memory for the optimizer's state is allocated meanwhile, and gradients are accumulated if the run does so.
+        The run's numbers do not change: every step seeds its own randomness, and the gradients are discarded.
         """
         size = self.schedule.batch_size * self.ranks.world_size
         longest = rows[np.argsort(-self.data.lengths[rows], kind="stable")][:size]
@@ -257,10 +261,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:
-        """Mean loss over the target tokens of `rows` (nats), all ranks taking part.
+        """Mean loss over the target tokens of `rows`, in nats; None if all ranks have agreed to stop instead.
 
-        Returns:
-            None where all ranks have agreed to stop instead.
+        Called on every rank.
         """
         self.model.eval()
         local_sum = 0.0
@@ -312,7 +315,7 @@ class Trainer:
             )
 
     def _not_finite(self, step: int, rows: np.ndarray, local_losses: list[float], grad_norm: float) -> None:
-        """Skip the step or end the run, and name the samples; the same on every rank."""
+        """Skip the step or end the run, and name the samples. Called on every rank."""
         losses = gather_numbers(local_losses, self.ranks.device)
         bad_rows: list[int] = []
         for rank, index in (~losses.isfinite()).nonzero().tolist():
@@ -326,17 +329,17 @@ class Trainer:
             bad_rows += split[index].tolist()
         message = (
             f"Step {step + 1}: the {'loss' if bad_rows else 'gradient'} is not finite (gradient norm {grad_norm}), "
-            f"with samples {self.sample_numbers(bad_rows or rows)} of the dataset. Nothing was updated in this step."
+            f"with samples {self.sample_numbers(bad_rows or rows)} of the dataset. No weight was updated in this step."
         )
         if self.options.on_nonfinite == "halt":
             raise NotFinite(
-                f"{message} Look at these rows; a lower --lr or --precision bf16/fp32 may help, and --on_nonfinite "
-                "skip continues without the step."
+                f"{message} Look at these rows. A lower --lr or --precision bf16/fp32 may help; --on_nonfinite skip "
+                "skips such steps."
             )
         log.warning("%s It is skipped.", message)
 
     def sample_numbers(self, rows: Sequence[int] | np.ndarray) -> str:
-        """The rows' numbers in the dataset, for people."""
+        """The rows' numbers in the dataset, as text."""
         numbers = sorted(self.data.row_numbers[rows].tolist())
         return f"{', '.join(map(str, numbers[:32]))}{', ...' if len(numbers) > 32 else ''}"
 

@@ -29,7 +29,7 @@ Models = Callable[..., Path]
 # Ranks share blocks unequally, tensors have several checksums, and the ranks' parts meet inside of one.
 SHAPE = {"hidden_size": 60, "head_dim": 10, "num_attention_heads": 6, "intermediate_size": 500}
 NAME = "model.layers.1.mlp.down_proj.weight"
-FROM_CACHE, KEPT = "come from the cache", "Quantized weights are kept for the next start"
+FROM_CACHE, KEPT = "come from the cache", "Quantized weights are saved for the next start"
 
 
 @pytest.fixture
