@@ -1,4 +1,4 @@
-"""Which kernel computes torch's scaled_dot_product_attention on a GPU: asked of torch, and chosen, before a run."""
+"""Finds and chooses the kernel of torch's scaled_dot_product_attention on a GPU before a run."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +14,15 @@ REPEATED = "sdpa_repeated"  # our name for SDPA with a head of keys and values f
 
 
 def leave_out_cudnn() -> None:
-    """Let SDPA not take cuDNN's kernel, torch's first choice on Hopper: it plans anew for each shape of a batch."""
+    """Disable SDPA's cuDNN kernel, torch's first choice on Hopper: it builds a new plan for every batch shape."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
-    """The name for transformers of the SDPA that needs the least memory: `sdpa`, or REPEATED where that is better.
+    """transformers' name of the SDPA variant that needs the least memory: `sdpa`, or REPEATED if that is better.
 
-    Only the flash kernel (16 bits, Ampere and newer) takes grouped keys and values as they are. Elsewhere torch falls
-    back to the math kernel, whose scores take memory for T x T values per head, unless they are repeated.
+    Only the flash kernel (16 bits, Ampere and newer) supports grouped keys and values. Otherwise torch falls back to
+    the math kernel, which stores T x T scores per head, unless keys and values are repeated.
     """
     if device.type != "cuda" or find_kernel(config, dtype, device, repeated=False) != "math":
         return "sdpa"
@@ -34,7 +34,7 @@ def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 
 
 def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, repeated: bool) -> str:
-    """What torch takes for causal rows without a mask: flash, memory-efficient or math."""
+    """The kernel that torch chooses for causal rows without a mask: flash, memory-efficient or math."""
     text = config.get_text_config()
     num_heads = text.num_attention_heads
     num_groups = num_heads if repeated else getattr(text, "num_key_value_heads", None) or num_heads
@@ -48,7 +48,7 @@ def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 
 
 def describe_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """One line about SDPA's kernel; None where it is not used on a GPU."""
+    """One line about SDPA's kernel; None if SDPA is not used on a GPU."""
     implementation = config._attn_implementation
     if device.type != "cuda" or implementation not in ("sdpa", REPEATED):
         return None
@@ -63,7 +63,7 @@ def _sdpa_of_repeated(
     """transformers' SDPA, of query [rows, heads, T, head_dim], key and value [rows, groups, T, head_dim]."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    # In place of the module, which says how many heads share a key.
+    # Replaces the module, whose attributes would make transformers repeat the keys again.
     alone = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(alone, query, key, value, *args, **kwargs)
     return result

@@ -1,4 +1,4 @@
-"""The architecture: configuration, the model on the meta device, its blocks and linear layers by structure."""
+"""The model's architecture: configuration, tokenizer, model on the meta device, blocks and layers by structure."""
 
 import contextlib
 import importlib.util
@@ -33,12 +33,12 @@ from fsdp_qlora.storage.files import find_special, why_not_writable
 log = logging.getLogger("fsdp_qlora")
 
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that block_expansion.py added
-# Module names that a wrapper puts into a parameter's path and that no weight file knows.
+# Module names that wrappers add to a parameter's path and that weight files do not have.
 _WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's or module's path as the weight files have it, without the wrappers around it."""
+    """A parameter's or module's path in the weight files, without wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -46,9 +46,9 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
     """Read a decoder-only model's configuration.
 
     Args:
-        trust_remote_code: run code that is in the folder, which is then named in the log.
+        trust_remote_code: run code from the folder; its files are named in the log.
     Raises:
-        UserError: config.json is absent or unreadable, the model is not decoder-only, or needs code of its own.
+        UserError: config.json is missing or unreadable, or the model is not decoder-only or needs its own code.
     """
     _check_model_type(folder / "config.json", name, trust_remote_code=trust_remote_code)
     if trust_remote_code:
@@ -58,7 +58,7 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except UserError:
         raise
-    except Exception as error:  # transformers raises most kinds here, by what is wrong in the file
+    except Exception as error:  # transformers raises many kinds here
         raise UserError(f"model_name {name}: its config.json cannot be used: {error}") from error
     own = getattr(config, "auto_map", None) or {} if trust_remote_code else {}
     is_causal = "AutoModelForCausalLM" in own or type(config) in AutoModelForCausalLM._model_mapping
@@ -75,7 +75,7 @@ def _own_code(folder: Path) -> str:
 
 
 def _one_process_at_a_time(*, enabled: bool) -> contextlib.AbstractContextManager[object]:
-    """transformers copies a model's code to a folder of its own before it runs it, without regard to other ranks."""
+    """A lock around transformers' copying of a model's code, which is not safe with several ranks."""
     if not enabled:
         return contextlib.nullcontext()
     folder = Path(HF_MODULES_CACHE)
@@ -89,19 +89,19 @@ def _one_process_at_a_time(*, enabled: bool) -> contextlib.AbstractContextManage
 
 def _needs_own_code(name: str, folder: Path) -> UserError:
     return UserError(
-        f"model_name {name} needs Python code of its own ({_own_code(folder)}), which is not run unless you say so. "
-        "Read that code; if you trust it, --trust_remote_code true runs it with your rights."
+        f"model_name {name} needs its own Python code ({_own_code(folder)}), which is not run by default. Read that "
+        "code; if you trust it, --trust_remote_code true runs it with your permissions."
     )
 
 
 def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None:
-    """Refuse what transformers would answer with a guess from the folder's name or a question at the terminal."""
+    """Refuse models for which transformers would guess from the folder name or ask at the terminal."""
     if special := find_special(path.parent):
-        raise UserError(f"model_name {name}: {special} is no regular file. Remove it from the model's folder.")
+        raise UserError(f"model_name {name}: {special} is not a regular file. Remove it from the model's folder.")
     if not path.is_file():
         raise UserError(
             f"model_name {name}: {path.parent} has no config.json, so it is not a model folder. Give a folder "
-            "that `save_pretrained` wrote or that was downloaded from the hub."
+            "written by `save_pretrained` or downloaded from the hub."
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -127,12 +127,12 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
     """Read the tokenizer of a model folder.
 
     Args:
-        trust_remote_code: run code that is in the folder.
+        trust_remote_code: run code from the folder.
     Raises:
-        UserError: the folder has none, or it needs code of its own.
+        UserError: the folder has no tokenizer, or it needs its own code.
     """
     try:
-        # Left open, transformers asks at the terminal whether to run a tokenizer's own code.
+        # Without an explicit trust_remote_code, transformers asks at the terminal whether to run a tokenizer's code.
         with _one_process_at_a_time(enabled=trust_remote_code):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except UserError:
@@ -188,13 +188,13 @@ def build_meta_model(
     """Build the model with every parameter on the meta device and every buffer real.
 
     Args:
-        attn_implementation: a transformers name, or "auto": the best one that the model and device support.
+        attn_implementation: a transformers name, or "auto" for the best one that the model and device support.
         dtype: of the parameters.
-        compute_dtype, device: decide what "auto" may take; flash-attn needs 16 bits and an Ampere GPU.
-        experts_implementation: of transformers; None takes its choice.
+        compute_dtype, device: restrict "auto": flash-attn needs 16 bits and an Ampere GPU.
+        experts_implementation: a transformers name; None for its default.
         trust_remote_code: build with code that came with the configuration.
     Raises:
-        UserError: the requested attention implementation cannot be used, or the sizes make no model.
+        UserError: the requested attention implementation cannot be used, or the configuration is inconsistent.
     """
     candidates = _attention_candidates(attn_implementation, config, compute_dtype, device)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -213,9 +213,8 @@ def build_meta_model(
             ) from error
         except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, AttributeError) as error:
             raise UserError(
-                f"The config.json of the {config.model_type} model describes one that cannot be built: "
-                f"{str(error).partition(chr(10))[0]}. "
-                "Download it again."
+                f"The {config.model_type} model described by config.json cannot be built: "
+                f"{str(error).partition(chr(10))[0]}. Download it again."
             ) from error
         model.tie_weights()
         model.config.use_cache = False
@@ -224,14 +223,14 @@ def build_meta_model(
 
 
 def warn_of_long_context(config: PretrainedConfig, context_length: int) -> None:
-    """Say so when rows may be longer than what the model was made for."""
+    """Warn if rows may be longer than the model supports."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and context_length > longest:
         log.warning("context_length %d is more than the model's own limit of %d positions.", context_length, longest)
 
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder blocks: of all module lists the one that holds the most parameters."""
+    """The decoder blocks: the module list with the most parameters."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise UserError(f"{type(model).__name__} has no list of decoder blocks, so it cannot be sharded by block.")
@@ -246,10 +245,10 @@ def block_linears(model: nn.Module) -> list[str]:
 
 
 def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
-    """The blocks that were added to a model.
+    """The blocks that block expansion added to a model.
 
     Raises:
-        UserError: the model has no record of any.
+        UserError: config.json does not record any.
     """
     found = getattr(config, NEW_BLOCKS, None)
     count = config.get_text_config().num_hidden_layers
@@ -257,7 +256,7 @@ def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
         return found
     raise UserError(
         f"{model_name}: its config.json does not say which blocks were added ({NEW_BLOCKS}: {found}). Make the model "
-        "with python -m fsdp_qlora expand M --out D."
+        "with python -m fsdp_qlora expand MODEL --out FOLDER."
     )
 
 

@@ -27,11 +27,11 @@ _MIN_FAILING_MINUTES = 30.0  # for which saving may fail before the run ends; th
 
 
 class Supervision:
-    """What guards a run, and what its loop tells about each step (training.trainer.Observer).
+    """What guards a run; also the training loop's observer (training.trainer.Observer).
 
-    The rule: a rank that fails tells the others, and says why, before it closes anything. The others wait for seconds
-    only, while closing may take minutes: the mirror's last copy, wandb. So `exits.told` is the innermost block, and
-    what is closed at leisure the outermost.
+    The rule: a rank that fails tells the others why before it closes anything. They wait for seconds only, while
+    closing the mirror (its last copy) or wandb may take minutes. So `exits.told` is the innermost block, and what
+    takes long to close is in the outermost.
 
     Attributes:
         control: for the trainer: whether to stop or save, and its heartbeat.
@@ -78,7 +78,7 @@ class Supervision:
 
     @contextlib.contextmanager
     def guarding(self, state: TrainState, identity: Mapping[str, Any], *, total_steps: int) -> Iterator["Supervision"]:
-        """Guard the training and the saving of its result in the block."""
+        """Guard the block: training, and saving its result."""
         config, path = self.config, self.folder.path
         self.status.update(total_steps=total_steps)
         sinks = config.pick(
@@ -90,15 +90,15 @@ class Supervision:
             **{name: redact_values(getattr(config, name)) for name in ("project_name", "name", "group", "entity")},
         )
         self._continue_metrics()
-        with self.control.catching_signals(), contextlib.ExitStack() as at_leisure:
+        with self.control.catching_signals(), contextlib.ExitStack() as closed_last:
             target = self.folder.request.mirror if self.ranks.is_rank_0 else None
-            self.metrics = at_leisure.enter_context(
+            self.metrics = closed_last.enter_context(
                 open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
             )
-            self.mirror = at_leisure.enter_context(contextlib.closing(Mirror(path, target)))
+            self.mirror = closed_last.enter_context(contextlib.closing(Mirror(path, target)))
             with exits.told(self.status, self.watchdog, memory_settings=self.memory_settings):
                 if self.start.saved_step >= 0:
-                    self.mirror.copy_later()  # a kill may have come before its copy
+                    self.mirror.copy_later()  # the previous start may have been killed before it was copied
                 self.saver = Saver(
                     self.folder.checkpoints,
                     state,
@@ -112,7 +112,7 @@ class Supervision:
         self.status.end("finished", None)
 
     def _continue_metrics(self) -> None:
-        """Let metrics.jsonl end at the checkpoint that the run starts from, before it is opened."""
+        """Cut metrics.jsonl at the checkpoint that the run starts from, before it is opened."""
         if not self.ranks.is_rank_0:
             return
         progress = Progress.from_dict(self.start.progress)
@@ -122,13 +122,13 @@ class Supervision:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the training in the block for hangs and lost ranks, and profile it where that was asked for."""
+        """Watch the training in the block for hangs and lost ranks, and profile it if requested."""
         self.profiler = open_profiler(self.config.pick(ProfilerOptions), rank=self.ranks.rank)
         with self.watchdog.watching():
             yield
         self.profiler.close()
 
-    # --- what the loop tells ---
+    # --- called by the training loop ---
 
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
         assert self.metrics is not None
@@ -146,7 +146,7 @@ class Supervision:
         return self.config.save_model and every > 0 and step % every == 0
 
     def beat_save(self) -> None:
-        """A sign of life for each tensor that is written: a large state takes its time."""
+        """Heartbeat for each tensor written: saving a large state is slow."""
         self.control.heartbeat.beat(self.control.heartbeat.step, "save")
 
     def save(self, progress: Progress) -> None:
@@ -154,7 +154,7 @@ class Supervision:
             return
         self.control.heartbeat.beat(progress.step, "save")
         before = self.saver.saved_step
-        self.metrics.flush()  # a checkpoint must not survive the records that it follows on
+        self.metrics.flush()  # a checkpoint must not outlive the records before it
         self.saver.save(progress)
         self.control.saved(self.saver.seconds)
         if self.saver.saved_step != before:
@@ -168,13 +168,13 @@ class Supervision:
         return f"the checkpoint of step {saved} is in {root}; the same command resumes from it"
 
     def finished(self, summary: Mapping[str, float]) -> None:
-        """Take the run's final values."""
+        """Log the run's final values."""
         assert self.metrics is not None
         self.metrics.summary(summary)
 
     @property
     def seconds(self) -> float:
-        """Since this start began to load."""
+        """Seconds since this start began to load."""
         return clock.elapsed() - self.started
 
     def _keep(self, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""The cache of quantized weights: what it holds, and making room."""
+"""Lists and prunes the cache of quantized weights."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from fsdp_qlora.units import format_bytes
 
 
 def list_entries(root: Path) -> list[dict[str, Any]]:
-    """What the cache holds, last used first."""
+    """The entries of the cache, most recently used first."""
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     entries = []
     for folder in folders:
@@ -42,7 +42,7 @@ def show_entries(root: Path, *, as_json: bool) -> None:
 
 
 def prune(root: Path, keys: list[str]) -> None:
-    """Remove entries, and what is left of broken ones; not what a run is writing.
+    """Remove entries and leftovers of damaged ones, except those that a run is writing.
 
     Raises:
         UserError: a key is not in the cache.
@@ -55,7 +55,7 @@ def prune(root: Path, keys: list[str]) -> None:
     for key in sorted(chosen):
         lock = try_lock(root / key)
         if lock is None:
-            print(f"{key} is being written by a run: left.")
+            print(f"{key} is being written by a run: not removed.")
             continue
         for folder in [root / key, *root.glob(f"{key}.*")]:
             if folder.is_dir():

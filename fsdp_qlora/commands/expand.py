@@ -1,8 +1,8 @@
-"""Block expansion (LLaMA Pro, Wu et al. 2024): copies of some decoder blocks that change nothing until they train.
+"""Block expansion (LLaMA Pro, Wu et al. 2024): adds copies of decoder blocks that are identities until trained.
 
 A new block is a copy of the block before it with zeros in the output projections of attention and MLP. It adds
-nothing to the residual stream, so the expanded model computes what the model did. Which blocks are new is written
-into config.json (models.NEW_BLOCKS).
+nothing to the residual stream, so the expanded model computes the same function. The indices of the new blocks are
+recorded in config.json (models.NEW_BLOCKS).
 """
 
 import logging
@@ -28,16 +28,16 @@ log = logging.getLogger("fsdp_qlora")
 
 
 class _Copy(NamedTuple):
-    """A tensor of the expanded model. zero: it is not copied but left at 0."""
+    """A tensor of the expanded model. zero: it is left at 0 instead of copied."""
 
     source: str
     zero: bool
 
 
 def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
-    """Write a model folder with `expansion_rate` times as many blocks more, which computes the same.
+    """Write a model folder with `expansion_rate` * blocks new blocks that computes the same function.
 
-    One piece of a tensor is in memory at a time, besides one block on which the identity is tried.
+    Memory holds one piece of a tensor at a time, and one block to check the identity.
 
     Raises:
         UserError: the model cannot be read or expanded, or `out` cannot be written.
@@ -66,12 +66,12 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
 
 
 def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
-    """For each block of the expanded model the block that it is or copies; a second one in a row is the copy.
+    """For each block of the expanded model its original block; the second of two equal numbers is the copy.
 
-    Copies are spread evenly, the last at the end: each closes a group of blocks of about the same size.
+    Copies are spread evenly, the last at the end: each ends a group of blocks of about the same size.
 
     Raises:
-        UserError: the rate adds no block, or more than there are.
+        UserError: the rate adds no block, or more blocks than the model has.
     """
     count = int(num_blocks * expansion_rate + 1e-9)
     if not 1 <= count <= num_blocks:
@@ -100,7 +100,7 @@ def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> Pretrain
             inside[name] = [value[origin] for origin in origins]
     inside[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(origins)
     content[models.NEW_BLOCKS] = _added(origins)
-    # _name_or_path is the folder's, and no business of the next reader.
+    # _name_or_path is a local path, of no use to others.
     content.pop("_name_or_path", None)
     return type(config).from_dict(content)
 
@@ -117,9 +117,9 @@ def _build_plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:
-    """Names, below the block, of the weights and biases that give attention's and the MLP's output.
+    """Names, below the block, of the weights and biases of the output projections of attention and MLP.
 
-    That is the last layer of each module of the block whose output is as wide as the residual stream.
+    In each module of the block that is the last layer whose output is as wide as the residual stream.
     """
     width = config.get_text_config().hidden_size
     names = []
@@ -147,7 +147,7 @@ def _plan_copies(
     origins: Sequence[int],
     zeros: dict[int, list[str]],
 ) -> dict[str, _Copy]:
-    """Name in the expanded model's files -> what it is made of."""
+    """Name in the expanded model's files -> its source."""
     blocks = models.find_blocks(model)
     path = next(path for path, module in model.named_modules() if module is blocks)
     sources = match_tensors(model, weight_files).sources
@@ -163,13 +163,13 @@ def _plan_copies(
             target = f"{path}.{index}.{block[2]}" if block else name
             if shapes.get(target) != old_shapes[name]:
                 raise UserError(
-                    f"The model's blocks are not of one kind, and {target} of the expanded model is not {name} of this "
-                    "one. Give an --expansion_rate that keeps blocks where they are, or another model."
+                    f"The model's blocks differ, and {target} of the expanded model has another shape than {name} of "
+                    "this one. Give an --expansion_rate that keeps the pattern of blocks, or another model."
                 )
             zero = block is not None and index is not None and block[2] in zeros.get(index, ())
             parts = list(weight_files.origins(source))
             for part in parts:
-                # Experts lie one by one in the files, under names of their own.
+                # Experts are separate tensors in the files, under their own names.
                 renamed = name if len(parts) == 1 and part == source else part
                 if block:
                     leaf = path.rpartition(".")[2]
@@ -179,10 +179,10 @@ def _plan_copies(
 
 
 def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
-    """Try on random values that a block with these weights at zero gives what it is given.
+    """Check on random values that a block with these weights at zero is an identity.
 
     Raises:
-        UserError: it does not.
+        UserError: it is not.
     """
     blocks = models.find_blocks(model)
     block = blocks[index]

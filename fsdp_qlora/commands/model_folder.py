@@ -1,4 +1,4 @@
-"""A model folder made from another one, a piece of a tensor in memory at a time."""
+"""Makes a model folder from another one, with one piece of a tensor in memory at a time."""
 
 import contextlib
 import logging
@@ -20,22 +20,22 @@ from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 
-_PIECE_BYTES = 64 * 2**20  # of a tensor; whole blocks of any quantizer in any type
+_PIECE_BYTES = 64 * 2**20  # whole blocks of any quantizer in any dtype
 
 
 def check_is_new(out: Path) -> None:
-    """Refuse a folder that holds something, before any work."""
+    """Refuse a folder that is not empty, before any work."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} is there already and not empty. Give another folder.")
+        raise UserError(f"--out {out} exists already and is not empty. Give another folder.")
 
 
 @contextlib.contextmanager
 def new_model_folder(out: Path, source: Path, *, with_code: bool = False) -> Iterator[Path]:
-    """A folder with the small files of `source` but its config.json. When the block has ended it becomes `out`.
+    """A folder with the small files of `source` except config.json. It becomes `out` at the end of the block.
 
     Args:
-        out: absent or empty. After a failure nothing is left of it.
-        with_code: Python files too.
+        out: absent or empty. After a failure nothing remains of it.
+        with_code: copy Python files too.
     Raises:
         UserError: it cannot be written.
     """
@@ -53,7 +53,7 @@ def new_model_folder(out: Path, source: Path, *, with_code: bool = False) -> Ite
 
 @contextlib.contextmanager
 def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> Iterator[PackedFiles]:
-    """The safetensors files of a new model folder, all zeros, to write into. Raises UserError where they do not fit."""
+    """New safetensors files of zeros in a model folder, to write into. Raises UserError if they do not fit on disk."""
     files, free = PackedFiles(folder, forms), free_disk(folder)
     if free < files.num_bytes:
         raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
@@ -65,10 +65,10 @@ def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> Iterator[Packe
 def read_pieces(
     weight_files: WeightFiles, sources: Mapping[str, str], title: str
 ) -> Iterator[tuple[str, TensorSlice, torch.Tensor]]:
-    """Tensors in pieces of bounded size, read ahead, with a bar on a terminal.
+    """Yield tensors in pieces of bounded size, read ahead, with a progress bar on a terminal.
 
     Args:
-        sources: name of a new tensor -> name of the one in `weight_files` that it is made of.
+        sources: name of a new tensor -> name of its source in `weight_files`.
     """
     jobs = [(name, part) for name, source in sources.items() for part in _pieces(weight_files, source)]
     total = sum((part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs)

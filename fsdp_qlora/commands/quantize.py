@@ -1,4 +1,4 @@
-"""A model saved in 4 bits ahead of time."""
+"""Saves a model in 4 bits ahead of time."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger("fsdp_qlora")
 def quantize_model(
     model_name: str, out: Path, *, quant_type: str, double_quant: bool, trust_remote_code: bool = False
 ) -> None:
-    """Write a model folder in 4 bits: what a run with train type qlora would quantize.
+    """Write a model folder in 4 bits, with the weights quantized that a qlora run would quantize.
 
     Raises:
         UserError: the model cannot be read or is quantized already, or `out` cannot be written.
@@ -56,7 +56,7 @@ def _build_quantized_model(
     config: PretrainedConfig, name: str, *, quant_type: str, double_quant: bool, trust_remote_code: bool
 ) -> PreTrainedModel:
     if take_settings(config, name):
-        raise UserError(f"model_name {name} is quantized to 4 bits already; train.py takes it as it is.")
+        raise UserError(f"model_name {name} is quantized to 4 bits already; train.py can load it as it is.")
     model = models.build_meta_model(
         config,
         attn_implementation="auto",
@@ -70,8 +70,8 @@ def _build_quantized_model(
     quantize_linears(model, linears, "bnb_4bit", **options)
     if quantize_experts(model, experts, "bnb_4bit", **options):
         log.info(
-            "The experts are in 4 bits too, for which bitsandbytes has no format: train.py loads what is saved here, "
-            "transformers does not."
+            "The experts are in 4 bits too, for which bitsandbytes has no format: train.py can load the saved model, "
+            "transformers cannot."
         )
     return model
 
@@ -108,7 +108,7 @@ def _write_codes(
 def _write_statistics(
     files: PackedFiles, weight: str, layer: Bnb4bitWeight, absmax: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    """Write all that belongs to a quantized weight but its codes. dtype: of the weight before."""
+    """Write the parts of a quantized weight other than its codes. dtype: of the unquantized weight."""
     contents = {"absmax": absmax}
     if layer.double_quant:
         contents["absmax"], contents["nested_absmax"] = layer.quantize_absmax(absmax)
@@ -120,7 +120,7 @@ def _write_statistics(
 
 
 def _describe(model: PreTrainedModel, *, quant_type: str, double_quant: bool) -> dict[str, Any]:
-    """What config.json says of the quantization."""
+    """The quantization_config for config.json."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=quant_type,

@@ -1,7 +1,7 @@
-"""Where a run's numbers go: a table of sinks, and the log that feeds them.
+"""A run's metrics: the table of sinks, and the log that feeds them.
 
-`metrics.jsonl` is the record and is always written. The other sinks are for people, and none of them may
-stop or stall training: wandb most of all, which is reached over a network (see wandb_sink.py).
+`metrics.jsonl` is the complete record and is always written. No other sink may stop or stall training, least of all
+wandb, which needs a network (see wandb_sink.py).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Pace:
 
 
 class MetricLog:
-    """Hands each record to every sink. Without sinks (all ranks but 0) every call does nothing.
+    """Passes each record to every sink. Without sinks (on all ranks but 0) every call does nothing.
 
-    As a context manager it closes itself, and marks the run as failed when an exception leaves the block.
+    As a context manager it closes itself, and marks the run as failed if an exception leaves the block.
     """
 
     def __init__(self, sinks: Sequence[Sink], *, total_steps: int) -> None:
@@ -71,7 +71,7 @@ class MetricLog:
         self.close(exit_code=0 if exception_type is None else 1)
 
     def step(self, record: Record) -> None:
-        """Log one optimizer step: a record with the keys of metrics.jsonl (design, section 3)."""
+        """Log one optimizer step: the record that `Trainer.train_step` returns."""
         if not self._sinks:
             return
         record = plain(record)
@@ -84,8 +84,8 @@ class MetricLog:
         if self._pace.num_steps == 3 and num_left and seconds_per_step and eta_seconds:
             self.say(
                 f"Estimated time: {_clock(self._pace.elapsed_seconds + eta_seconds)} in total, "
-                f"{_clock(eta_seconds)} to go ({num_left:,} steps of {seconds_per_step:.2f} s; "
-                f"evaluation and saving come on top)."
+                f"{_clock(eta_seconds)} left ({num_left:,} steps of {seconds_per_step:.2f} s; "
+                f"evaluation and saving not included)."
             )
 
     def evaluation(self, record: Record) -> None:
@@ -98,12 +98,12 @@ class MetricLog:
         self.say(_line(record, ("step", *EVALUATION_COLUMNS)))
 
     def say(self, text: str) -> None:
-        """Print a line for people that does not break the progress bar. Rank 0 only."""
+        """Print a line without breaking the progress bar. Rank 0 only."""
         if self._sinks:
             log.info(text)
 
     def flush(self) -> None:
-        """Make every record so far durable: a checkpoint must not survive what it follows on."""
+        """Make every record so far durable: a checkpoint must not outlive the records before it."""
         for sink in self._sinks:
             sink.flush()
 
@@ -121,13 +121,13 @@ class MetricLog:
 
 
 def refuse_sinks(names: Sequence[str]) -> None:
-    """Raise UserError where `log_to` names what is unknown or not installed: before anything is loaded."""
+    """Raise UserError if `log_to` names an unknown sink or one that is not installed, before anything is loaded."""
     if errors := check_sinks(names):
         raise UserError("\n".join(errors))
 
 
 def check_sinks(names: Sequence[str]) -> list[str]:
-    """What is wrong with `log_to`; an empty list when all is well."""
+    """The errors in `log_to`."""
     errors = []
     for name in names:
         if name not in SINKS:
@@ -145,7 +145,7 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     Args:
         is_rank_0: only rank 0 opens anything; the other ranks get a log that does nothing.
     Raises:
-        UserError: an unknown sink, or wandb is asked for and not installed. Nothing was opened.
+        UserError: a sink is unknown or not installed. Nothing has been opened.
     """
     refuse_sinks(sinks)
     if not is_rank_0:
@@ -156,10 +156,10 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     return MetricLog([SINKS[sink](options) for sink in names], total_steps=options.total_steps)
 
 
-# --- text for people -----------------------------------------------------------------------------------
+# --- text output ---------------------------------------------------------------------------------------
 
 
-# Formats of one record for people. A column whose key is not in the record is left out.
+# Text format of each key of a record. A column whose key is not in the record is left out.
 COLUMNS: dict[str, str] = {
     "step": "step {}",
     "epoch": "epoch {:.2f}",
@@ -199,7 +199,7 @@ def _clock(seconds: float) -> str:
 class JsonlSink(Sink):
     """metrics.jsonl: one JSON object per record, in the file as soon as the call returns.
 
-    What a full disk does not take is kept and written with the next record, so the file has no holes.
+    If the disk is full, lines are held and written with the next record, so the file has no gaps.
     """
 
     def __init__(self, options: SinkOptions) -> None:
@@ -227,10 +227,10 @@ class JsonlSink(Sink):
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         error = self._write_pending()
         if error and not was_behind:
-            log.info(f"{METRICS_FILE} cannot be written ({error}). Its lines are kept, and written when there is room.")
+            log.info(f"{METRICS_FILE} cannot be written ({error}). Its lines are held and written when possible.")
 
     def _write_pending(self) -> str | None:
-        """Write what there is, a part of it if need be; returns what stopped it."""
+        """Write as many pending bytes as possible; returns the error that stopped it, if any."""
         try:
             while self._pending:
                 self._pending = self._pending[os.write(self._descriptor, self._pending) :]
@@ -240,18 +240,18 @@ class JsonlSink(Sink):
 
 
 def copy_metrics(source: Path, output_dir: Path) -> None:
-    """Begin metrics.jsonl with that of the run that is gone on from, where it has one."""
+    """Start metrics.jsonl as a copy of the parent run's, if there is one."""
     if (source / METRICS_FILE).is_file():
         shutil.copyfile(source / METRICS_FILE, output_dir / METRICS_FILE)
 
 
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
-    """Take out of metrics.jsonl, in one go, what came after a checkpoint: it is going to come again.
+    """Remove the records after a checkpoint from metrics.jsonl, atomically: the run will write them again.
 
     Lines that are no records go to METRICS_SET_ASIDE, and a line for people says so: they stop nobody.
 
     Args:
-        step: the checkpoint's. last_eval_step: after which was last evaluated when it was saved.
+        step: of the checkpoint. last_eval_step: of the last evaluation before the checkpoint was saved.
     """
     path = output_dir / METRICS_FILE
     if not path.exists():
@@ -292,13 +292,13 @@ def _set_aside(output_dir: Path, lines: Mapping[int, bytes]) -> None:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove what a machine that died in mid-write left after the last newline."""
+    """Remove an incomplete last line, left by a crash in the middle of a write."""
     if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
         os.truncate(path, content.rfind(b"\n") + 1)
 
 
 class _Lines:
-    """Makes each state of a bar a line of its own, for a file or a pipe."""
+    """A stream that writes each state of a bar as a separate line, for a file or a pipe."""
 
     def write(self, text: str) -> None:
         if text.strip():
@@ -326,7 +326,7 @@ class TqdmSink(Sink):
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
         step = record["step"]
-        if self._is_new:  # a resumed run starts in the middle, and must not count what it has not done
+        if self._is_new:  # a resumed run starts in the middle; earlier steps must not count towards the pace
             self._bar.initial = self._bar.n = self._bar.last_print_n = step - 1
             self._is_new = False
         self._bar.set_postfix_str(" ".join(_line(record, BAR_COLUMNS).split()), refresh=False)

@@ -1,4 +1,4 @@
-"""torch's profiler around the training steps, under the 2024 program's flags."""
+"""torch's profiler for the training steps, with the 2024 program's flags."""
 
 import logging
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class MemoryLog:
 
 
 class Profiler:
-    """Calls `step` after each training step; does nothing unless it was enabled."""
+    """torch's profiler, to be told of each training step; does nothing unless enabled."""
 
     def __init__(self, profiler: profile | None = None, output: Path | None = None) -> None:
         self._profiler, self._output = profiler, output
@@ -54,10 +54,10 @@ class Profiler:
 
 @dataclass(frozen=True)
 class ProfilerOptions:
-    """When and what to profile, as the 2024 program named it.
+    """When and what to profile, with the 2024 program's names.
 
-    wait_steps: skipped at the start of a cycle, where `repeat` is above 0. profiling_frequency: steps of a cycle, where
-    `repeat` is 0 and cycles repeat to the end.
+    wait_steps: steps skipped at the start of a cycle, if `repeat` is above 0. profiling_frequency: steps of a cycle,
+    if `repeat` is 0 and cycles repeat to the end.
     """
 
     profile: bool

@@ -1,4 +1,4 @@
-"""What every sink is made of: its base class, what it is told about the run, and how numbers are put."""
+"""What all sinks share: the base class, their options, and conversion of numbers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ METRICS_SET_ASIDE = "metrics.jsonl.set_aside"  # lines of it that are no records
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """What a sink may need to know about the run; all of it is written out, so it must hold no secrets.
+    """Facts about the run for its sinks, which publish them, so they must contain no secrets.
 
-    output_dir: gets metrics.jsonl (appended to) and wandb's files in `wandb/`. total_steps: optimizer steps of the
+    output_dir: for metrics.jsonl (appended to) and wandb's files in `wandb/`. total_steps: optimizer steps of the
     whole run. config: the resolved options, shown in wandb. project_name, name, group, entity: wandb's; None leaves
-    each to wandb and its environment variables. run_id: the same for every start of a run, which wandb then continues.
+    each to wandb and its environment variables. run_id: the same for every start of a run, so that wandb resumes it.
     """
 
     output_dir: Path
@@ -34,26 +34,26 @@ class SinkOptions:
 
 
 class Sink:
-    """A place where numbers go. A sink overrides what it has a use for."""
+    """A destination of the run's numbers. A sink overrides the methods it needs."""
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
-        """Take one optimizer step's record; `eta_seconds` is None until the pace is known."""
+        """Log one optimizer step's record; `eta_seconds` is None until the pace is known."""
 
     def evaluation(self, record: Record) -> None:
-        """Take one evaluation's record."""
+        """Log one evaluation's record."""
 
     def flush(self) -> None:
-        """Make what was taken so far survive a power cut, where that is in the sink's hands."""
+        """Make all records so far survive a power cut, as far as the sink can."""
 
     def summary(self, values: Record) -> None:
-        """Take the run's final values."""
+        """Log the run's final values."""
 
     def close(self, exit_code: int) -> None:
-        """Let go of everything; 0 marks the run as finished, anything else as failed."""
+        """Close the sink; exit code 0 marks the run as finished, any other as failed."""
 
 
 def plain(value: Any) -> Any:
-    """Turn a record into what JSON holds: NaN and infinities become None, 0-d arrays become numbers."""
+    """Convert a record to JSON types: NaN and infinities become None, 0-d arrays become numbers."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -180,7 +180,7 @@ def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
     ends(log.close)
     recover(server)
     assert len([line for line in lines if "wandb" in line]) == 2  # the run's address, and this one
-    assert "the run is not complete there" in lines[-1]
+    assert "the run there is incomplete" in lines[-1]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7
     assert server.run.rows == []
     sync(lines[-1])
@@ -225,7 +225,7 @@ def test_a_server_in_trouble_at_the_start_is_given_up_and_the_run_can_be_uploade
     ("why", "says"),
     [
         ("no key", "no API key for 127.0.0.1: `wandb login` or WANDB_API_KEY"),
-        ("asked", "as asked by WANDB_MODE"),
+        ("asked", "requested by WANDB_MODE"),
         ("no network", "no connection to 127.0.0.1:"),
     ],
 )
@@ -342,7 +342,7 @@ def test_a_wandb_that_hangs_does_not_hold_up_a_step(
 
     ends(steps)  # before wandb has taken the first record
     is_over.set()
-    assert len([line for line in lines if "it has not taken the last 4 records" in line]) == 1
+    assert len([line for line in lines if "it has not accepted the last 4 records" in line]) == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20
 
 
@@ -370,7 +370,7 @@ def test_training_is_the_same_over_a_kill_and_an_outage_and_wandb_has_every_step
     server.status = 200
     assert_same(output_dir)
     said = [line for line in job.output().splitlines() if "wandb sync" in line]
-    assert len(said) == 1 and "the run is not complete there" in said[0]
+    assert len(said) == 1 and "the run there is incomplete" in said[0]
     sync(said[0])
     assert_complete(server.run, output_dir)
     run_id = json.loads((output_dir / "run.json").read_text())["run_id"]

@@ -78,7 +78,7 @@ def test_the_script_refuses_with_status_2(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for options, says in (
-        ({"output_dir": tmp_path / "full"}, "is there already and not empty"),
+        ({"output_dir": tmp_path / "full"}, "exists already and is not empty"),
         ({"output_dir": tmp_path / "new"}, "--expansion_rate 0.1 would add 0 blocks to the model's 2"),
     ):
         monkeypatch.setattr(sys, "argv", ["block_expansion.py", *flags(model_name=models(), **options)])

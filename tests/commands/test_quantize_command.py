@@ -73,7 +73,7 @@ def test_a_mixture_of_experts_is_saved_for_train_py_with_what_a_run_quantizes(
     source, out = models(family, **FAMILIES[family]), tmp_path / "model"
     caplog.set_level("INFO", "fsdp_qlora")
     assert main(["quantize", str(source), "--out", str(out)]) == 0
-    assert "train.py loads what is saved here, transformers does not" in caplog.text
+    assert "train.py can load the saved model, transformers cannot" in caplog.text
     common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "fp32"}
     ours = train_ok(2, tmp_path / "ours", model_name=source, **common)
     saved = train_ok(2, tmp_path / "saved", model_name=out, **common)
@@ -95,7 +95,7 @@ def test_bad_input_is_said_and_leaves_nothing(
         (): "a command is needed",
         ("quantise",): "no command is named 'quantise'",
         ("quantize",): "Give MODEL and --out DIR",
-        ("quantize", str(models()), "--out", str(tmp_path / "full")): "full is there already and not empty",
+        ("quantize", str(models()), "--out", str(tmp_path / "full")): "full exists already and is not empty",
         ("quantize", "./absent", "--out", str(tmp_path / "out")): "there is no such folder",
         ("expand", str(models()), "--out", str(tmp_path / "out")): "would add 0 blocks to the model's 2",
         ("cache", "--prune", "absent", "--quant_cache", str(tmp_path / "cache")): "has no entry absent",

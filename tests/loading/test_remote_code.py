@@ -51,7 +51,7 @@ def test_own_code_runs_only_when_asked_for(model: bool, models: Models, tmp_path
     common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(4)), "lr": 1e-3, "precision": "fp32"}
     statuses, output = run_ranks(1, flags(model_name=folder, output_dir=tmp_path / "out", **common), tmp_path / "logs")
     if model:
-        assert statuses == [2] and "needs Python code of its own" in output and "--trust_remote_code true" in output
+        assert statuses == [2] and "needs its own Python code" in output and "--trust_remote_code true" in output
     assert not marker.exists()
     output = train_ok(2, tmp_path / "own", model_name=folder, trust_remote_code=True, **common)
     assert marker.exists() and "Code that comes with the model runs if it is needed (--trust_remote_code)" in output

@@ -150,7 +150,7 @@ def test_lines_that_a_full_disk_does_not_take_come_later_and_in_order(tmp_path, 
             log.step(record(step))
     assert [one["step"] for one in read_jsonl(tmp_path)] == [1, 2, 3, 4]
     assert [line for line in lines if "metrics.jsonl" in line] == [
-        "metrics.jsonl cannot be written (No space left on device). Its lines are kept, and written when there is room."
+        "metrics.jsonl cannot be written (No space left on device). Its lines are held and written when possible."
     ]
 
 
@@ -177,7 +177,7 @@ def test_total_time_is_estimated_once_after_three_steps_without_the_first(tmp_pa
         assert len(lines) == (step >= 3)
     log.close()
     # 60 + 2 + 2 s have passed, 100 steps of 2 s are left
-    assert lines[0].startswith("Estimated time: 0:04:24 in total, 0:03:20 to go (100 steps of 2.00 s")
+    assert lines[0].startswith("Estimated time: 0:04:24 in total, 0:03:20 left (100 steps of 2.00 s")
 
 
 def test_stdout_has_one_aligned_line_per_step(tmp_path, capsys):

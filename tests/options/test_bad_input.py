@@ -63,7 +63,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "model that needs code of its own": (
         {"model_name": "remote_code"},
-        ["model_name remote_code needs Python code of its own", "--trust_remote_code true runs it with your rights"],
+        ["model_name remote_code needs its own Python code", "--trust_remote_code true runs it with your permissions"],
     ),
     "encoder-decoder model": ({"model_name": "t5"}, ["model_name t5", "'t5'", "not a decoder-only", "llama"]),
     "target modules that match nothing": (
