@@ -1,4 +1,4 @@
-"""What the benchmarks share: our trainer built as train.py builds it, random weights, and the machine's name."""
+"""Shared by the benchmarks: our trainer, built as in train.py, random weights, and a description of the machine."""
 
 import json
 import os
@@ -30,14 +30,14 @@ from fsdp_qlora.planning.plan import Plan, build_plan
 from fsdp_qlora.sharding import byte_account
 from fsdp_qlora.training.trainer import Trainer
 
-_CHUNK = 2**24  # random weights made at a time
+_CHUNK = 2**24  # random weights generated at a time
 
 
 class RandomWeights(WeightFiles):
-    """Stands in for a model's files: normal weights made on the device, a pure function of name and seed.
+    """Replaces a model's files: normally distributed weights generated on the device from name and seed.
 
-    Like a file it gives any part of any tensor, so the package's loader runs on it unchanged and the whole
-    model never exists. Vectors (the scales of norms) are ones.
+    Like a file it returns any part of any tensor, so the package's loader works unchanged and the whole model is
+    never in memory. Vectors (the scales of norms) are ones.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ def build_run(
     *,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> Run:
-    """Load a model and build its trainer as train.py does; all rows are one step's.
+    """Load a model and build its trainer as train.py does; all rows belong to one step.
 
     Args:
         on_phase: called with a name after each phase.
@@ -113,7 +113,7 @@ def build_run(
 
 
 def random_rows(num_rows: int, length: int, vocab_size: int, *, masked: int, seed: int) -> TokenizedRows:
-    """Rows of random tokens, the first `masked` of each not learned, as a prompt is not."""
+    """Rows of random tokens; the first `masked` of each are not learned, like a prompt."""
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
     learned = np.zeros((num_rows, length), dtype=bool)
     learned[:, masked:] = True
@@ -122,7 +122,7 @@ def random_rows(num_rows: int, length: int, vocab_size: int, *, masked: int, see
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions, for the results' readers."""
+    """Hardware and versions, to be stored with the results."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -145,7 +145,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def write_results(path: str, command: str, result: dict[str, Any]) -> None:
-    """Write a result as JSON, with the command that made it and the day."""
+    """Write a result as JSON, with its command and date."""
     record = {"command": command, "date": time.strftime("%Y-%m-%d"), **result}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record, indent=2) + "\n")

@@ -1,13 +1,13 @@
-"""DoRA against plain LoRA on one linear layer, and PEFT's DoRA beside it: `python benchmarks/dora.py`.
+"""DoRA against plain LoRA on one linear layer, and PEFT's versions for comparison: `python benchmarks/dora.py`.
 
 One process on the CPU, fp32. The layers take turns on the same input, a forward and a backward pass each:
 
 - lora, dora: the package's layers on its 4-bit layer (NF4, double quantization);
 - peft lora, peft dora: PEFT's on bitsandbytes' Linear4bit, which decodes in bf16.
 
-Peak memory is counted by the profiler, from the first tensor of the forward pass to the end of the backward pass,
-what is alive before it (weights, input) left out. Exit status 1 if dora takes more than 1.15 times lora's time (median
-of the ratios of neighbouring steps), or if its peak is a decoded weight, or more, above lora's.
+Peak memory is counted by the profiler from the first tensor of the forward pass to the end of the backward pass,
+without the tensors alive before (weights, input). Exits with 1 if dora takes more than 1.15 times lora's time (median
+of the ratios of neighbouring steps), or if its peak exceeds lora's by a decoded weight or more.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def quantized_linear(linear: nn.Linear, mesh: DeviceMesh) -> Bnb4bitLinear:
-    """The package's 4-bit layer, its one shard gathered."""
+    """The package's 4-bit layer, gathered from its single shard."""
     layer = Bnb4bitLinear(linear, quant_type="nf4", double_quant=True, compute_dtype=torch.float32)
     layer.to_empty(device="cpu")
     for name, parameter in list(layer.named_parameters()):
@@ -93,14 +93,14 @@ def step(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def seconds_of(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds on the clock, and of this process on a core, which other programs change less."""
+    """Wall-clock seconds, and CPU seconds of this process, which depend less on other programs."""
     started, cpu_started = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - started, time.process_time() - cpu_started
 
 
 def peak_bytes(work: Callable[[], None]) -> int:
-    """Most bytes of tensors that `work` has alive at once, beyond those alive before."""
+    """Peak bytes of tensors alive at once during `work`, beyond those alive before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     alive = peak = 0

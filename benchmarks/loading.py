@@ -1,14 +1,14 @@
 """Seconds and peak memory of loading a model, first and second start and transformers: `python benchmarks/loading.py`.
 
-Makes a random bf16 llama in several files, then loads it in fresh processes, each with the files dropped from the
-system's cache before:
+Makes a random bf16 llama in several files, then loads it in fresh processes. The files are dropped from the page
+cache before each:
 
 - off: ours without a cache of quantized weights;
 - first: ours, which writes the cache;
 - second: ours from the cache;
 - transformers: AutoModelForCausalLM.from_pretrained with bitsandbytes 4-bit, in one process.
 
-Memory is the growth of a rank's peak resident memory while loading; the shards themselves are in it on a CPU.
+Memory is the growth of a rank's peak resident memory while loading; on a CPU it includes the shards themselves.
 Exits with 1 if the second start does not load at least 3 times faster than the first, or if a rank's memory grows by
 more than its shard of the quantized bytes and 350 MB.
 """
@@ -125,7 +125,7 @@ def measure_transformers(folder: Path) -> None:
 
 
 def forget(*folders: Path) -> None:
-    """Drop files from the system's cache, so that the next reader finds them on the disk."""
+    """Drop files from the page cache, so that the next reader reads them from disk."""
     os.sync()
     for path in (path for folder in folders if folder.is_dir() for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:

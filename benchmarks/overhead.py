@@ -6,8 +6,8 @@ turns, one optimizer step each:
 - ours: `Trainer.train_step` on a model built, sharded and loaded by the package's own functions, its batches
   collated and its numbers checked and reduced in the step, as in a real run;
 - hand-written: transformers + PEFT + bitsandbytes' Linear4bit, AdamW, clipping, batches made in advance, and
-  logits only where there is a target, as in our step. The ratio to this one decides;
-- hand-written, all logits: the same loop as it is mostly found, with the logits of every position.
+  logits only at positions with a target, as in our step. The limit applies to the ratio to this one;
+- hand-written, all logits: the same loop in its most common form, with the logits of every position.
 
 Exits with 1 if ours takes more than 1.05 times the hand-written step (medians), or if the losses differ.
 """
@@ -67,7 +67,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def make_checkpoint(folder: Path, args: argparse.Namespace) -> LlamaConfig:
-    """Save a random llama, which every loop then reads."""
+    """Save a random llama for all loops."""
     config = LlamaConfig(
         vocab_size=args.vocab,
         hidden_size=args.hidden,
@@ -103,7 +103,7 @@ def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argpa
 
 
 def load_reference(folder: Path) -> nn.Module:
-    """The model as a user of transformers, PEFT and bitsandbytes sets it up, with our adapters' first values."""
+    """The model as a user of transformers, PEFT and bitsandbytes sets it up, with our adapters' initial values."""
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -155,7 +155,7 @@ def hand_written_step(
 
 @dataclass
 class Record:
-    """What the steps of one loop took, in wall time and in CPU time of this process, and their losses."""
+    """Wall time and CPU time of the steps of one loop, and their losses."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Record:
 
 
 def take_turns(steps: dict[str, Step], *, rounds: int) -> dict[str, Record]:
-    """Run one step of each loop in turn, another one first in every round."""
+    """Run one step of each loop in turn, starting with another loop in every round."""
     records = {name: Record() for name in steps}
     names = list(steps)
     for index in range(rounds):
@@ -178,7 +178,7 @@ def take_turns(steps: dict[str, Step], *, rounds: int) -> dict[str, Record]:
 
 
 def compare(records: dict[str, Record], *, warmup_steps: int) -> dict[str, dict[str, float]]:
-    """Of each loop: medians, ratios of ours to it, and the largest relative difference of its losses to ours."""
+    """For each loop: medians, the ratio of ours to it, and the largest relative difference of its losses to ours."""
     ours = records["ours"]
     table = {}
     for name, other in records.items():
@@ -191,7 +191,7 @@ def compare(records: dict[str, Record], *, warmup_steps: int) -> dict[str, dict[
             "fastest_step_seconds": min(other.seconds[warmup_steps:]),
             "median_cpu_seconds": cpu,
             "ratio": ours_wall / wall,
-            # These two move less when other programs take the cores: neighbouring steps see the same load.
+            # These two vary less when other programs use the cores: neighbouring steps see the same load.
             "paired_ratio": statistics.median(
                 mine / theirs
                 for mine, theirs in zip(ours.seconds[warmup_steps:], other.seconds[warmup_steps:], strict=True)
@@ -207,7 +207,7 @@ def compare(records: dict[str, Record], *, warmup_steps: int) -> dict[str, dict[
 
 
 def print_table(table: dict[str, dict[str, float]]) -> None:
-    """Times in milliseconds; ratios are of our step to the row's."""
+    """Print times in milliseconds, and the ratio of our step to each row's."""
     columns = {"median ms": 10, "fastest": 9, "CPU ms": 9, "ratio": 8, "paired": 8, "CPU ratio": 11}
     columns |= {"first loss": 12, "last loss": 11, "difference": 12}
     print(" " * 26 + "".join(f"{name:>{width}}" for name, width in columns.items()))

@@ -1,8 +1,7 @@
-"""Every train type on a real model and real rows: the held-out loss before and after, beside the unquantized base.
+"""Every train type on a real model and real rows: held-out loss before and after, compared with the unquantized base.
 
-Each row is a run of train.py on two ranks from the same weights, rows and seed. The loss before the first step is that
-of the base as it is stored (an adapter starts from zero), so its distance from the first row's is what quantization
-costs.
+Each row is a run of train.py on two ranks from the same weights, rows and seed. An adapter starts at zero, so the loss
+before the first step is the stored base's, and its difference from the first row's is the cost of quantization.
 
     python benchmarks/train_types.py --model_name demo/model --dataset rows.jsonl --output results.json
 """
@@ -43,7 +42,7 @@ RUNS: dict[str, dict[str, object]] = {
 
 
 def measure(options: dict[str, object], arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
-    """One run; its losses and what it stores. Raises subprocess.CalledProcessError with its output when it fails."""
+    """One run: its losses and the size of its files. Exits with the run's output if it fails."""
     common = {
         "model_name": arguments.model_name,
         "dataset": arguments.dataset,
