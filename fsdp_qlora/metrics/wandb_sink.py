@@ -162,7 +162,7 @@ def wandb_problem() -> str | None:
         return "wandb is not installed"
     numbers = [int(number) for number in re.findall(r"\d+", version)[:2]]
     if numbers < [int(number) for number in WANDB_FLOOR.split(".")]:
-        return f"wandb {version} is installed, and a version this old can stall training"
+        return f"wandb {version} is installed and is too old: it can stall training"
     return None
 
 
