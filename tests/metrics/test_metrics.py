@@ -230,7 +230,7 @@ def test_missing_wandb_is_an_error_before_the_model_is_looked_for(tmp_path, monk
     monkeypatch.setattr(wandb_sink.importlib.metadata, "version", find_nothing)
     config = TrainConfig(log_to=("wandb",), model_name=str(tmp_path / "no_model"))
     with pytest.raises(UserError, match=r"wandb is not installed.*pip install 'wandb>=0.31'"):
-        make_plan(config, read_ranks())
+        make_plan(config, read_ranks(), None)
 
 
 def test_a_wandb_that_could_stall_training_is_refused(monkeypatch):
