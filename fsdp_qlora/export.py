@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.adapters.first_values import saved_parameters
-from fsdp_qlora.checkpointing.publishing import cannot_save, publish, write_with_room
+from fsdp_qlora.checkpointing.publishing import cannot_save, publish_files, write_with_room
 from fsdp_qlora.checkpointing.result import record_result
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.models import canonical_name, persistent_buffers
@@ -75,7 +75,7 @@ class _LargeResult:
             self.staging.rmdir()
 
         if self.is_rank_0:
-            publish(self.output_dir, write_all)
+            publish_files(self.output_dir, write_all)
 
 
 def save_adapter(
@@ -91,7 +91,7 @@ def save_adapter(
         record_result(folder)
 
     if is_rank_0:
-        publish(output_dir, write)
+        publish_files(output_dir, write)
 
 
 def save_model(

@@ -23,7 +23,7 @@ from fsdp_qlora.metrics.profiling import MemoryLog, ProfilerOptions, open_profil
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.redact import redact_values
 
-_MIN_FAILING_MINUTES = 30.0  # for which saving may fail before the run ends; three times --save_minutes if longer
+_MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
 
 
 class Supervision:
@@ -57,7 +57,7 @@ class Supervision:
             start_step=start.step,
             step=start.step,
             saved_step=start.saved_step,
-            deaths=start.deaths,
+            deaths=start.failed_starts,
             seconds=start.used_seconds,
             reason=None,
             exit_code=None,
@@ -103,7 +103,7 @@ class Supervision:
                     self.folder.checkpoints,
                     state,
                     self.ranks,
-                    about=identity,
+                    identity=identity,
                     save_total_limit=config.save_total_limit,
                     saved_step=self.start.saved_step,
                     max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),

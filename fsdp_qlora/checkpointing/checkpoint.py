@@ -1,8 +1,8 @@
-"""A run's checkpoints on disk: folders that are whole or not there, with a hash of every file.
+"""A run's checkpoints on disk: folders that are complete or absent, with a hash of every file.
 
 CHECKPOINTS/step_NNNNNN holds state.json, safetensors files and manifest.json, which has the size and SHA-256 of the
 others and is written last. A folder is written as .step_NNNNNN.writing, flushed, and then renamed, so a reader never
-sees half of one. What is found damaged is renamed to step_NNNNNN.set_aside.
+sees a partial checkpoint. A damaged one is quarantined: renamed to step_NNNNNN.set_aside.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _CHUNK_BYTES = 2**22
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint is not what was written."""
+    """A checkpoint has changed since it was written."""
 
 
 # --- the folders ---
@@ -42,7 +42,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint's name tells; None where it was given another name."""
+    """The step in a checkpoint's name; None if it was renamed."""
     match = _STEP_NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -56,13 +56,13 @@ def published(root: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def were_set_aside(root: Path) -> list[Path]:
-    """The folders that are no longer used, oldest first."""
+def quarantined(root: Path) -> list[Path]:
+    """The quarantined checkpoints, oldest first."""
     return sorted(root.glob(f"step_*{_SET_ASIDE}"))
 
 
-def set_aside(folder: Path) -> Path:
-    """Take a checkpoint out of use, under a name that says so; its bytes stay."""
+def quarantine(folder: Path) -> Path:
+    """Rename a checkpoint so that it is no longer used; its files stay."""
     target = folder.with_name(folder.name + _SET_ASIDE)
     shutil.rmtree(target, ignore_errors=True)
     os.rename(folder, target)
@@ -71,14 +71,14 @@ def set_aside(folder: Path) -> Path:
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint; a reader sees all of it or nothing."""
-    going = folder.with_name(f".{folder.name}.removing")
-    shutil.rmtree(going, ignore_errors=True)
-    os.rename(folder, going)
-    shutil.rmtree(going, ignore_errors=True)
+    removing = folder.with_name(f".{folder.name}.removing")
+    shutil.rmtree(removing, ignore_errors=True)
+    os.rename(folder, removing)
+    shutil.rmtree(removing, ignore_errors=True)
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete what a run that died was writing or removing. For the holder of the run folder's lock."""
+    """Delete checkpoints that a killed run was writing or removing. For the holder of the run folder's lock."""
     for path in (*root.glob(".step_*.writing"), *root.glob(".step_*.removing")):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -91,24 +91,24 @@ def staging_folder(root: Path, step: int) -> Path:
     return root / f".step_{step:06d}.writing"
 
 
-def publish(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> None:
-    """Make a written checkpoint visible, whole and durable.
+def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> None:
+    """Make a written checkpoint visible, complete and durable.
 
     Raises:
         FileExistsError: the step is published already; it is never replaced.
-        OSError: a file is not there, or the disk is full.
+        OSError: a file is missing, or the disk is full.
     """
     if target.exists():
         raise FileExistsError(errno.EEXIST, "this step is published already", str(target))
     for name, record in files.items():
         if (staging / name).stat().st_size != record.size:
-            raise OSError(errno.EIO, "not all of the file is there", str(staging / name))
+            raise OSError(errno.EIO, "the file is incomplete", str(staging / name))
     manifest = {"format": FORMAT_VERSION, "files": {name: record._asdict() for name, record in files.items()}}
-    write_hashed_json(staging / MANIFEST, {**manifest, "sha256": _own_hash(manifest)})
+    write_hashed_json(staging / MANIFEST, {**manifest, "sha256": _manifest_hash(manifest)})
     publish_folder(staging, target)
 
 
-def _own_hash(manifest: Mapping[str, Any]) -> str:
+def _manifest_hash(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -119,7 +119,7 @@ def verify(folder: Path) -> dict[str, Any]:
     """Check every byte of a checkpoint; returns its state.json.
 
     Raises:
-        DamagedCheckpoint: says which file is not what was written.
+        DamagedCheckpoint: names the file that has changed.
     """
     files = _read_manifest(folder)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
@@ -135,8 +135,8 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text())
-        if manifest.pop("sha256") != _own_hash(manifest):
-            raise ValueError("its hash is another")
+        if manifest.pop("sha256") != _manifest_hash(manifest):
+            raise ValueError("its hash differs")
         version = manifest["format"]
         files = {name: FileRecord(**record) for name, record in manifest["files"].items()}
         for name, record in files.items():
@@ -164,10 +164,10 @@ def record_of(path: Path) -> FileRecord:
 
 
 def check_file(path: Path, expected: FileRecord) -> None:
-    """Raise DamagedCheckpoint where a file is not there, or has another size or content."""
+    """Raise DamagedCheckpoint if a file is missing or its size or content differs."""
     try:
         if not path.is_file() and path.exists():
-            raise DamagedCheckpoint(f"{path.name} is no file")
+            raise DamagedCheckpoint(f"{path.name} is not a file")
         size = path.stat().st_size
         if size != expected.size:
             raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {expected.size}")
@@ -177,14 +177,14 @@ def check_file(path: Path, expected: FileRecord) -> None:
     except OSError as error:
         raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
     if found.sha256 != expected.sha256:
-        raise DamagedCheckpoint(f"{path.name} has changed: its SHA-256 is another")
+        raise DamagedCheckpoint(f"{path.name} has changed: its SHA-256 differs")
 
 
 class TensorReader:
     """The tensors of one safetensors file of a verified checkpoint.
 
     Raises:
-        DamagedCheckpoint: by any of its methods: the file is not there any more, or has another content.
+        DamagedCheckpoint: from any method, if the file is gone or its content has changed.
     """
 
     def __init__(self, path: Path) -> None:

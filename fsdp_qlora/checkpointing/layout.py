@@ -1,4 +1,4 @@
-"""What lies in a run's folder, by name, and the lock that keeps other runs out of it."""
+"""Names of the files in a run's folder, and the lock that keeps other runs out of it."""
 
 import contextlib
 import fcntl
@@ -17,31 +17,31 @@ log = logging.getLogger("fsdp_qlora")
 
 CHECKPOINTS = "checkpoints"
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
-FETCHED = ".from_mirror"  # what is on its way here from a mirror
+FETCHED = ".from_mirror"  # files being copied from a mirror
 BRING_BACK = (
     "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir true."
 )
-# What a run leaves in its folder; --overwrite_output_dir removes these and touches nothing else.
+# Files that a run leaves in its folder; --overwrite_output_dir removes only these.
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
     "checkpoints", FETCHED,
 )  # fmt: skip
-# What a start that was killed before it had written run.json may leave: nobody's results.
+# Files that a start killed before it has written run.json may leave. They are no results.
 _LEFTOVERS = {LOCK, ".saving", FETCHED}
-# What is opened, or made a folder, under a name that anybody knows; all else is written elsewhere and renamed.
+# Files and folders opened under a fixed name; all others are written under a random name and renamed.
 _OPENED = (LOCK, FETCHED, RUN, STATUS, RESULT, "metrics.jsonl*", ".saving*", "hang_rank_*")
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a start that was killed has left it, and no other: a link is none of ours."""
+    """Whether this is a leftover of a killed start of ours: not a link."""
     is_ours = path.name in _LEFTOVERS or is_partial(path.name, RUN)
     return is_ours and not path.is_symlink()
 
 
 def refuse_links(output_dir: Path) -> None:
-    """Refuse a folder in which a link, a device or a pipe waits where a run would open a file.
+    """Refuse a folder with a link, device or pipe in the place of a file that a run would open.
 
     Raises:
         UserError: names it.
@@ -64,16 +64,16 @@ def refuse_links(output_dir: Path) -> None:
 
 
 def check_reachable(root: Path) -> None:
-    """Refuse to start at the beginning, and to save nothing, where the checkpoints' folder cannot be used.
+    """Refuse to start at step 0 if the folder of the checkpoints exists and cannot be used.
 
     Raises:
         UserError: it is a link to nothing, as where a disk is not mounted, a file, or not ours to use.
     """
     problem = None
     if root.is_symlink() and not root.exists():
-        problem = f"is a link to {root.readlink()}, which is not there"
+        problem = f"is a link to {root.readlink()}, which does not exist"
     elif root.exists() and not root.is_dir():
-        problem = "is no folder"
+        problem = "is not a folder"
     elif root.exists() and not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         problem = "cannot be read and written"
     if problem:
@@ -82,12 +82,12 @@ def check_reachable(root: Path) -> None:
 
 @contextlib.contextmanager
 def locked(output_dir: Path) -> Iterator[None]:
-    """Keep other runs out of a folder, which is made where it is not there. For rank 0 only.
+    """Keep other runs out of a folder, which is created if needed. For rank 0 only.
 
-    The system frees the lock when its holder dies, however that happens. What the lock alone has made is removed.
+    The system releases the lock whenever its holder dies. Folders created for the lock alone are removed.
 
     Raises:
-        UserError: another process holds it, or the folder cannot be made.
+        UserError: another process holds the lock, or the folder cannot be created.
     """
     made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
     descriptor = _take(output_dir)
@@ -116,13 +116,13 @@ def _take(output_dir: Path) -> int:
             holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
             raise UserError(
-                f"output_dir {output_dir} is in use by a run that is going on ({holder}). Wait for it, end it, or give "
-                "another folder."
+                f"output_dir {output_dir} is in use by another run ({holder}). Wait for it, stop it, or give another "
+                "folder."
             ) from None
-        except OSError as error:  # some network disks know no locks
-            log.warning("%s cannot be locked (%s): take care that no other run writes there.", output_dir, error)
+        except OSError as error:  # some network disks do not support locks
+            log.warning("%s cannot be locked (%s): make sure that no other run writes there.", output_dir, error)
             return descriptor
-        # The last holder may have removed the file between our opening it and its release.
+        # The last holder may have removed the file after we opened it.
         with contextlib.suppress(OSError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 os.ftruncate(descriptor, 0)

@@ -1,4 +1,4 @@
-"""Copies of checkpoints off the box that may vanish, made beside training: see stores.py for where."""
+"""Copies checkpoints to another place in the background, in case this machine is lost; see stores.py."""
 
 import logging
 import queue
@@ -11,9 +11,9 @@ log = logging.getLogger("fsdp_qlora")
 
 
 class Mirror:
-    """Copies each published checkpoint in a thread of its own; without a target it does nothing.
+    """Copies each published checkpoint in a background thread; without a target it does nothing.
 
-    A mirror that is full or out of reach is reported once, and tried again with the next checkpoint.
+    A mirror that is full or unreachable is reported once, and tried again with the next checkpoint.
     """
 
     def __init__(self, output_dir: Path, target: Store | None) -> None:
@@ -24,7 +24,7 @@ class Mirror:
         self._thread.start()
 
     def copy_later(self) -> None:
-        """Take note that a checkpoint has been published."""
+        """Copy new checkpoints in the background."""
         self._queue.put(True)
 
     def close(self) -> None:
@@ -41,7 +41,8 @@ class Mirror:
             except OSError as error:
                 if not self._is_failing:
                     log.warning(
-                        "The mirror %s has no copy of the last checkpoint: %s. Training goes on; the next is tried.",
+                        "The mirror %s has no copy of the last checkpoint: %s. Training continues, and the mirror is "
+                        "tried again at the next checkpoint.",
                         self.target and self.target.name,
                         error,
                     )

@@ -1,4 +1,4 @@
-"""How far a run has come, besides its weights: what a checkpoint's state.json holds of it."""
+"""A run's progress besides its weights, as stored in a checkpoint's state.json."""
 
 import math
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ _SIGMAS = 8.0
 
 @dataclass
 class Progress:
-    """step: optimizer steps done. last_eval_step: the step after which was last evaluated, -1 for none.
+    """step: optimizer steps done. last_eval_step: the step of the last evaluation, -1 for none.
     best_eval_loss: the lowest so far. recent_losses: of the last steps, for `spike`.
-    loss_scale: of fp16, as LossScale.state gives it.
+    loss_scale: for fp16, from LossScale.state.
     """
 
     step: int = 0
@@ -37,12 +37,11 @@ class Progress:
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
         values: dict[str, Any] = plain(asdict(self))
         return values
 
     def add_step(self, record: Mapping[str, Any]) -> float | None:
-        """Count a step. Returns the median loss before it where this one's stands out, else None."""
+        """Count a step. If its loss is an outlier, return the median loss before it, else None."""
         self.step = record["step"]
         self.num_tokens += record["num_tokens"]
         self.train_seconds += record["step_seconds"]
@@ -55,7 +54,7 @@ class Progress:
         return median
 
     def add_evaluation(self, eval_loss: float) -> bool:
-        """Count an evaluation after the current step; whether it is the best, and not the first."""
+        """Count an evaluation after the current step; returns whether it is the best and not the first."""
         self.last_eval_step, self.eval_loss = self.step, eval_loss
         is_first = self.first_eval_loss is None
         if is_first:
@@ -72,10 +71,10 @@ class Progress:
 
 
 def spike(recent: list[float], loss: float) -> float | None:
-    """The median of `recent` where `loss` lies far above it, else None.
+    """The median of `recent` if `loss` is far above it, else None.
 
-    Far is 8 standard deviations as estimated from the median absolute deviation, which a few outliers do not move
-    (1.4826 MAD for a normal distribution), and a tenth of the median.
+    Far means 8 standard deviations and a tenth of the median. The standard deviation is estimated from the median
+    absolute deviation, which a few outliers do not change (1.4826 MAD for a normal distribution).
     """
     if len(recent) < _MIN_RECENT:
         return None

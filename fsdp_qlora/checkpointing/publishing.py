@@ -1,4 +1,4 @@
-"""Files of a run's folder that a reader sees whole or not at all; on a full disk the oldest checkpoints make room."""
+"""Writes a result atomically into a run's folder; on a full disk the oldest checkpoints are deleted to make room."""
 
 import logging
 import shutil
@@ -15,13 +15,13 @@ from fsdp_qlora.storage.files import flush, flush_files
 log = logging.getLogger("fsdp_qlora")
 
 
-def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
+def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
 
-    A reader sees each file whole or not at all. Where the disk is full, the oldest checkpoints make room.
+    A reader sees each file complete or not at all. If the disk is full, the oldest checkpoints are deleted.
 
     Raises:
-        TrainingError: it could not be written even so.
+        TrainingError: it could not be written.
     """
     error = write_with_room(output_dir, lambda: _move_in(output_dir, write))
     if error:
@@ -30,7 +30,7 @@ def publish(output_dir: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception | None:
-    """Call `write`, and again with each checkpoint that makes room on a full disk; returns what stops it even so."""
+    """Call `write`, again after each checkpoint deleted from a full disk; returns the error that remains, if any."""
     while True:
         try:
             write()
@@ -44,8 +44,8 @@ def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception 
 
 def cannot_save(output_dir: Path, error: Exception) -> TrainingError:
     return TrainingError(
-        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint holds all of it: make room there, "
-        "and the same command saves it without training again."
+        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint contains it: make room there, and "
+        "the same command saves it without training again."
     )
 
 
@@ -57,7 +57,7 @@ def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
     flush_files(staging)
     for path in sorted(staging.iterdir(), key=_publishing_order):
         target = output_dir / path.name
-        if target.is_dir():  # a folder (of chat templates) cannot be replaced while it is there
+        if target.is_dir():  # an existing folder (of chat templates) cannot be replaced by a rename
             shutil.rmtree(target)
         path.replace(target)
     staging.rmdir()
@@ -65,5 +65,5 @@ def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
 
 
 def _publishing_order(path: Path) -> tuple[bool, bool, str]:
-    """Configurations last: they are what readers look for. What vouches for all, after all."""
+    """Configurations after the weights: readers look for them. result.json, which verifies the others, last."""
     return path.name == RESULT, path.suffix == ".json", path.name

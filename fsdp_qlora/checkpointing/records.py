@@ -1,6 +1,6 @@
-"""run.json, status.json and a checkpoint's state.json, read and checked: what the rest relies on is there, of its type.
+"""Reads and checks run.json, status.json and a checkpoint's state.json: required keys and their types.
 
-All three are files that people edit. What is wrong is one sentence, and never a value that fails later.
+People edit these files. An error is reported in one sentence here, before a wrong value fails elsewhere.
 """
 
 import json
@@ -50,7 +50,7 @@ _STATE = _Kind(
     f"one of running, {', '.join(ENDINGS)}", lambda value: isinstance(value, str) and value in {"running", *ENDINGS}
 )
 
-# Key -> what it must be. Of status.json only the state must be there: earlier versions wrote less.
+# Key -> kind of its value. In status.json only the state is required: earlier versions wrote fewer keys.
 _RUN = {
     "run_id": _TEXT, "options": _TABLE, "facts": _TABLE, "world_size": _COUNT, "global_batch_size": _COUNT,
 }  # fmt: skip
@@ -67,32 +67,32 @@ _PROGRESS = {
 
 
 def read_run(output_dir: Path) -> dict[str, Any]:
-    """What run.json says; empty where there is none.
+    """The content of run.json; empty if there is none.
 
     Raises:
-        UserError: it cannot be read, or is not what a run writes.
+        UserError: it cannot be read, or is not valid.
     """
-    advice = "Put the original back, or start anew with --resume off --overwrite_output_dir true."
+    advice = "Restore the original, or start from zero with --resume off --overwrite_output_dir true."
     return _read(output_dir / RUN, run_error, advice)
 
 
 def read_status(output_dir: Path) -> dict[str, Any]:
-    """What status.json says; empty where there is none.
+    """The content of status.json; empty if there is none.
 
     Raises:
-        UserError: it cannot be read, or is not what a run writes.
+        UserError: it cannot be read, or is not valid.
     """
-    advice = "Put the original back, or delete it: the run then resumes, and counts its hours from zero."
+    advice = "Restore the original, or delete it: the run then resumes and counts its hours from zero."
     return _read(output_dir / STATUS, lambda status: _first_error(status, _STATUS, required={"state"}), advice)
 
 
 def run_error(run: Mapping[str, Any]) -> str | None:
-    """What is wrong with the content of a run.json; None where all is well."""
+    """What is wrong with the content of a run.json; None if it is valid."""
     return _first_error(run, _RUN) or _first_error(run["options"], _OPTIONS, where="options.")
 
 
 def state_error(state: Any, step: int | None) -> str | None:
-    """What is wrong with the state.json of the checkpoint of a step, None where nobody knows it."""
+    """What is wrong with the state.json of a checkpoint; None if it is valid. step: None if unknown."""
     tables = {"about": _TABLE, "progress": _TABLE, "tensors": _TABLE}
     error = _first_error(state, tables) if isinstance(state, dict) else "it is no table"
     if error:
@@ -102,7 +102,7 @@ def state_error(state: Any, step: int | None) -> str | None:
     if error := _first_error(state["progress"], _PROGRESS, required={"step"}, where="progress."):
         return error
     if step not in (None, state["progress"]["step"]):
-        return f"it is of step {state['progress']['step']}, and not of step {step}"
+        return f"its step is {state['progress']['step']}, not {step}"
     return None
 
 
@@ -125,7 +125,7 @@ def _read(path: Path, error_of: Callable[[dict[str, Any]], str | None], advice: 
 def _first_error(
     content: Mapping[str, Any], kinds: Mapping[str, _Kind], *, required: set[str] | None = None, where: str = ""
 ) -> str | None:
-    """What is wrong with the first key that is missing or has another value than its kind's."""
+    """What is wrong with the first key that is missing or whose value is not of its kind."""
     for key, kind in kinds.items():
         if key not in content and (required is None or key in required):
             return f"{where}{key} is not there"

@@ -1,4 +1,4 @@
-"""result.json: which files a finished run has left, with the size and SHA-256 of each."""
+"""result.json: the files of a finished run's result, with the size and SHA-256 of each."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_file, r
 from fsdp_qlora.checkpointing.layout import RESULT
 from fsdp_qlora.storage.files import FileRecord, open_own
 
-# One of these is in every result; earlier versions did not record more.
+# Every result has one of these; earlier versions did not write result.json.
 _WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 
 
@@ -19,7 +19,7 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
     """Write result.json into a folder that is about to be published.
 
     Args:
-        staged: files that are going to be put beside those of the folder, under their names.
+        staged: files that will be added to the folder under their names.
     """
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     paths |= {path.name: path for path in staged}
@@ -30,7 +30,7 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
 
 
 def result_error(output_dir: Path) -> str | None:
-    """How the result in a folder differs from what was saved there; None where it is all there."""
+    """How the result in a folder differs from the one that was saved; None if it does not."""
     try:
         with open(open_own(output_dir / RESULT, 0), "rb") as file:
             content: dict[str, Any] = json.loads(file.read().decode())

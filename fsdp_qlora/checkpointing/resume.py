@@ -1,4 +1,4 @@
-"""Where a run begins: at its start, or at the newest checkpoint that passes verification, if the run is the same."""
+"""Decides where a run starts: at step 0, or at the newest verified checkpoint if it is the same run."""
 
 import dataclasses
 import logging
@@ -22,9 +22,9 @@ from fsdp_qlora.storage.files import write_json
 
 log = logging.getLogger("fsdp_qlora")
 
-_MAX_DEATHS = 3  # starts without progress: the first one and two restarts
+_MAX_FAILED_STARTS = 3  # without progress: the first start and two restarts
 
-# What of a run is compared by content -> how it is called.
+# Properties of a run that are compared by content -> their names in messages.
 FACTS = {
     "base": "the base model's weights (--model_name)",
     "model": "the model's config.json",
@@ -35,12 +35,11 @@ FACTS = {
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins, the same on all ranks.
+    """Where a run starts, the same on all ranks.
 
-    folder: the checkpoint, None for the beginning. is_new: nothing of an earlier start is kept. progress, tensors: of
-    the checkpoint. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: of
-    control.Budget.
-    deaths: starts in a row that made no progress.
+    folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress, tensors: of the
+    checkpoint. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: for control.stops.Budget.
+    failed_starts: in a row, without progress.
     """
 
     run_id: str
@@ -51,13 +50,13 @@ class Start:
     global_batch_size: int | None = None
     used_seconds: float = 0.0
     reserve_seconds: float = 0.0
-    deaths: int = 0
+    failed_starts: int = 0
     progress: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
 
     @property
     def saved_step(self) -> int:
-        """The newest checkpoint that is in the run's own folder already, -1 for none."""
+        """The newest checkpoint in the run's own folder, -1 for none."""
         return self.step if self.folder and not self.is_new else -1
 
 
@@ -65,11 +64,11 @@ class Start:
 class StartRequest:
     """What a start was asked to do.
 
-    options: all of the run's, as run.json keeps them. may_differ: those that a resumed run may change: the model and
-    the rows are compared by content and not by name, the batch by its global size. resume: auto, off, or a checkpoint's
-    or run's folder. overwrite: whether a finished or another run may be replaced. is_unattended: nobody is watching: an
-    explicit `resume` that has been followed is not repeated, and starts without progress come to an end. mirror: holds
-    copies, from which an empty folder is filled.
+    options: all options of the run, as stored in run.json. may_differ: names of options that may change on resume; the
+    model and the rows are compared by content, the batch by its global size. resume: auto, off, or a checkpoint's or
+    run's folder. overwrite: whether a finished or another run may be replaced. is_unattended: started by torchrun or a
+    script: an explicit `resume` is not repeated, and the number of starts without progress is limited.
+    mirror: store of copies, from which an empty folder is filled.
     """
 
     options: Mapping[str, Any]
@@ -82,17 +81,17 @@ class StartRequest:
 
     @property
     def origin(self) -> Path | None:
-        """The folder to start from, where one was named."""
+        """The folder to start from, if one was given."""
         return None if self.resume in ("auto", "off") else Path(self.resume).expanduser()
 
 
 def is_run(output_dir: Path) -> bool:
-    """Whether a folder holds a run that can be told from others."""
+    """Whether a folder holds a run."""
     return (output_dir / RUN).is_file()
 
 
 def continues(output_dir: Path, request: StartRequest) -> bool:
-    """Whether the folder's own run is what the start is about, as far as the options tell."""
+    """Whether the start resumes the folder's own run, judging by the options alone."""
     if not is_run(output_dir):
         return False
     if request.resume == "auto" or _was_followed(output_dir, request):
@@ -102,7 +101,7 @@ def continues(output_dir: Path, request: StartRequest) -> bool:
 
 
 def check_options(output_dir: Path, request: StartRequest) -> None:
-    """Refuse to resume with other options, before any work; what is compared by content comes later.
+    """Refuse to resume with other options, before any work. Contents are compared later.
 
     Raises:
         UserError: names every option that differs, with both values.
@@ -114,13 +113,13 @@ def check_options(output_dir: Path, request: StartRequest) -> None:
 
 
 def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRequest) -> Start:
-    """Where the run begins. Rank 0 alone decides, holding the folder's lock.
+    """Decide where the run starts. For rank 0, which holds the folder's lock.
 
     Args:
         identity: this run's options, facts (see FACTS), world_size and global_batch_size.
     Raises:
-        UserError: the run in the folder is another one, or none of its checkpoints passes verification.
-        RunStopped: nobody is watching, and starting it again and again has not helped.
+        UserError: the folder holds another run, or none of its checkpoints passes verification.
+        RunStopped: an unattended run has been restarted several times without progress.
     """
     run = _Run(output_dir, identity, request)
     was_followed = _was_followed(output_dir, request)
@@ -133,7 +132,7 @@ def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRe
         else:
             _fill_from_mirror(run, request.mirror, copied)
     if was_followed:
-        log.info("--resume %s was followed before this restart: the run in %s continues.", request.resume, output_dir)
+        log.info("--resume %s was followed by a previous start: the run in %s continues.", request.resume, output_dir)
         start = _from_output_dir(run, origin=request.origin, overwrite=False)
     elif request.resume == "auto":
         start = _from_output_dir(run, overwrite=request.overwrite)
@@ -155,13 +154,12 @@ class _Run(NamedTuple):
 
 
 def _was_followed(output_dir: Path, request: StartRequest) -> bool:
-    """Whether a start from elsewhere, or from zero, was made already, and this one repeats it after its death.
+    """Whether a previous attempt has already started as `resume` says, so that this one continues as with auto.
 
-    What was asked for is then done, and it continues as with auto. An earlier attempt may have died before it wrote its
-    own run.json, so the folder tells, and not the number of the restart.
+    The folder decides, not the number of restarts: a previous attempt may have died before it wrote run.json.
     """
     if request.resume == "auto" or not request.is_unattended:
-        return False  # run.json, which may be of another run or damaged, is not asked
+        return False  # without reading run.json, which may be another run's or damaged
     stored = read_run(output_dir)
     return stored.get("started_from") == redact(request.resume) and not _different_options(stored, request)
 
@@ -169,20 +167,20 @@ def _was_followed(output_dir: Path, request: StartRequest) -> bool:
 def _tidy_mirror(
     mirror: Store, copied: Mapping[str, Any], start: Start, request: StartRequest, *, was_followed: bool
 ) -> None:
-    """Take away from the mirror what is no part of the run that begins."""
+    """Delete the mirror's checkpoints that are not part of this run."""
     if copied["run_id"] != start.run_id:
         if not request.overwrite:
             raise UserError(
                 f"--mirror {mirror.name} holds another run's checkpoints. Give another folder, or "
                 "--overwrite_output_dir true to replace them too."
             )
-        mirror.forget()
+        mirror.delete_later_than(-1)
     elif not was_followed and request.resume != "auto":
-        mirror.forget(later_than=start.step)  # of an abandoned branch of the run
+        mirror.delete_later_than(start.step)  # an abandoned branch of the run
 
 
 def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
-    """What the mirror holds; empty for nothing."""
+    """The identity of the run on the mirror; empty if there is none."""
     if mirror is None:
         return {}
     try:
@@ -193,15 +191,15 @@ def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
     except OSError as error:
         if not is_run(output_dir):
             raise UserError(
-                f"--mirror {mirror.name} is out of reach, so nobody knows whether this run has begun elsewhere "
+                f"--mirror {mirror.name} cannot be reached, so it is unknown whether this run has checkpoints there "
                 f"({error}). Try again, or leave it out."
             ) from error
-        log.warning("The mirror %s is out of reach: %s. The run continues from its own folder.", mirror.name, error)
+        log.warning("The mirror %s cannot be reached: %s. The run continues from its own folder.", mirror.name, error)
         return {}
 
 
 def _fill_from_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -> None:
-    """Copy a run from its mirror into a folder that has none, where it is this run."""
+    """Copy a run from its mirror into an empty folder, if it is this run."""
     if differences := _differences(copied, run):
         if not run.request.overwrite:
             _refuse(mirror.name, differences, is_finished=False)
@@ -209,13 +207,13 @@ def _fill_from_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -> No
     log.info("output_dir %s is empty: the run is copied from its mirror %s.", run.output_dir, mirror.name)
     if not fetch(mirror, run.output_dir):
         raise UserError(
-            f"No checkpoint on the mirror {mirror.name} is whole. Put back a good copy of one, or start from zero with "
-            "another --mirror, or with none."
+            f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy of one, or start from "
+            "zero with another --mirror, or with none."
         )
 
 
 def _catch_up_with_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -> None:
-    """Where the folder's run has got further elsewhere, copy the newest checkpoint from its mirror."""
+    """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
     output_dir = run.output_dir
     stored = read_run(output_dir)
     if stored.get("run_id") != copied["run_id"] or _is_finished(output_dir) or _differences(stored, run):
@@ -231,7 +229,7 @@ def _catch_up_with_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -
 
 
 def _from_output_dir(run: _Run, *, overwrite: bool, origin: Path | None = None) -> Start:
-    """Resume the folder's run. origin: where it was begun, for as long as it has no checkpoint of its own."""
+    """Resume the folder's run. origin: where it started from, used until it has a checkpoint of its own."""
     output_dir = run.output_dir
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
@@ -241,20 +239,21 @@ def _from_output_dir(run: _Run, *, overwrite: bool, origin: Path | None = None) 
         _refuse(output_dir, differences, is_finished=is_finished)
     if differences or (is_finished and overwrite):
         held = "another run" if differences else "this run, finished"
-        log.warning("output_dir %s holds %s. It is replaced as asked for.", output_dir, held)
+        log.warning("output_dir %s holds %s. It is replaced (--overwrite_output_dir true).", output_dir, held)
         return Start(secrets.token_hex(4))
     lost = result_error(output_dir) if is_finished and stored["options"].get("save_model", True) else None
     if is_finished and not lost:
         return Start(stored["run_id"], is_new=False, is_finished=True)
     if lost:
-        log.warning("The result in %s is not what the finished run has saved: %s.", output_dir, lost)
+        log.warning("The result in %s differs from the one that the finished run saved: %s.", output_dir, lost)
     checkpoint.remove_leftovers(output_dir / CHECKPOINTS)
     status = read_status(output_dir)
     start = _newest_whole(run, output_dir / CHECKPOINTS)
     if lost and start is None:
         raise UserError(
-            f"{output_dir} holds a finished run whose result is not what was saved ({lost}), and no checkpoint to "
-            "write it from. Put the file back, or train again with --resume off --overwrite_output_dir true."
+            f"{output_dir} holds a finished run whose result has changed since it was saved ({lost}), and no "
+            "checkpoint to write it from. Restore the file, or train again with --resume off --overwrite_output_dir "
+            "true."
         )
     if lost and start is not None:
         log.info("It is written again from the checkpoint of step %d.", start.step)
@@ -268,24 +267,24 @@ def _from_output_dir(run: _Run, *, overwrite: bool, origin: Path | None = None) 
     elif start is None:
         start = Start(stored["run_id"], global_batch_size=stored["global_batch_size"])
         log.info("Resuming: the run in %s has no checkpoint yet, so it starts from the beginning.", output_dir)
-    deaths = _failed_starts(status, start)
-    if run.request.is_unattended and deaths >= _MAX_DEATHS:
-        _give_up(output_dir, status, start, deaths)
-    return dataclasses.replace(start, deaths=deaths, **_used(status))
+    failed_starts = _failed_starts(status, start)
+    if run.request.is_unattended and failed_starts >= _MAX_FAILED_STARTS:
+        _give_up(output_dir, status, start, failed_starts)
+    return dataclasses.replace(start, failed_starts=failed_starts, **_used(status))
 
 
 def _failed_starts(status: Mapping[str, Any], start: Start) -> int:
-    """Starts in a row that ended before the next checkpoint, this one's predecessor included."""
+    """Number of starts in a row, up to the previous one, that ended before the next checkpoint."""
     made_none = status.get("start_step") == start.step and status.get("state") in ("running", "failed", "hung")
     return int(status.get("deaths", 0)) + 1 if made_none else 0
 
 
-def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, deaths: int) -> NoReturn:
+def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_starts: int) -> NoReturn:
     message = (
-        f"The run in {output_dir} has been restarted {deaths - 1} times without progress: each start from step "
-        f"{start.step} has ended before the next checkpoint. The last reason known: "
+        f"The run in {output_dir} has been restarted {failed_starts - 1} times without progress: each start from step "
+        f"{start.step} has ended before the next checkpoint. The last known reason: "
         f"{status.get('reason') or 'none, it was killed (out of memory? see dmesg)'}. Start it by hand when that "
-        "is mended, perhaps with a smaller --save_minutes."
+        "is fixed, perhaps with a smaller --save_minutes."
     )
     ending = {"state": "no_progress", "reason": message, "exit_code": ENDINGS["no_progress"].exit_code}
     write_json(output_dir / STATUS, {**status, **ending})
@@ -293,12 +292,12 @@ def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, deaths: 
 
 
 def _used(status: Mapping[str, Any]) -> dict[str, Any]:
-    """What earlier starts in this folder have used of the budget."""
+    """The budget used by earlier starts in this folder."""
     return {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
 
 
 def _from_path(run: _Run, path: Path) -> Start:
-    """Begin at a given checkpoint, or at the newest of a given run."""
+    """Start at a given checkpoint, or at the newest one of a given run."""
     output_dir = run.output_dir
     if not path.is_dir():
         raise UserError(
@@ -317,35 +316,35 @@ def _from_path(run: _Run, path: Path) -> Start:
         start = newest
     if Path(str(start.folder)).resolve().parent != (output_dir / CHECKPOINTS).resolve():
         return dataclasses.replace(start, run_id=secrets.token_hex(4), is_new=True)
-    # An earlier one of this very folder: what came after it is an abandoned branch.
+    # A checkpoint of this same folder: later ones are an abandoned branch.
     for step, folder in checkpoint.published(output_dir / CHECKPOINTS).items():
         if step > start.step:
-            log.warning("Checkpoint %s is later than the one to start from: set aside.", checkpoint.set_aside(folder))
+            log.warning("Checkpoint %s is later than the one to start from: set aside.", checkpoint.quarantine(folder))
     return dataclasses.replace(start, **_used(read_status(output_dir)))
 
 
 def _newest_whole(run: _Run, root: Path) -> Start | None:
-    """The newest checkpoint that passes verification; damaged ones are set aside. None where there are none."""
+    """The newest checkpoint that passes verification, None if there are none; damaged ones are set aside."""
     folders = checkpoint.published(root)
     for folder in reversed(folders.values()):
         try:
             state = _verified(folder)
         except DamagedCheckpoint as error:
             log.warning(
-                "Checkpoint %s is damaged (%s). It is now %s.", folder, error, checkpoint.set_aside(folder).name
+                "Checkpoint %s is damaged (%s). It is now %s.", folder, error, checkpoint.quarantine(folder).name
             )
             continue
         return _start_at(run, folder, state)
-    if unusable := checkpoint.were_set_aside(root):
+    if unusable := checkpoint.quarantined(root):
         raise UserError(
-            f"No checkpoint in {root} is whole: {', '.join(path.name for path in unusable)} are damaged or were given "
-            "up. Put back a good copy of one, or start from zero with --resume off --overwrite_output_dir true."
+            f"No checkpoint in {root} can be used: {', '.join(path.name for path in unusable)} are damaged or "
+            "abandoned. Restore a good copy of one, or start from zero with --resume off --overwrite_output_dir true."
         )
     return None
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint whose bytes are those that were written, and whose parts fit together.
+    """The state.json of a checkpoint, after its bytes and the consistency of its parts have been verified.
 
     Raises:
         DamagedCheckpoint: says what is wrong.
@@ -358,18 +357,19 @@ def _verified(folder: Path) -> dict[str, Any]:
 
 
 def _start_at(run: _Run, folder: Path, state: Mapping[str, Any]) -> Start:
-    stored, progress, about = state["about"], state["progress"], run.identity
+    stored, progress, identity = state["about"], state["progress"], run.identity
     if differences := _differences(stored, run):
         _refuse(folder, differences, is_finished=False)
     global_batch_size = stored["global_batch_size"]
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
-    if about["global_batch_size"] != global_batch_size:
+    if identity["global_batch_size"] != global_batch_size:
+        batch_size, world_size = identity["options"]["batch_size"], identity["world_size"]
         log.info(
             "The global batch stays at the %d rows that the run was started with: on %d rank(s) with --batch_size %d "
             "that is %d micro-batches per step instead of --gradient_accumulation_steps %d.",
-            global_batch_size, about["world_size"], about["options"]["batch_size"],
-            schedule.num_micro_batches(global_batch_size, about["options"]["batch_size"], about["world_size"]),
-            about["options"]["gradient_accumulation_steps"],
+            global_batch_size, world_size, batch_size,
+            schedule.num_micro_batches(global_batch_size, batch_size, world_size),
+            identity["options"]["gradient_accumulation_steps"],
         )  # fmt: skip
     return Start(
         run_id=stored["run_id"],
@@ -395,9 +395,7 @@ def _differences(stored: Mapping[str, Any], run: _Run) -> list[str]:
         then, now = stored.get("facts", {}).get(name), run.identity["facts"][name]
         if then != now:
             shown = f": {then} then, {now} now" if name == "precision" else ""
-            differences.append(
-                f"{called} are not the same{shown}" if name == "rows" else f"{called} is not the same{shown}"
-            )
+            differences.append(f"{called} {'are' if name == 'rows' else 'is'} not the same{shown}")
     return differences
 
 
@@ -429,8 +427,7 @@ def _shown(value: object) -> str:
 
 def _refuse(folder: Path | str, differences: list[str], *, is_finished: bool) -> NoReturn:
     raise UserError(
-        f"{folder} is not empty: it holds {'a finished run' if is_finished else 'an unfinished run'} "
-        "that is not this one:\n  "
+        f"{folder} belongs to {'a finished run' if is_finished else 'an unfinished run'} with other settings:\n  "
         + "\n  ".join(differences)
         + "\nGive the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
     )

@@ -1,4 +1,4 @@
-"""The folder of one run: who may use it, where the run in it begins, and what it says about itself."""
+"""The folder of one run: who may use it, where the run in it starts, and its description."""
 
 import contextlib
 import fnmatch
@@ -20,7 +20,7 @@ from fsdp_qlora.checkpointing.layout import (
     locked,
     refuse_links,
 )
-from fsdp_qlora.checkpointing.publishing import publish
+from fsdp_qlora.checkpointing.publishing import publish_files
 from fsdp_qlora.checkpointing.resume import Start, StartRequest
 from fsdp_qlora.distributed import Ranks, gather_texts
 from fsdp_qlora.errors import RunStopped, UserError
@@ -43,9 +43,9 @@ class RunFolder:
         """Refuse a folder that holds something else, before any work, and keep other runs out of it.
 
         Raises:
-            UserError: the folder is in use, cannot be written, or holds something else than this run.
+            UserError: the folder is in use, cannot be written, or holds something other than this run.
         """
-        if self.ranks.rank < self.ranks.local_world_size:  # the ranks beside rank 0 see the same folder, and say so too
+        if self.ranks.rank < self.ranks.local_world_size:  # the ranks of rank 0's machine see the same folder
             refuse_links(self.path)
             continues = resume.continues(self.path, self.request)
             check_usable(self.path, overwrite=self.request.overwrite or continues)
@@ -54,7 +54,7 @@ class RunFolder:
             yield self
 
     def check_keeps_model(self, model_folder: Path) -> None:
-        """Refuse to put the results where the model is: it would be overwritten by its own fine-tuned copy.
+        """Refuse to save the result in the model's folder, which would overwrite the model.
 
         Raises:
             UserError: the two folders are the same.
@@ -63,13 +63,9 @@ class RunFolder:
             raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
 
     def choose_start(self, identity: Mapping[str, Any]) -> Start:
-        """Decide on rank 0 where the run begins, and tell all. Every rank calls it, while rank 0 holds the lock.
+        """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.
 
-        Args:
-            identity: this run's options, facts (see resume.FACTS), world_size and global_batch_size.
-        Raises:
-            UserError: the run in the folder is another one, or none of its checkpoints passes verification.
-            RunStopped: nobody is watching, and starting it again and again has not helped.
+        Args and Raises: as for resume.choose_start.
         """
         answer: dict[str, Any] = {}
         if self.ranks.is_rank_0:
@@ -89,29 +85,29 @@ class RunFolder:
         return Start(**answer["start"])
 
     def prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
-        """Make the folder, remove an earlier run's results from it, and leave `files` (name -> text) in it.
+        """Create the folder, remove an earlier run's results, and write `files` (name -> text).
 
-        Called when the model is loaded and verified: a run that cannot start takes nothing away.
+        Called when the model is loaded and verified: a run that cannot start removes nothing.
 
         Args:
-            identity: what the run is, for run.json, which comes first: with it the folder is this run's.
-            keep_run: nothing is removed, since the run in the folder continues.
+            identity: for run.json, which is written first and makes the folder this run's.
+            keep_run: remove nothing, since the run in the folder continues.
         Raises:
-            UserError: it cannot be written.
+            UserError: the folder cannot be written.
         """
         if not self.ranks.is_rank_0:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"output_dir {self.path} cannot be made: {error}") from error
+            raise UserError(f"output_dir {self.path} cannot be created: {error}") from error
         try:
             if not keep_run:
                 _remove_run(self.path)
             write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
         except OSError as error:
             raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
-        publish(self.path, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
+        publish_files(self.path, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
 
 
 def _remove_run(output_dir: Path) -> None:
@@ -122,16 +118,16 @@ def _remove_run(output_dir: Path) -> None:
 
 
 def check_usable(path: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that holds something, before any work.
+    """Refuse a folder that is in other use, before any work.
 
     Raises:
-        UserError: the folder is not empty and may not be overwritten, or cannot be made.
+        UserError: the folder is not empty and may not be overwritten, or cannot be created.
     """
     if reason := why_not_writable(path):
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
     entries = list(path.iterdir()) if path.is_dir() else []
     names, leftovers = {entry.name for entry in entries}, {entry.name for entry in entries if is_leftover(entry)}
-    # While a run is moved in from its mirror, these are copies of what is there.
+    # A start was killed while it moved these here from its mirror; the mirror still has them.
     moving = {CHECKPOINTS, METRICS_FILE, STATUS} if FETCHED in names and RUN not in names else set()
     is_used = bool(names - leftovers - moving)
     if is_used and not overwrite:

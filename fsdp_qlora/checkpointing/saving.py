@@ -1,4 +1,4 @@
-"""Saving checkpoints while a run goes on: when, on all ranks at once, which are kept, and what if the disk is full."""
+"""Saves a run's checkpoints on all ranks: when to save, which to keep, and what to do if the disk is full."""
 
 import errno
 import json
@@ -27,10 +27,10 @@ class Saver:
 
     Args:
         root: the folder of the checkpoints.
-        about: what the run is, kept in every checkpoint.
-        save_total_limit: newest kept, besides the best by held-out loss.
-        saved_step: the newest checkpoint that is there already, -1 for none.
-        max_failing_seconds: for which saving may fail; a run that keeps nothing for longer is not worth its hours.
+        identity: of the run, stored in every checkpoint.
+        save_total_limit: number of newest checkpoints to keep, in addition to the best by held-out loss.
+        saved_step: the newest existing checkpoint, -1 for none.
+        max_failing_seconds: how long saving may fail before the run ends.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class Saver:
         state: TrainState,
         ranks: Ranks,
         *,
-        about: Mapping[str, Any],
+        identity: Mapping[str, Any],
         save_total_limit: int,
         saved_step: int = -1,
         max_failing_seconds: float = math.inf,
     ) -> None:
-        self.root, self.state, self.ranks, self.about = root, state, ranks, about
+        self.root, self.state, self.ranks, self.identity = root, state, ranks, identity
         self.save_total_limit, self.saved_step = save_total_limit, saved_step
         self.max_failing_seconds = max_failing_seconds
         self.seconds = 0.0  # of the last save
         self._failing_since: float | None = None
 
     def save(self, progress: Progress) -> bool:
-        """Publish a checkpoint of this step, unless there is one; whether there is one now.
+        """Publish a checkpoint of this step, unless there is one; returns whether there is one now.
 
-        A disk that is full or fails is reported, and training may go on: the checkpoints before are untouched.
+        A disk that is full or fails is reported, and training may continue: earlier checkpoints are untouched.
 
         Raises:
             TrainingError: the parameters are not finite, or nothing could be saved for too long.
         """
         if self.saved_step == progress.step:
-            self._prune()  # a kill may have come in between
+            self._prune()  # the previous start may have been killed before it did
             return True
         started = time.monotonic()
         self.state.check_finite()
@@ -77,7 +77,7 @@ class Saver:
         return True
 
     def _note_failure(self, step: int, reason: str) -> None:
-        """Report that nothing was saved; where that has been so for too long, as rank 0's clock says, end the run."""
+        """Report that nothing was saved; end the run if that has lasted too long by rank 0's clock."""
         last = f"the last checkpoint is step {self.saved_step}" if self.saved_step >= 0 else "there is none yet"
         now = time.monotonic()
         self._failing_since = self._failing_since or now
@@ -85,12 +85,12 @@ class Saver:
         if failing > self.max_failing_seconds:
             raise TrainingError(
                 f"Step {step}: no checkpoint could be saved for {failing / 60:.0f} minutes: {reason}. The run ends, "
-                f"since it would keep nothing; {last}. Make {self.root} writable, and the same command resumes."
+                f"since its work would be lost; {last}. Make {self.root} writable, and the same command resumes."
             )
         log.warning("Step %d: no checkpoint was saved: %s. Training continues; %s.", step, reason, last)
 
     def _try(self, progress: Progress) -> tuple[bool, str] | None:
-        """Write and publish once. Returns whether the disk is full and the reason, where it failed on any rank."""
+        """Write and publish once. If it fails on any rank, return whether the disk is full, and the reason."""
         staging = checkpoint.staging_folder(self.root, progress.step)
         error: OSError | None = None
         if self.ranks.is_rank_0:
@@ -99,7 +99,7 @@ class Saver:
                 staging.mkdir(parents=True)
             except OSError as failure:
                 error = failure
-        self._all_ok(None)  # the folder is there, or its absence is everyone's failure
+        self._all_ok(None)  # waits for the folder
         files: dict[str, FileRecord] = {}
         description: dict[str, Any] = {}
         try:
@@ -116,9 +116,9 @@ class Saver:
             for text in records:
                 files |= {name: FileRecord(**record) for name, record in json.loads(text).items()}
             try:
-                content = {"progress": progress.to_dict(), "tensors": description, "about": self.about}
+                content = {"progress": progress.to_dict(), "tensors": description, "about": self.identity}
                 files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, content)
-                checkpoint.publish(staging, checkpoint.step_folder(self.root, progress.step), files)
+                checkpoint.publish_checkpoint(staging, checkpoint.step_folder(self.root, progress.step), files)
             except OSError as failure:
                 error = failure
         reason = self._all_ok(error)
@@ -127,7 +127,7 @@ class Saver:
         return reason
 
     def _all_ok(self, error: OSError | None) -> tuple[bool, str] | None:
-        """Whether all ranks have come this far: None, or (the disk is full, why) the same on all."""
+        """None if no rank has failed, else (whether a disk is full, the reason), the same on all ranks."""
         code = 0 if error is None else 1 if is_full(error) else 2
         codes = gather_numbers([float(code)], self.ranks.device).flatten().tolist()
         if not any(codes):
@@ -139,10 +139,10 @@ class Saver:
         if self.ranks.is_rank_0:
             shutil.rmtree(staging, ignore_errors=True)
 
-    # --- what is kept ---
+    # --- deleting old checkpoints ---
 
     def _free_oldest(self) -> str | None:
-        """Delete one checkpoint, never the newest; returns its name, or None where there is none to delete."""
+        """Delete one checkpoint, never the newest; returns its name, or None if there is none to delete."""
         name = ""
         if self.ranks.is_rank_0:
             name = delete_oldest(self.root) or ""
@@ -160,8 +160,8 @@ class Saver:
 
 
 def delete_oldest(root: Path) -> str | None:
-    """Delete what was set aside, else the oldest checkpoint but the newest; the best by held-out loss goes last."""
-    for folder in checkpoint.were_set_aside(root):
+    """Delete a quarantined checkpoint, else the oldest one, the best by held-out loss last and the newest never."""
+    for folder in checkpoint.quarantined(root):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             return folder.name
@@ -178,14 +178,14 @@ def delete_oldest(root: Path) -> str | None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether there was no room for a file. The safetensors library passes the system's error on as text."""
+    """Whether there was no space for a file. The safetensors library reports the system's error as text."""
     if isinstance(error, OSError):
         return error.errno in _FULL
     return any(f"os error {number}" in str(error) for number in _FULL)
 
 
 def best_step(folders: Mapping[int, Path]) -> int | None:
-    """The checkpoint with the lowest held-out loss, of those that were evaluated at their own step."""
+    """The checkpoint with the lowest held-out loss, among those evaluated at their own step."""
     losses = {step: loss for step, folder in folders.items() if (loss := _eval_loss(folder, step)) is not None}
     return min(losses, key=lambda step: losses[step], default=None)
 

@@ -1,7 +1,7 @@
-"""Where a mirror may be: a folder, a remote of rclone, or a private repository on the Hugging Face hub.
+"""The places for a mirror: a folder, an rclone remote, or a private repository on the Hugging Face hub.
 
-Each holds what a run folder holds of its checkpoints: run.json, status.json, metrics.jsonl and checkpoints/. A
-checkpoint is there when its manifest is, which comes last (on the hub, with the rest in one commit).
+Each holds copies of a run folder's run.json, status.json, metrics.jsonl and checkpoints/. A checkpoint is complete if
+its manifest is there, which is copied last (on the hub, in one commit with the rest).
 """
 
 import contextlib
@@ -29,90 +29,90 @@ from fsdp_qlora.storage.locations import mirror_error
 
 log = logging.getLogger("fsdp_qlora")
 
-_SMALL_FILES = (METRICS_FILE, STATUS, RUN)  # run.json, which makes a folder a run's, last
-# A remote that does not answer must not hold up the end of a run.
+_SMALL_FILES = (METRICS_FILE, STATUS, RUN)  # run.json last: it makes a folder a run's
+# A remote that does not answer must not delay the end of a run.
 _RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
 
 
 class Store(ABC):
-    """A place for the copies: a few operations on files, and above them, once, what a mirror does.
+    """A place for copies: a few file operations for each kind of store, and a mirror's functions on top of them.
 
-    A path there is relative, with slashes, "" for the place itself. Every method raises OSError where the place is
-    out of reach or full.
+    Paths in the store are relative, with slashes; "" is its root. Every method raises OSError if the store is
+    unreachable or full.
     """
 
     name: str  # as --mirror gives it
 
-    # --- what a kind of store defines ---
+    # --- defined by each kind of store ---
 
     @abstractmethod
     def files(self, folder: str) -> list[str]:
-        """The paths below a folder of all files there, relative to it; empty where it is not there."""
+        """The paths of all files below a folder, relative to it; empty if there is no such folder."""
 
     @abstractmethod
     def read(self, file: str) -> str:
-        """The text of a small file. Raises FileNotFoundError where it is not there."""
+        """The text of a small file. Raises FileNotFoundError if there is none."""
 
     @abstractmethod
     def put(self, source: Path, folder: str) -> None:
-        """Copy the files of `source` into a folder there; a manifest after all others."""
+        """Copy the files of `source` into a folder of the store, a manifest last."""
 
     @abstractmethod
     def get(self, folder: str, root: Path) -> None:
-        """Copy a folder to the same path below `root`; a part of it may be there already."""
+        """Copy a folder to the same path below `root`, where a part of it may exist already."""
 
     @abstractmethod
     def delete(self, folder: str) -> None:
-        """Delete a folder that is there, with all that is in it."""
+        """Delete an existing folder with its content."""
 
     def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
-        """Put folders (path there -> source) in their order, then delete others. One commit where there are such."""
+        """Put folders (path -> source) in order, then delete the outdated ones; in one commit if the store has them."""
         for folder, source in folders.items():
             try:
                 self.put(source, folder)
             except OSError:
                 if source.exists():
-                    raise  # else the run has deleted it meanwhile, as too old; a newer one is copied
+                    raise  # otherwise the run has deleted this old checkpoint meanwhile
         for folder in outdated:
             self.delete(folder)
 
-    # --- what a mirror does ---
+    # --- the same for every kind ---
 
     def run(self) -> dict[str, Any]:
-        """What run.json there says; empty where there is none."""
+        """The content of the store's run.json; empty if there is none."""
         try:
-            about: dict[str, Any] = json.loads(self.read(RUN))
+            identity: dict[str, Any] = json.loads(self.read(RUN))
         except FileNotFoundError:
             return {}
         except ValueError as error:
             raise OSError(f"{RUN} there cannot be read ({error})") from error
-        return about
+        return identity
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there whole, oldest first."""
+        """The steps of the complete checkpoints, oldest first."""
         found = [path.split("/") for path in self.files(CHECKPOINTS)]
         names = [parts[0].removeprefix("step_") for parts in found if parts[1:] == [MANIFEST]]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def update(self, output_dir: Path) -> None:
-        """Bring the checkpoints there up to those in a run's folder: new ones are copied, deleted ones deleted.
+        """Update the checkpoints to those of a run's folder: copy new ones, delete deleted ones.
 
-        Those later than any in the folder stay, since they are of a start that has got further elsewhere.
+        Checkpoints later than any in the folder stay: they belong to a start that got further on another machine.
         """
         wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self.steps()
         outdated = [_path(step) for step in there if step not in wanted and step < max(wanted, default=-1)]
         with tempfile.TemporaryDirectory() as small:
             _write_small_files(output_dir, Path(small))
-            # run.json first: checkpoints without it would be nobody's
+            # run.json first: checkpoints without it would belong to no run.
             folders = {"": Path(small)}
             folders |= {_path(step): folder for step, folder in reversed(wanted.items()) if step not in there}
             self.put_all(folders, outdated, f"Checkpoints up to step {max(wanted, default='none')}")
 
-    def forget(self, *, later_than: int = -1) -> None:
-        """Delete the checkpoints there that are later than a step: another run's, or of a course that is given up."""
-        outdated = [_path(step) for step in self.steps() if step > later_than]
-        message = f"Back to step {later_than}"
-        if later_than < 0:  # parts of checkpoints too
+    def delete_later_than(self, last_step: int) -> None:
+        """Delete the checkpoints later than a step: of another run (-1: all), or of an abandoned branch of this one."""
+        outdated = [_path(step) for step in self.steps() if step > last_step]
+        message = f"Back to step {last_step}"
+        if last_step < 0:  # partial checkpoints too
             names = {path.partition("/")[0] for path in self.files(CHECKPOINTS)}
             outdated, message = [f"{CHECKPOINTS}/{name}" for name in sorted(names)], "Another run"
         if outdated:
@@ -120,7 +120,7 @@ class Store(ABC):
 
 
 class FolderStore(Store):
-    """A folder on another disk, or of another machine."""
+    """A folder on another disk or machine."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
@@ -146,7 +146,7 @@ class FolderStore(Store):
 
 
 class RcloneStore(Store):
-    """A remote of the program rclone, such as s3:bucket/run."""
+    """A remote of rclone, such as s3:bucket/run."""
 
     def __init__(self, remote: str) -> None:
         if shutil.which("rclone") is None:
@@ -159,7 +159,7 @@ class RcloneStore(Store):
         return [path for path in self._lines("lsf", "-R", self._at(folder)) if not path.endswith("/")]
 
     def read(self, file: str) -> str:
-        if file not in self._lines("lsf", self.remote):  # some remotes answer `cat` with nothing
+        if file not in self._lines("lsf", self.remote):  # on some remotes `cat` of a missing file succeeds
             raise FileNotFoundError(f"{self._at(file)} is not there")
         return self._rclone("cat", self._at(file))
 
@@ -233,12 +233,12 @@ class HubStore(Store):
             HfApi().create_commit(self.repo, [*added, *gone], commit_message=message)
 
 
-# What stands before the colon of --mirror; anything else is a folder.
+# Prefix of --mirror, before the colon -> store; anything else is a folder.
 _STORES: dict[str, type[RcloneStore | HubStore]] = {"rclone": RcloneStore, "hf": HubStore}
 
 
 def open_store(target: str) -> Store:
-    """The place that `--mirror` means: rclone:REMOTE:PATH, hf:OWNER/NAME, or a folder.
+    """The store that `--mirror` names: rclone:REMOTE:PATH, hf:OWNER/NAME, or a folder.
 
     Raises:
         UserError: it is none of these, or rclone is not installed.
@@ -250,12 +250,12 @@ def open_store(target: str) -> Store:
 
 
 def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
-    """Copy the newest whole checkpoint there that is later than a step, and what goes with it, into a run's folder.
+    """Copy the newest verified checkpoint later than a step, and the small files, into a run's folder.
 
-    What a fetch that was cut off has left in FETCHED is used again.
+    Files that an interrupted fetch has left in FETCHED are used again.
 
     Returns:
-        False where none of them is whole; the folder is then as it was.
+        False if there are checkpoints and none passes verification; the folder is then unchanged.
     """
     partial = output_dir / FETCHED
     steps = [step for step in reversed(store.steps()) if step > later_than]
@@ -284,7 +284,7 @@ def _as_here(status: str) -> str:
 
 
 def _fetch_step(store: Store, step: int, partial: Path) -> bool:
-    """Copy a checkpoint, in place of any other; whether it is whole."""
+    """Copy a checkpoint, replacing any other; returns whether it passes verification."""
     folder = partial / _path(step)
     for other in folder.parent.glob("*"):
         if other != folder:
@@ -300,11 +300,11 @@ def _fetch_step(store: Store, step: int, partial: Path) -> bool:
 
 
 def _move_run(fetched: Path, output_dir: Path) -> None:
-    """Put what has been fetched whole in its place; run.json, which makes the folder a run's, last."""
+    """Move the fetched files into the run's folder; run.json last: it makes the folder a run's."""
     (output_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
     for folder in checkpoint.published(fetched / CHECKPOINTS).values():
         target = output_dir / CHECKPOINTS / folder.name
-        shutil.rmtree(target, ignore_errors=True)  # moved before, by a start that was killed meanwhile
+        shutil.rmtree(target, ignore_errors=True)  # left by a start that was killed while it moved files
         folder.rename(target)
     for name in _SMALL_FILES:
         if (fetched / name).is_file():
@@ -314,13 +314,13 @@ def _move_run(fetched: Path, output_dir: Path) -> None:
 
 
 def _path(step: int) -> str:
-    """Of a checkpoint there."""
+    """A checkpoint's path in the store."""
     return checkpoint.step_folder(Path(CHECKPOINTS), step).as_posix()
 
 
 @contextlib.contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Turn an error of the hub's client or its HTTP library into the one line of an OSError."""
+    """Turn any error of the hub's client or its HTTP library into an OSError of one line."""
     try:
         yield
     except Exception as error:
@@ -331,17 +331,17 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _write_small_files(output_dir: Path, target: Path) -> None:
-    """What goes with the checkpoints: run.json, metrics.jsonl and status.json."""
-    if run := read_json(output_dir / RUN):  # one that was damaged meanwhile does not replace the good copy
+    """Copy run.json, metrics.jsonl and status.json."""
+    if run := read_json(output_dir / RUN):  # a damaged one must not replace the good copy
         write_json(target / RUN, run)
     if (output_dir / METRICS_FILE).is_file():
         shutil.copyfile(output_dir / METRICS_FILE, target / METRICS_FILE)
-    # A new box has none of the results, so there the run is never finished.
+    # A new machine does not have the results, so the run must not appear finished there.
     write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running"})
 
 
 def _copy_folder(source: Path, target: Path) -> None:
-    """Copy a folder's files, the manifest last, each whole or not at all; a new folder appears as a whole too."""
+    """Copy a folder's files atomically, the manifest last; a new folder appears at once with all its files."""
     staging = target if target.exists() else target.with_name(f".{target.name}.writing")
     if staging != target:
         shutil.rmtree(staging, ignore_errors=True)

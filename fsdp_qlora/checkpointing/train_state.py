@@ -1,14 +1,14 @@
-"""What training has made so far, to and from a checkpoint's files: trainable parameters and optimizer state.
+"""Saves trainable parameters and optimizer state to a checkpoint's files, and loads them.
 
-Small states (adapters) are gathered and written by rank 0, which also reads them for all, so that no other rank needs
-to see the folder. Large ones are written by each rank of one copy of the model, and read by all: FILE i holds the rows
-that `shard_bounds` gives to rank i of as many as there are files, so any other number of ranks finds its own.
+Small states (adapters) are gathered and written by rank 0, which also reads them for all ranks, so no other rank needs
+access to the folder. Large states are written by each rank of one copy of the model and read by all: file i of n holds
+the rows that `shard_bounds` gives to rank i of n, so any other number of ranks finds its rows.
 
-An entry of the optimizer's state is stored by what it is:
+An entry of the optimizer's state is stored by its kind:
     rows    a tensor of the local shard's shape, or of its rows: sharded like its parameter
-    once    a tensor without dims, such as a count of steps, or of the whole parameter: the same on all ranks
+    once    a tensor without dims, such as a step count, or for the whole parameter: the same on all ranks
     number  a plain number: the same on all ranks
-    local   any other tensor, such as the scales of 8-bit states: of this rank's shard, and of no other split
+    local   any other tensor, such as the scales of 8-bit states: valid for this split only
 """
 
 import json
@@ -42,7 +42,7 @@ from fsdp_qlora.storage import safetensors_files
 from fsdp_qlora.storage.files import FileRecord
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
 
-# Parameter name -> state key -> what is stored of it.
+# Parameter name -> state key -> description of the stored entry.
 _Layout = dict[str, dict[str, dict[str, Any]]]
 _KINDS = ("rows", "once", "number", "local")
 _PARAMETER = "parameter"  # the key of the parameter itself
@@ -52,9 +52,9 @@ class TrainState:
     """Trainable parameters and optimizer state of one sharded model.
 
     Args:
-        is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer keeps
-            something that belongs to one rank's shard alone.
-        beat: called with each tensor that is written, since a large state takes its time.
+        is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer has
+            entries of kind local.
+        beat: called for each tensor written, since a large state takes long.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class TrainState:
     # --- writing ---
 
     def write(self, folder: Path) -> tuple[dict[str, FileRecord], dict[str, Any]]:
-        """Write this rank's part into `folder`. Every rank calls it.
+        """Write this rank's part into `folder`. Called on every rank.
 
         Returns:
-            The files that this rank wrote, and what `load` has to be told.
+            The files that this rank wrote, and the description that `load` needs.
         Raises:
-            OSError: this rank's part could not be written; every rank has come as far all the same.
+            OSError: this rank's part could not be written; the ranks' collectives have been completed.
         """
         layout = self._agreed_layout()
         is_sharded = self.is_large or _has_local(layout)
@@ -117,10 +117,10 @@ class TrainState:
         return {file: safetensors_files.write_tensors(folder / file, forms, values, metadata)}, description
 
     def check_finite(self) -> None:
-        """Refuse to keep parameters that are no numbers any more. Every rank calls it.
+        """Refuse to save parameters that are not finite. Called on every rank.
 
         Raises:
-            TrainingError: names the first parameter with a value that is not finite, the same on every rank.
+            TrainingError: names the first such parameter, the same on every rank.
         """
         names = list(self.parameters)
         bad = [
@@ -135,12 +135,12 @@ class TrainState:
         first = gather_numbers([float(bad[0] if bad else len(names))], self.ranks.device).min().item()
         if first < len(names):
             raise TrainingError(
-                f"{names[int(first)]} or its optimizer state has values that are not finite, so nothing is saved. The "
-                "checkpoints before it are good. A lower --lr or --precision bf16/fp32 may help."
+                f"{names[int(first)]} or its optimizer state has values that are not finite, so nothing is saved. "
+                "Earlier checkpoints are good. A lower --lr or --precision bf16/fp32 may help."
             )
 
     def _agreed_layout(self) -> _Layout:
-        """What is stored of each parameter. A rank without rows of it knows only from the others."""
+        """The stored entries of each parameter. A rank without rows of it learns them from the others."""
         own: _Layout = {}
         for name, parameter in self.parameters.items():
             local = local_part(parameter)
@@ -163,12 +163,12 @@ class TrainState:
         return TensorForm(DTYPES[entry["dtype"]], self._whole_shape(name, entry))
 
     def _whole_shape(self, name: str, entry: Mapping[str, Any]) -> tuple[int, ...]:
-        """Of an entry of kind rows or once, over all ranks."""
+        """The shape of an entry of kind rows or once, over all ranks."""
         num_rows = self.parameters[name].shape[:1] if entry["kind"] == "rows" else ()
         return (*num_rows, *entry["dims"])
 
     def _own(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
-        """This rank's value of an entry; no rows where it has none."""
+        """This rank's value of an entry; without rows if this rank has none."""
         self.beat()
         local = local_part(self.parameters[name])
         if key == _PARAMETER:
@@ -179,7 +179,7 @@ class TrainState:
         return local.new_empty((0, *entry.get("dims", ())), dtype=DTYPES[entry.get("dtype", "F32")])
 
     def _gathered(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
-        """The whole of an entry, on the CPU; it counts on rank 0 only."""
+        """An entry for all ranks, on the CPU; valid on rank 0 only."""
         parameter, own = self.parameters[name], self._own(name, key, entry)
         if entry["kind"] == "rows" and isinstance(parameter, DTensor):
             own = as_shard_of(own, parameter, self._whole_shape(name, entry)).full_tensor()
@@ -188,27 +188,27 @@ class TrainState:
     # --- reading ---
 
     def load(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Fill parameters and optimizer from a verified checkpoint. Every rank calls it.
+        """Fill parameters and optimizer from a verified checkpoint. Called on every rank.
 
         Raises:
-            UserError: it is of other parameters, or belongs to another number of ranks; the same on every rank.
-            DamagedCheckpoint: its files have been changed since they were verified.
+            UserError: it has other parameters, or requires another number of ranks; the same on every rank.
+            DamagedCheckpoint: its files have changed since they were verified.
         """
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         if description["shapes"] != shapes:
             stored = description["shapes"]
             other = sorted(name for name in {**shapes, **stored} if shapes.get(name) != stored.get(name))
             raise UserError(
-                f"{folder} is of a model with other trainable parameters: {', '.join(other[:4])}"
-                f"{', ...' if len(other) > 4 else ''} are not the same in both."
+                f"{folder} belongs to a model with other trainable parameters: {', '.join(other[:4])}"
+                f"{', ...' if len(other) > 4 else ''} differ."
             )
         own, groups = self.optimizer.group_values(), description["groups"]
         if len(own) != len(groups) or not all(map(_fits, own, groups)):
-            raise UserError(f"{folder} is of an optimizer with other settings: {json.dumps(groups)[:200]}.")
+            raise UserError(f"{folder} belongs to an optimizer with other settings: {json.dumps(groups)[:200]}.")
         layout, num_files = description["layout"], description["files"]
         if _has_local(layout) and num_files != shard_size(self.mesh):
             raise UserError(
-                f"{folder} holds optimizer state that belongs to a split over {num_files} ranks, and this run has "
+                f"{folder} holds optimizer state that can be resumed on {num_files} ranks only, and this run has "
                 f"{shard_size(self.mesh)}. Start it with {num_files}."
             )
         is_reader = description["is_sharded"] or self.ranks.is_rank_0
@@ -268,16 +268,16 @@ class TrainState:
 
 
 def _fits(own: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
-    """Whether the settings of a group may take the place of others: a text for a text, a number for a number."""
+    """Whether a group's settings may replace others: text by text, a number by a number."""
     return all(isinstance(own[name], str) == isinstance(stored[name], str) for name in own.keys() & stored.keys())
 
 
 def contents_error(folder: Path, description: Mapping[str, Any]) -> str | None:
-    """How a verified checkpoint's files differ from what `TrainState.write` said of them; None where they do not."""
+    """How a verified checkpoint's files differ from the description by `TrainState.write`; None if they do not."""
     try:
         return next(_contradictions(folder, description), None)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        return f"what it says of its tensors cannot be read ({type(error).__name__}: {error})"
+        return f"the description of its tensors cannot be read ({type(error).__name__}: {error})"
     except (OSError, SafetensorError) as error:
         return f"its tensors cannot be read ({error})"
 
@@ -285,15 +285,15 @@ def contents_error(folder: Path, description: Mapping[str, Any]) -> str | None:
 def _contradictions(folder: Path, description: Mapping[str, Any]) -> Iterator[str]:
     layout, shapes, num_files = description["layout"], description["shapes"], description["files"]
     if type(num_files) is not int or not 0 < num_files <= len(list(folder.iterdir())):
-        yield f"it has not the {num_files!r} files that it should have"
+        yield f"it does not have the {num_files!r} files that it should have"
     is_sharded = description["is_sharded"]
     if type(is_sharded) is not bool or (num_files > 1 and not is_sharded):
         yield f"is_sharded cannot be {is_sharded!r} with {num_files} files"
     values = [value for group in description["groups"] for value in group.values()]
     if not all(isinstance(value, (bool, int, float, str)) for value in values):
-        yield "its optimizer's groups hold other things than numbers"
+        yield "its optimizer's groups hold values that are not numbers"
     if layout.keys() != shapes.keys():
-        yield "it does not have the same parameters everywhere"
+        yield "its lists of parameters differ"
     for name, keys in layout.items():
         if keys[_PARAMETER]["kind"] != "rows" or keys[_PARAMETER]["dims"] != shapes[name][1:]:
             yield f"{name} is stored in another shape"
@@ -317,18 +317,18 @@ def _contradictions(folder: Path, description: Mapping[str, Any]) -> Iterator[st
 
 
 def _describe(value: Any, local: torch.Tensor, kind: str | None) -> dict[str, Any]:
-    """What is stored of a value. dims: of a tensor, without that of the rows."""
+    """The description of a stored value. dims: of a tensor, without the rows."""
     if isinstance(value, torch.Tensor):
         kind = kind or ("once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local")
-        about = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype], "is_on_device": value.device == local.device}
-        return about if kind == "local" else {**about, "dims": list(value.shape[kind == "rows" :])}
+        entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype], "is_on_device": value.device == local.device}
+        return entry if kind == "local" else {**entry, "dims": list(value.shape[kind == "rows" :])}
     if value is None or isinstance(value, (bool, int, float)):
         return {"kind": "number", "value": value}
     raise TypeError(f"optimizer state of type {type(value).__name__} cannot be saved")
 
 
 def _tensors_of_file(layout: _Layout, index: int) -> Iterator[tuple[str, str]]:
-    """(parameter, key) of each tensor in file `index`, the same in every file but for what is stored once."""
+    """(parameter, key) of each tensor in file `index`: the same in every file, except entries stored once."""
     for name, keys in layout.items():
         for key, entry in sorted(keys.items()):
             if entry["kind"] in ("rows", "local") or (entry["kind"] == "once" and index == 0):

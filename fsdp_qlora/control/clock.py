@@ -1,25 +1,25 @@
-"""The clocks of a run. None of them is the time of day, which people and NTP set."""
+"""The clocks of a run. None of them is the time of day, which people and NTP change."""
 
 import time
 
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux has it
-_FAR = 10.0  # times the second longest: of no work, but of a pause
+_FAR = 10.0  # a duration so many times the second longest includes a pause
 
 
 def elapsed() -> float:
-    """Seconds, those included in which the machine was suspended: for deadlines, since a rented machine costs then."""
+    """Seconds, including those in which the machine was suspended: for deadlines, since rent is due for these too."""
     return time.clock_gettime(_SINCE_BOOT)
 
 
 def awake() -> float:
-    """Seconds in which the machine was awake: for how long a piece of work takes, and whether one hangs."""
+    """Seconds in which the machine was awake: to measure work and to detect hangs."""
     return time.monotonic()
 
 
 class Longest:
-    """The longest of many durations of the same work, without a single one in which a process was stopped.
+    """The longest of many durations of the same work, ignoring one in which the process was paused.
 
-    A virtual machine that stands still, or a stopped process, shows on every clock.
+    A paused virtual machine or a stopped process shows on every clock.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, also after a power cut; room on the disks; the user's cache."""
+"""Files and folders written atomically, also across a power cut; free disk space; the user's cache folder."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ PARTIAL = ".partial"
 
 
 class FileRecord(NamedTuple):
-    """What a file must have: its size in bytes, and its SHA-256."""
+    """A file's expected size in bytes and SHA-256."""
 
     size: int
     sha256: str
@@ -97,11 +97,11 @@ def is_partial(name: str, of: str) -> bool:
 
 @contextlib.contextmanager
 def staged_folder(target: Path, staging: Path) -> Iterator[Path]:
-    """An empty folder to fill. When the block has ended it becomes `target`, else nothing of it is left.
+    """An empty folder to fill. At the end of the block it becomes `target`; after a failure nothing of it remains.
 
     Args:
         target: absent or empty.
-        staging: what it is called until then, beside `target`; what is there is removed.
+        staging: its path until then, in the same folder as `target`; an existing one is removed.
     """
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -115,20 +115,20 @@ def staged_folder(target: Path, staging: Path) -> Iterator[Path]:
 
 
 def publish_folder(staging: Path, target: Path) -> None:
-    """Give a folder its name, durably. Its files have been flushed."""
+    """Rename a folder, whose files have been flushed, to its final name, durably."""
     flush(staging)
     os.rename(staging, target)
     flush(target.parent)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a JSON file; a reader sees the old one or the new one. Secrets are taken out."""
+    """Replace a JSON file atomically; secrets are removed."""
     with staged_file(path) as partial:
         partial.write_text(json.dumps(redact_values(content), indent=2) + "\n")
 
 
 def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
-    """Write and flush a JSON file of one line, whose size and hash are kept elsewhere."""
+    """Write and flush a JSON file of one line; returns its size and hash."""
     text = json.dumps(content, allow_nan=False).encode()
     path.write_bytes(text)
     flush(path)
@@ -136,7 +136,7 @@ def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty where it is not there or cannot be read."""
+    """The content of a JSON file; empty if it does not exist or cannot be read."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):

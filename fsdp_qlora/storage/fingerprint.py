@@ -1,4 +1,4 @@
-"""What tells a file from every other content it might have, without reading all of it."""
+"""Identifies a file's content without reading all of it."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def fingerprint_files(files: Iterable[Path]) -> str:
-    """A hash of the files' names and sizes, their beginnings and samples of their content.
+    """A hash of the files' names, sizes, beginnings and samples of their content.
 
-    Not of their places or times: a copy on another machine is the same base. Training changes every weight, so the
-    samples tell a base from a version of it that was trained further.
+    Paths and times do not count: a copy on another machine is the same base. Training changes every weight, so the
+    samples distinguish a base from a further trained version of it.
     """
     digest = hashlib.sha256()
     for path in sorted(set(files), key=lambda path: path.name):
@@ -23,10 +23,10 @@ def fingerprint_files(files: Iterable[Path]) -> str:
 
 
 def file_identity(path: Path, *, samples: int) -> list[object]:
-    """Name and size of a safetensors file, its time of change to the nanosecond, a hash of its header and samples.
+    """Name, size and modification time (ns) of a safetensors file, and a hash of its header and samples.
 
-    A file that was replaced differs in its time, and one that was replaced with its time kept (cp -p, rsync) in the
-    samples. In the hub's cache a file is a link to a blob that is named by the hash of its content: that is enough.
+    A replaced file has another time, or, if the time was preserved (cp -p, rsync), other samples. In the hub's cache a
+    file is a link to a blob named by the hash of its content, which is sufficient.
     """
     real = path.resolve()
     stat = real.stat()

@@ -1,6 +1,6 @@
-"""Whether a text that is given as a folder of this machine means a place elsewhere: a URL, or a remote of rclone.
+"""Recognizes URLs and rclone remotes where a folder of this machine is expected.
 
-What is refused is named by how it begins alone: the rest may hold a password.
+Messages show only the beginning of a refused value: the rest may contain a password.
 """
 
 import os
@@ -11,7 +11,7 @@ _COLON = "A folder with a colon in its name is given as ./NAME."
 
 
 def mirror_error(target: str) -> str | None:
-    """Why --mirror is no place for copies; None where it may be one."""
+    """Why --mirror cannot be used; None if it may be."""
     kind, _, rest = target.partition(":")
     if kind == "rclone":
         return None if ":" in rest else "--mirror rclone:REMOTE:PATH needs a remote's name, which ends with a colon."
@@ -24,19 +24,19 @@ def mirror_error(target: str) -> str | None:
 
 
 def folder_error(option: str, text: str) -> str | None:
-    """Why an option that is a folder of this machine cannot be `text`; None where it may."""
+    """Why an option that names a folder of this machine cannot be `text`; None if it may be."""
     begin = _remote(text)
-    # One with a colon in its name may be there already, unless it is what an earlier version made of a URL.
+    # A folder with a colon in its name may exist, but not one that an earlier version created from a URL.
     if begin is None or (os.path.exists(text) and not begin.startswith(":") and not begin.endswith("/")):
         return None
     return (
-        f"--{option} begins with {begin!r}, but must be a folder of this machine. Copies elsewhere are made by "
-        f"--mirror: {_FORMS}. {_COLON}"
+        f"--{option} begins with {begin!r}, but must be a folder of this machine. For copies elsewhere use --mirror: "
+        f"{_FORMS}. {_COLON}"
     )
 
 
 def _remote(text: str) -> str | None:
-    """How a URL or a remote begins (s3://, :sftp, box:), None for a path: it has no colon before its first slash."""
+    """The beginning of a URL or remote (s3://, :sftp, box:); None for a path, without a colon before a slash."""
     match = re.match(r"(:?[^:/,@]*)[^/]*?:(/{0,2})", text)
     if match is None:
         return None

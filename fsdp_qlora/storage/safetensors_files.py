@@ -1,4 +1,4 @@
-"""Safetensors files whose tensors are known in advance: their layout, and writing them without holding them."""
+"""Writes safetensors files whose tensors' forms are known in advance, without holding all tensors in memory."""
 
 import hashlib
 import json
@@ -20,11 +20,11 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
-_FILE_BYTES = 4 * 2**30  # what hubs and network disks like
+_FILE_BYTES = 4 * 2**30  # a size that hubs and network disks handle well
 
 
 class TensorForm(NamedTuple):
-    """Of a tensor in a file."""
+    """Dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class TensorForm(NamedTuple):
 
 
 def layout(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """How a file of these tensors begins, one after the other, and where each tensor's bytes start in the file."""
+    """The beginning of a file of these tensors, in order, and the offset of each tensor's bytes in the file."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     starts, end = {}, 0
     for name, form in forms.items():
@@ -53,9 +53,9 @@ def write_tensors(
 
     Args:
         forms: of the tensors, in the order of `values`.
-        values: on the CPU. All of them are taken even when the disk is full, since to make one may need all ranks.
+        values: on the CPU. All are consumed even if the disk is full, since making one may be a collective.
     Raises:
-        OSError: the file could not be written; `values` is used up.
+        OSError: the file could not be written; `values` has been consumed.
     """
     header, _ = layout(forms, metadata)
     digest = hashlib.sha256(header)
@@ -86,9 +86,9 @@ class _Place(NamedTuple):
 
 
 class PackedFiles:
-    """A set of safetensors files with room for the given tensors.
+    """A set of safetensors files for the given tensors.
 
-    One process calls `create`; then any process may `write` parts, and `sync` when it has written its last.
+    One process calls `create`; then any process may `write` parts, and calls `sync` after the last.
     """
 
     def __init__(self, folder: Path, forms: Mapping[str, TensorForm]) -> None:
@@ -103,7 +103,7 @@ class PackedFiles:
             self._lay_out(folder / name, names)
 
     def _lay_out(self, path: Path, names: list[str]) -> None:
-        # Wide types first: every tensor is then aligned, as safetensors itself does it.
+        # Wide types first, as in safetensors itself: every tensor is then aligned.
         forms = {name: self.forms[name] for name in sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)}
         self._headers[path], starts = layout(forms, {"format": "pt"})
         self._sizes[path] = len(self._headers[path]) + sum(form.num_bytes for form in forms.values())
@@ -111,16 +111,16 @@ class PackedFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files together."""
+        """Size of all files together."""
         return sum(self._sizes.values())
 
     @property
     def headers(self) -> dict[str, bytes]:
-        """File name -> what it begins with."""
+        """File name -> header."""
         return {path.name: header for path, header in self._headers.items()}
 
     def create(self) -> None:
-        """Make the files in their full size, with headers and, where there are several, their index."""
+        """Create the files in full size with their headers, and an index if there are several."""
         for path, header in self._headers.items():
             with path.open("wb") as file:
                 file.write(header)
@@ -132,7 +132,7 @@ class PackedFiles:
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Put the bytes of `values`, on the CPU, `start` bytes into the tensor `name`."""
+        """Write the bytes of `values`, on the CPU, from byte `start` of the tensor `name`."""
         buffer = _bytes_of(values)
         path, position = self._places[name]
         position += start
@@ -142,12 +142,12 @@ class PackedFiles:
             buffer, position = buffer[count:], position + count
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a tensor as they are in the file now."""
+        """Bytes [start, stop) of a tensor, read from the file."""
         path, position = self._places[name]
         return os.pread(self._descriptor(path), stop - start, position + start)
 
     def sync(self) -> None:
-        """Wait until what this process wrote is on the disk."""
+        """Wait until this process's writes are on disk."""
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
 

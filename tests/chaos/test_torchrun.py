@@ -88,7 +88,7 @@ def test_the_death_of_torchrun_ends_the_workers_and_meanwhile_nobody_else_may_wr
         worker.suspend()  # still there, as far as a second launch can tell
     with ended(Job(options, tmp_path / "logs0")) as job:
         assert job.wait()[0] == 2, job.output()
-    assert f"out is in use by a run that is going on (process {orphans[0].pid} on " in job.output()
+    assert f"out is in use by another run (process {orphans[0].pid} on " in job.output()
     process.kill()
     process.wait()
     for worker in orphans:

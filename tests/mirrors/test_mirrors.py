@@ -126,7 +126,9 @@ def add_step(tmp_path: Path) -> Callable[[int], None]:
         staging = checkpoint.staging_folder(run / CHECKPOINTS, step)
         staging.mkdir(parents=True)
         record = write_hashed_json(staging / checkpoint.STATE, {"step": step})
-        checkpoint.publish(staging, checkpoint.step_folder(run / CHECKPOINTS, step), {checkpoint.STATE: record})
+        checkpoint.publish_checkpoint(
+            staging, checkpoint.step_folder(run / CHECKPOINTS, step), {checkpoint.STATE: record}
+        )
         (run / "metrics.jsonl").write_text(f"{step}\n")
 
     return add
@@ -160,7 +162,7 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
         (there / "run.json").write_text('{"run_id"')
         with pytest.raises(OSError, match=r"run\.json there cannot be read"):
             store.run()
-    store.forget()
+    store.delete_later_than(-1)
     assert not list((there / CHECKPOINTS).glob("*"))
 
 

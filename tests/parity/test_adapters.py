@@ -447,7 +447,10 @@ def test_combinations_that_exclude_each_other_are_refused(options: dict[str, obj
             {"alpha_pattern": ".*=3,q_proj=4"},
             r"alpha_pattern: q_proj has no effect: .* that an earlier pattern matches",
         ),
-        ({"lora_rank": 40, "init_lora_weights": "pissa"}, r"rank for .*k_proj.* is 40, and its shape allows at most 32"),
+        (
+            {"lora_rank": 40, "init_lora_weights": "pissa"},
+            r"rank for .*k_proj.* is 40, and its shape allows at most 32",
+        ),
     ],
 )
 def test_names_that_match_nothing_are_refused_before_loading(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_qlora.checkpointing import checkpoint, layout
-from fsdp_qlora.checkpointing.publishing import publish
+from fsdp_qlora.checkpointing.publishing import publish_files
 from fsdp_qlora.checkpointing.result import record_result
 from fsdp_qlora.checkpointing.resume import Start, StartRequest
 from fsdp_qlora.checkpointing.run_folder import RunFolder
@@ -221,7 +221,7 @@ def finished(run: Path) -> Path:
         (folder / "adapter_config.json").write_text("{}")
         record_result(folder)
 
-    publish(run, write)
+    publish_files(run, write)
     write_json(run / layout.STATUS, {**json.loads((run / layout.STATUS).read_text()), "state": "finished"})
     return run
 
@@ -251,13 +251,15 @@ def test_a_result_that_was_lost_is_written_again_from_the_last_checkpoint(
         lines.clear()
         start = decide(finished)
         assert not start.is_finished and not start.is_new and start.step == 5
-        assert sum("is not what the finished run has saved: " + name in line for line in lines) == 1
+        assert sum("differs from the one that the finished run saved: " + name in line for line in lines) == 1
         shutil.rmtree(path, ignore_errors=True)
         path.write_bytes(content)
     assert decide(finished).is_finished
     LOSSES[loss](finished / "adapter_model.safetensors")
     shutil.rmtree(finished / layout.CHECKPOINTS)
-    with pytest.raises(UserError, match=r"whose result is not what was saved .* and no checkpoint to write it from"):
+    with pytest.raises(
+        UserError, match=r"whose result has changed since it was saved .* and no checkpoint to write it from"
+    ):
         decide(finished)
 
 

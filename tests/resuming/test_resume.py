@@ -39,7 +39,7 @@ def add_step(run: Path, step: int, run_id: str) -> Path:
     files = {TENSORS: write_tensors(staging / TENSORS, forms, [torch.zeros(2, 3)] * 2, {})}
     state = {"about": {**ABOUT, "run_id": run_id}, "progress": {"step": step}, "tensors": DESCRIPTION}
     files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, state)
-    checkpoint.publish(staging, checkpoint.step_folder(root, step), files)
+    checkpoint.publish_checkpoint(staging, checkpoint.step_folder(root, step), files)
     return checkpoint.step_folder(root, step)
 
 
@@ -49,7 +49,12 @@ def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = Fal
     folder = RunFolder(out, read_ranks(), request)
     start = folder.choose_start(ABOUT)
     folder.prepare({}, {**ABOUT, "run_id": start.run_id}, keep_run=not start.is_new)
-    status = {"state": "running", "start_step": start.step, "deaths": start.deaths, "seconds": start.used_seconds + 60}
+    status = {
+        "state": "running",
+        "start_step": start.step,
+        "deaths": start.failed_starts,
+        "seconds": start.used_seconds + 60,
+    }
     write_json(out / layout.STATUS, status)
     return start
 
@@ -59,7 +64,7 @@ def test_a_restart_does_not_begin_from_elsewhere_again(tmp_path: Path) -> None:
     first = begin(out, resume_from=other)
     again = begin(out, resume_from=other, unattended=True)  # it has no checkpoint of its own yet
     assert (first.step, again.step, again.folder) == (5, 5, str(other))
-    assert again.run_id == first.run_id != "other" and again.deaths == 1
+    assert again.run_id == first.run_id != "other" and again.failed_starts == 1
     add_step(out, 7, first.run_id)
     assert begin(out, resume_from=other, unattended=True).step == 7
     assert begin(out, resume_from=other).run_id not in (first.run_id, "other")  # a person asks for it
@@ -110,6 +115,6 @@ def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Pat
     folder = add_step(out, 10, begin(out, mirror=mirror).run_id)
     (folder / checkpoint.STATE).write_text("{}")
     mirror.update(out)
-    with pytest.raises(UserError, match=r"No checkpoint on the mirror .* is whole"):
+    with pytest.raises(UserError, match=r"No checkpoint on the mirror .* passes verification"):
         begin(tmp_path / "box", mirror=mirror)
     assert not (tmp_path / "box" / "run.json").exists() and mirror.steps() == [10]

@@ -21,7 +21,7 @@ def make(root: Path, step: int, eval_loss: float | None = None) -> Path:
     progress = {"eval_loss": eval_loss, "last_eval_step": step if eval_loss else step - 1}
     record = write_hashed_json(staging / checkpoint.STATE, {"progress": progress})
     target = checkpoint.step_folder(root, step)
-    checkpoint.publish(staging, target, {checkpoint.STATE: record})
+    checkpoint.publish_checkpoint(staging, target, {checkpoint.STATE: record})
     return target
 
 
@@ -40,10 +40,10 @@ def test_room_is_made_by_what_is_needed_least_and_the_newest_stays(
 ) -> None:
     for step, loss in ((1, None), (2, 1.5), (3, 2.0), (1_000_000, None)):
         make(tmp_path, step, loss)
-    checkpoint.set_aside(make(tmp_path, 1_000_001))
+    checkpoint.quarantine(make(tmp_path, 1_000_001))
     assert best_step(checkpoint.published(tmp_path)) == 2
     freed = [delete_oldest(tmp_path) for _ in range(2)]
-    checkpoint.set_aside(make(tmp_path, 1_000_001))
+    checkpoint.quarantine(make(tmp_path, 1_000_001))
     with monkeypatch.context() as patch:  # one that cannot be deleted gives no room
         rmtree = shutil.rmtree
         patch.setattr(shutil, "rmtree", lambda path, **how: path.name.endswith(".set_aside") or rmtree(path, **how))
@@ -64,7 +64,7 @@ def test_what_was_edited_is_never_the_best_and_stops_no_save(progress: str, tmp_
 def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     with layout.locked(folder):
-        refused = pytest.raises(UserError, match=r"in use by a run that is going on \(process \d+ on ")
+        refused = pytest.raises(UserError, match=r"in use by another run \(process \d+ on ")
         with refused, layout.locked(folder):
             pass
         assert folder.is_dir()

@@ -42,7 +42,7 @@ def test_a_run_that_cannot_save_for_too_long_ends(
         tmp_path,
         disk,
         ranks,
-        about={},
+        identity={},
         save_total_limit=3,
         max_failing_seconds=1800,  # type: ignore[arg-type]
     )
