@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # A rank that is gone is one sentence from us; torch would add pages of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if (end := restarts.earlier_end()) is not None:
+    if (end := restarts.previous_exit()) is not None:
         status, message = end
         print_error(RuntimeError(f"not restarted, since the end of the attempt before was final: {message}"))
         return status
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         run(config)
     except (UserError, TrainingError, RunStopped) as error:
         ending = how_it_ends(error)
-        restarts.note_end(ending, str(error))
+        restarts.record_exit(ending, str(error))
         print_error(error)
         return ending.exit_code
     except (LostRank, Crashed) as error:

@@ -1,4 +1,4 @@
-"""Process group, device mesh, seeds, reductions over ranks and rank 0's log."""
+"""Process group, device mesh, seeds, communication between ranks, and rank 0's log."""
 
 import contextlib
 import datetime
@@ -25,7 +25,7 @@ from fsdp_qlora.terminal import LineHandler
 
 log = logging.getLogger("fsdp_qlora")
 
-# torch 2.13 renamed it; 2.11 has the old name only.
+# Renamed in torch 2.13; 2.11 has only the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
@@ -43,7 +43,7 @@ SHARDING_STRATEGIES: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands among the run's processes."""
+    """This process's ranks and device."""
 
     rank: int
     local_rank: int
@@ -89,7 +89,7 @@ def set_up_logging(ranks: Ranks, *, verbose: bool) -> None:
 
 
 def make_deterministic() -> None:
-    """Let torch take deterministic kernels only, and raise where there is none. Before the GPU is used."""
+    """Make torch use deterministic kernels only, and raise if there is none. Call it before the GPU is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace for it
     os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers passes it on to flash-attn
     torch.use_deterministic_algorithms(True)
@@ -97,16 +97,16 @@ def make_deterministic() -> None:
 
 
 def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float = MAX_WAIT_MINUTES) -> dist.Store:
-    """The store of this start, through which ranks talk before they are a process group. Rank 0's process holds it.
+    """The store of this start, for communication before there is a process group. Rank 0's process hosts it.
 
-    Nobody waits here but for rank 0. One thread at a time may use the store; another one needs a `clone()`.
+    Ranks wait here for rank 0 only. The store may be used by one thread at a time; another needs a `clone()`.
 
     Args:
-        timeout_minutes: of each later request. wait_minutes: for rank 0 to be there, MAX_WAIT_MINUTES at most.
+        timeout_minutes: of each later request. wait_minutes: for rank 0, MAX_WAIT_MINUTES at most.
     Raises:
-        LostRank: rank 0 was not there in time.
+        LostRank: rank 0 did not open the store in time.
     """
-    if ranks.world_size == 1:  # a lone process needs no server, hence no free port
+    if ranks.world_size == 1:  # a single process needs no server, hence no free port
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not ranks.is_rank_0:
@@ -120,20 +120,20 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
         wait_for_workers=False,
         master_listen_fd=_listen_on_loopback(address, port) if is_master else None,
     )
-    # torchrun keeps its store when it restarts the workers; without a prefix they would read each other's addresses
-    # of before (measured: 3 of 8 restarts came up, with it 16 of 16).
+    # torchrun keeps its store when it restarts the workers. Without a prefix they would read addresses of the previous
+    # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16).
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:
-    """torch itself would wait twice as long as it is told, and then print pages of its own frames."""
+    """Wait for rank 0's store. torch itself would wait for twice the given time and then print pages of frames."""
     last = ""
 
     def is_there() -> bool:
         nonlocal last
         try:
             with socket.create_connection((address, port), timeout=10) as ours:
-                return bool(ours.getsockname() != ours.getpeername())  # on one machine it may reach itself
+                return bool(ours.getsockname() != ours.getpeername())  # a TCP socket may connect to itself
         except OSError as error:
             last = error.strerror or str(error)
             return False
@@ -146,9 +146,9 @@ def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:
 
 
 def _listen_on_loopback(address: str, port: int) -> int | None:
-    """A listening socket for ranks that are all on this machine; None where `address` is that of a network.
+    """A listening socket if all ranks are on this machine; None if `address` is not a loopback address.
 
-    Without it torch's store listens on every interface, and whoever reaches the port can read and write in it.
+    Without it torch's store listens on every interface, and anyone who reaches the port can read and write it.
     """
     try:
         if not ipaddress.ip_address(socket.gethostbyname(address)).is_loopback:
@@ -164,13 +164,13 @@ def start_process_group(
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 
     Args:
-        store: of `connect`, which is called where there is none yet. From now on it belongs to the group.
+        store: from `connect`, which is called if None. From now on it belongs to the group.
         backend: instead of these, for tests: gloo lets several ranks share a GPU, fake is a group of one rank.
     Returns:
-        The store through a connection of its own: for a thread beside the training.
+        The store over a separate connection, for a background thread.
     """
     if ranks.device.type == "cuda":
-        # NCCL's flight recorder: the last collectives, which it writes down when one does not end.
+        # NCCL's flight recorder: writes the last collectives when one does not end.
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -186,13 +186,13 @@ def start_process_group(
 
 
 def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: dist.Store, *, hours: float) -> str:
-    """What `work` returns: local rank 0 calls it, and the other ranks of its machine wait for the result.
+    """The result of `work`, which local rank 0 calls while the other ranks of its machine wait.
 
     Args:
-        what: words for messages, as in "the download of owner/model"; not used before in this start.
-        hours: after which the others wait no longer.
+        what: words for messages, such as "the download of owner/model"; unique in this start.
+        hours: how long the others wait.
     Raises:
-        UserError: `work` raised it on local rank 0; the same on every rank of the machine.
+        UserError: raised by `work` on local rank 0; the same on every rank of the machine.
         LostRank: local rank 0 failed in another way, has ended, or takes too long.
     """
     first = ranks.rank - ranks.local_rank  # a machine's ranks are numbered one after another
@@ -221,15 +221,15 @@ def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: di
 
 
 def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store) -> None:
-    """Set the answer, and stay until it is heard: the store may end with this process."""
-    with contextlib.suppress(RuntimeError):  # rank 0 has ended, and with it the store
+    """Set the answer, and wait until it has been read: the store may end with this process."""
+    with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it
         store.set(f"{what}/{ranks.rank}", json.dumps(answer))
         heard = f"{what}/{ranks.rank}/heard"
         _becomes_true(lambda: store.add(heard, 0) >= ranks.local_world_size - 1, seconds=60)
 
 
 def _becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
-    """Look ten times a second, so that a signal is served meanwhile; False when the time is over."""
+    """Check ten times a second, so that signals are handled meanwhile; False on timeout."""
     end = time.monotonic() + seconds
     while not (is_true := condition()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -237,7 +237,7 @@ def _becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
 
 
 def num_shards(ranks: Ranks, world_size: int, *, sharding_strategy: str) -> int:
-    """How many ranks share one copy of the model.
+    """The number of ranks that share one copy of the model.
 
     Raises:
         UserError: a hybrid strategy on nodes with different numbers of ranks.
@@ -254,7 +254,7 @@ def num_shards(ranks: Ranks, world_size: int, *, sharding_strategy: str) -> int:
 
 
 def build_mesh(ranks: Ranks, *, sharding_strategy: str) -> DeviceMesh:
-    """Lay the ranks out as [replicate, shard]; a pure shard mesh has the one axis."""
+    """Arrange the ranks as [replicate, shard]; a pure shard mesh has only the axis shard."""
     shard = num_shards(ranks, ranks.world_size, sharding_strategy=sharding_strategy)
     if shard == ranks.world_size:
         return init_device_mesh(ranks.device.type, (shard,), mesh_dim_names=("shard",))
@@ -288,7 +288,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_shard_of(local: torch.Tensor, whole: DTensor, shape: Sequence[int] | None = None) -> DTensor:
-    """`local` as this rank's rows of a tensor that is sharded as `whole` is. shape: of that tensor, if another."""
+    """`local` as this rank's rows of a tensor sharded like `whole`. shape: of that tensor, if it differs."""
     size = torch.Size(whole.shape if shape is None else shape)
     stride = torch.empty(size, device="meta").stride()
     return DTensor.from_local(local, whole.device_mesh, whole.placements, run_check=False, shape=size, stride=stride)
@@ -296,8 +296,8 @@ def as_shard_of(local: torch.Tensor, whole: DTensor, shape: Sequence[int] | None
 
 @torch.no_grad()
 def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Keep `values`, this rank's rows of a parameter: all of a plain one, which every rank has whole."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """Store `values`, this rank's rows of a parameter (all rows if it is not sharded)."""
+    local = local_part(parameter)
     local.copy_(values.view(local.shape))
 
 
@@ -321,15 +321,15 @@ def gather_numbers(values: list[float], device: torch.device, group: dist.Proces
 
 
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-    """What went wrong on the first rank that has a failure, on every rank of the group; None where none has."""
+    """The failure of the first rank that has one, on every rank of the group; None if there is none."""
     return next(filter(None, gather_texts(failure or "", device, group)), None)
 
 
 def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
-    """Make sure that every rank works on the same thing: each computes order, loss and rate for itself.
+    """Check that every rank works on the same input, since each computes order, loss and learning rate itself.
 
     Args:
-        facts: what has to be the same -> its value, whose repr is compared.
+        facts: name for messages -> value, whose repr is compared.
     Raises:
         UserError: some ranks have another value than rank 0; the same message on every rank.
     """
@@ -344,13 +344,13 @@ def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that is a pure function of its parts, equal on every machine."""
+    """A 63-bit seed that depends only on its parts, equal on every machine."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def forget_loading(device: torch.device) -> None:
-    """Return the GPU memory that only loading needed, and let peaks count from here."""
+def release_loading_memory(device: torch.device) -> None:
+    """Free the GPU memory that only loading needed, and reset the peaks."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""How a run may end before it is finished: what is raised, and train.py's exit status for each."""
+"""The ways in which a run may end: exceptions, and train.py's exit status for each."""
 
 import contextlib
 import fcntl
@@ -18,7 +18,7 @@ class UserError(ValueError):
 
 
 class TrainingError(RuntimeError):
-    """The run cannot go on, and would stop again if it were restarted. `train.py` exits with status 1."""
+    """The run cannot continue, and a restart would fail again. `train.py` exits with status 1."""
 
 
 class NotFinite(TrainingError):
@@ -30,15 +30,15 @@ class OutOfMemory(TrainingError):
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended or fallen silent. `train.py` exits with status 1; a restart continues the run."""
+    """Another rank has ended or does not answer. `train.py` exits with status 1; a restart resumes the run."""
 
 
 class Crashed(RuntimeError):
-    """An error that nobody foresaw, printed where it happened. `train.py` exits with status 1; a restart continues."""
+    """An unexpected error, already printed. `train.py` exits with status 1; a restart resumes the run."""
 
 
 class Ending(NamedTuple):
-    """A way to end. is_final: whether a restart by torchrun would be pointless, or against the user's wish."""
+    """A way in which a run ends. is_final: a restart by torchrun would be pointless or unwanted."""
 
     state: str
     exit_code: int
@@ -62,7 +62,7 @@ ENDINGS = {
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and all ranks have done so after the same step.
+    """The run was asked to stop, and all ranks have stopped after the same step.
 
     Args:
         state: a key of ENDINGS.
@@ -74,7 +74,7 @@ class RunStopped(Exception):
 
 
 def how_it_ends(error: Exception) -> Ending:
-    """The ending that an error leads to, for the exit status and for torchrun's restarts."""
+    """The ending for an error, which decides the exit status and whether torchrun may restart the run."""
     if isinstance(error, RunStopped):
         return error.ending
     if isinstance(error, UserError):

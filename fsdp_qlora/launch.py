@@ -1,6 +1,6 @@
-"""One process per visible GPU when train.py was started as one process.
+"""Starts one process per visible GPU when train.py is started as a single process.
 
-A process that torchrun started with others, or that was told to stay alone, goes on as it is. Any other
+A process that torchrun has started with others, or that was told to be the only one, continues as a worker. Any other
 becomes a launcher: it starts the workers through torchrun's own agent and waits for them.
 """
 
@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.control.restarts import AUTO_RESTART, NOTE_FILE, is_restart, pass_on
+from fsdp_qlora.control.restarts import AUTO_RESTART, NOTE_FILE, forward_exit, is_restart
 from fsdp_qlora.errors import ENDINGS, UserError, note_reason, write_line
 
-if TYPE_CHECKING:  # torch is imported where it is needed: --help and bad options should not wait for it
+if TYPE_CHECKING:  # torch is imported where it is needed, so that --help and wrong options are quick
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-# SIGUSR1 is how Slurm says that the time is nearly over.
+# Slurm sends SIGUSR1 when the time is nearly over.
 _STATUS_OF_SIGNAL = {
     signal.SIGTERM: ENDINGS["preempted"].exit_code,
     signal.SIGUSR1: ENDINGS["preempted"].exit_code,
@@ -34,8 +34,8 @@ _STATUS_OF_SIGNAL = {
 }
 _LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
 
-# What an agent sets for its workers, besides the variables that start with TORCHELASTIC_. An outer agent's
-# would tell ours, and its workers, a wrong rank or port.
+# Variables that an agent sets for its workers, besides those that start with TORCHELASTIC_. Those of an outer agent
+# would give ours, and its workers, a wrong rank or port.
 _AGENT_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -53,7 +53,7 @@ _AGENT_VARIABLES = (
 
 
 def is_from_an_agent(name: str) -> bool:
-    """Whether an environment variable is one that torchrun sets for its workers."""
+    """Whether torchrun sets this environment variable for its workers."""
     return name in _AGENT_VARIABLES or name.startswith("TORCHELASTIC_")
 
 
@@ -63,11 +63,11 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
     Args:
         argv: the arguments after the program's name; the workers get the same.
     Returns:
-        None where this process is a worker and should go on, else the status to exit with: that of the first
-        worker that failed, that of errors.ENDINGS where a signal ended the run, or 0.
+        None if this process is a worker and should continue, else the status to exit with: the first failed worker's,
+        the one in errors.ENDINGS if a signal ended the run, or 0.
     Raises:
-        UserError: more processes are asked for than there are visible GPUs, the number differs from
-            torchrun's, or the meeting point of the processes cannot be opened.
+        UserError: more processes are requested than there are visible GPUs, their number differs from torchrun's,
+            or the address where they meet cannot be opened.
     """
     if not _is_alone(argv):
         _check_started_by_another(config)
@@ -84,7 +84,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
 
 
 def planned_processes(config: TrainConfig) -> int:
-    """How many processes a run with these options has, whether or not this machine has the GPUs for them."""
+    """The number of processes of a run with these options, even if this machine lacks the GPUs for them."""
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if started > 1:
         return started
@@ -95,28 +95,28 @@ def planned_processes(config: TrainConfig) -> int:
 
 
 def _is_alone(argv: list[str]) -> bool:
-    """Whether this is the only process of the run, and nobody said that it should be."""
+    """Whether this is the only process of the run without having been told to be."""
     others = any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return not others and not (by_torchrun and _torchrun_was_told_processes(argv))
 
 
 def _torchrun_was_told_processes(argv: list[str]) -> bool:
-    """Whether torchrun was given the number of processes, which its workers see only as WORLD_SIZE=1."""
+    """Whether torchrun was given a number of processes; its workers cannot tell this from WORLD_SIZE=1."""
     if "PET_NPROC_PER_NODE" in os.environ:  # torchrun reads its options from PET_ variables too
         return True
     try:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
-        return True  # No /proc here: respect the one process that torchrun started.
-    # Parent: python torchrun OPTIONS train.py ARGV. In ARGV the same flag means ours.
+        return True  # no /proc: keep the single process that torchrun started
+    # Parent: python torchrun OPTIONS train.py ARGV. In ARGV the same flag is ours.
     torchrun, arguments = command[: len(command) - len(argv)], command[len(command) - len(argv) :]
     # torchrun's parser takes abbreviations; no other option of it starts with --np.
     return arguments != argv or any(word.replace("_", "-").startswith("--np") for word in torchrun)
 
 
 def _check_started_by_another(config: TrainConfig) -> None:
-    """Refuse a number of processes that differs from what torchrun has started."""
+    """Refuse a number of processes that differs from torchrun's."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return
     local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ.get("WORLD_SIZE", "1"))
@@ -129,7 +129,7 @@ def _check_started_by_another(config: TrainConfig) -> None:
 
 
 def _processes_wanted(config: TrainConfig, *, check: bool = True) -> tuple[int, str]:
-    """The number of processes on this machine, and in words why. check: refuse more than there are GPUs for."""
+    """The number of processes on this machine, and the reason in words. check: refuse more than visible GPUs."""
     requested = config.requested_processes
     if requested > 1 and check and config.device != "cpu":
         _check_gpus(requested)
@@ -148,16 +148,16 @@ def _check_gpus(processes: int) -> None:
     gpus = _visible_gpus()
     if 0 < gpus < processes:
         raise UserError(
-            f"{processes} processes are asked for, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="
+            f"{processes} processes are requested, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="
             f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each process needs one of its own."
         )
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A socket at which the processes meet: of this address alone, where torch's own listens on every interface.
+    """A socket where the processes meet. It listens on this address only, while torch's would on every interface.
 
     Args:
-        port: 0 is any free one.
+        port: 0 means any free one.
     """
     try:
         return socket.create_server((address, port))
@@ -182,7 +182,7 @@ def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_poin
         with tempfile.TemporaryDirectory(prefix="fsdp_qlora_launch_") as folder, _environment_of_launcher(folder):
             port = meeting_point.getsockname()[1]
             launch = _launch_config(processes, master_addr=master_addr, master_port=port, folder=folder)
-            # The agent asks for a server at this port too, and with multi_tenant it is given this one.
+            # The agent opens a server at this port too; multi_tenant makes it share this one.
             descriptor = meeting_point.detach()
             server = TCPStore(master_addr, port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
             try:
@@ -199,7 +199,7 @@ def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_poin
 
 @contextlib.contextmanager
 def _environment_of_launcher(folder: str) -> Iterator[None]:
-    """Prepare the environment for the workers; then give it back, and an outer torchrun learns of a final end."""
+    """Prepare the environment for the workers; afterwards restore it, and tell an outer torchrun of a final ending."""
     before, note = dict(os.environ), Path(folder) / "end.json"
     try:
         _prepare_environment()
@@ -208,7 +208,7 @@ def _environment_of_launcher(folder: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        pass_on(note)
+        forward_exit(note)
 
 
 def _launch_config(processes: int, *, master_addr: str, master_port: int, folder: str) -> "LaunchConfig":
@@ -223,19 +223,19 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
         max_nodes=1,
         nproc_per_node=processes,
         run_id=f"fsdp_qlora_{os.getpid()}",
-        rdzv_backend="static",  # its one server is the workers' too: the other kind opens a second one
+        rdzv_backend="static",  # uses one server for agent and workers; c10d would open a second one
         rdzv_endpoint=f"{master_addr}:{master_port}",
         rdzv_configs={"rank": 0},
         local_addr=master_addr,  # torch's default, the machine's full name, cannot be resolved everywhere
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=folder),  # ours to delete; the agent leaves its own behind
+        logs_specs=DefaultLogsSpecs(log_dir=folder),  # deleted with the folder; the agent does not delete its own
         **more,
     )
 
 
 def _prepare_environment() -> None:
-    """Make this process's environment, which the workers inherit, that of a launcher."""
-    # A stop waits for the step and its checkpoint, but for less than the 30 s after which an outer agent kills us.
+    """Turn this process's environment, which the workers inherit, into a launcher's."""
+    # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer agent kills us.
     is_nested = "TORCHELASTIC_RUN_ID" in os.environ
     if is_nested:
         _ask_for_signal_on_death_of_parent()
@@ -245,19 +245,19 @@ def _prepare_environment() -> None:
     for name in filter(is_from_an_agent, list(os.environ)):
         del os.environ[name]
     os.environ[_LAUNCHER_PID] = str(os.getpid())
-    # As torchrun does, which says so at length: several processes with a thread per core each would fight.
+    # As torchrun does: several processes with a thread per core each would compete.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # The agent logs each failed or stopped worker; one line from us says it.
+    # The agent logs each failed or stopped worker; our one line replaces that.
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
 
 
 def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
-    """Rank, exit code and reason of the worker whose failure most likely came first.
+    """Rank, exit code and reason of the worker that most likely failed first.
 
-    Workers that fail because another did may be seen in the same second. Bad input (2) is never a
-    consequence, and a signal often is.
+    Workers that fail as a consequence may fail in the same second. Bad input (2) is never a consequence; a signal
+    often is.
     """
 
     def order(rank: int) -> tuple[int, bool, bool]:
@@ -270,7 +270,7 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
 
 
 def _report_failure(rank: int, exit_code: int, reason: str) -> int:
-    """Say which rank failed, leave its reason to an outer torchrun, and return the launcher's own exit status."""
+    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status."""
     note_reason(f"Rank {rank}: {reason}")
     if exit_code > 0:
         has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
@@ -288,7 +288,7 @@ def _report_failure(rank: int, exit_code: int, reason: str) -> int:
 
 
 def _end_with_launcher() -> None:
-    """End this worker soon after its launcher, or torchrun, has died without ending it, as under SIGKILL."""
+    """End this worker soon after its launcher or torchrun has died without ending it, as by SIGKILL."""
     parent = os.environ.get(_LAUNCHER_PID)
     if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -297,7 +297,7 @@ def _end_with_launcher() -> None:
 
 
 def _ask_for_signal_on_death_of_parent() -> None:
-    """Let Linux send SIGTERM, which saves and ends, at once; elsewhere the thread that looks each second does."""
+    """Let Linux send SIGTERM, which saves and ends, at once; on other systems `_watch` does so within a second."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

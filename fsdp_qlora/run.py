@@ -1,7 +1,7 @@
-"""One rank's run, in its order: plan, claim the folder, load, train under supervision, export.
+"""One rank's run from start to end: plan, claim the folder, load, train under supervision, export.
 
-With load_model.py, supervision.py and planning/plan.py, and besides the command line, this is where the options are
-read; all else takes plain arguments. The training loop and the optimizer step are in training/trainer.py.
+Besides the command line, only this module, load_model.py, supervision.py and planning/plan.py read the options;
+everything else takes plain arguments. The training loop and the optimizer step are in training/trainer.py.
 """
 
 import logging
@@ -36,12 +36,12 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def run(config: TrainConfig) -> None:
-    """Do what the options say; every rank calls it.
+    """Run what the options describe. Called on every rank.
 
     Raises:
         UserError: the options, the model or the data cannot be used.
         TrainingError: the run cannot continue.
-        RunStopped: it was asked to stop, and resumes from there when it is started again.
+        RunStopped: it was asked to stop; the same command resumes it.
         LostRank: another rank has ended.
         Crashed: an unexpected error, already printed.
     """
@@ -82,14 +82,14 @@ def run(config: TrainConfig) -> None:
 def train_and_export(
     config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Supervision
 ) -> None:
-    """Load the model, run the steps that are left, and save the result."""
+    """Load the model, run the remaining steps, and save the result."""
     ranks, start = guard.ranks, guard.start
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with exits.loading_explained(ranks.rank, guard.memory_settings):
         mesh = load_model(config, plan.model, weights, ranks)
     guard.memory.record("after loading")
-    distributed.forget_loading(ranks.device)
+    distributed.release_loading_memory(ranks.device)
     files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
     guard.folder.prepare(files, identity, keep_run=not start.is_new)
 
@@ -113,7 +113,7 @@ def train_and_export(
 
 
 def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
-    """What this start was asked to do with the run's folder; a mirror that cannot be used is refused."""
+    """What this start was asked to do with the run's folder. Raises UserError if the mirror cannot be used."""
     return StartRequest(
         options=resolved_options(config),
         may_differ=names_marked(MAY_DIFFER),
@@ -126,7 +126,7 @@ def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
 
 
 def open_weights(plan: ModelPlan) -> Weights:
-    """Open the model's files and find each of its weights there."""
+    """Open the model's files and match them with its weights."""
     files = open_weight_files(plan.folder, plan.stored)
     return match_tensors(plan.meta.model, files, packed=plan.is_packed)
 
@@ -135,10 +135,10 @@ def open_weights(plan: ModelPlan) -> Weights:
 
 
 def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> dict[str, Any]:
-    """Make sure that all ranks are about to do the same; returns what makes this run this run.
+    """Check that all ranks have the same options, rows and model; returns the run's identity.
 
     Raises:
-        UserError: they are not; the same on every rank.
+        UserError: they differ; the same on every rank.
     """
     options, per_node = resolved_options(config), names_marked(PER_NODE)
     model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
@@ -165,7 +165,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
 
 
 def restore(state: TrainState, guard: Supervision) -> Progress:
-    """Load the checkpoint to start from, where there is one; returns how far it has come."""
+    """Load the checkpoint to start from, if there is one; returns its progress."""
     start = guard.start
     if start.folder:
         try:
@@ -180,7 +180,7 @@ def restore(state: TrainState, guard: Supervision) -> Progress:
 
 
 def save_result(config: TrainConfig, plan: ModelPlan, trainer: Trainer) -> None:
-    """Save the adapter, or the whole model where blocks of it or all were trained. Every rank calls it.
+    """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
 
     Raises:
         TrainingError: it could not be written; the same on every rank.
@@ -196,7 +196,7 @@ def save_result(config: TrainConfig, plan: ModelPlan, trainer: Trainer) -> None:
 
 
 def write_result(config: TrainConfig, plan: ModelPlan, *, is_rank_0: bool) -> None:
-    """Write the result; rank 0 does, and the others take part in gathering it."""
+    """Write the result on rank 0; the other ranks take part in gathering it."""
     model, output_dir, dtype = plan.meta.model, Path(config.output_dir), plan.precision.compute_dtype
     if plan.train_type.trains_new_blocks:
         base = WeightFiles(plan.folder)

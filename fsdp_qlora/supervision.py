@@ -30,8 +30,8 @@ class Supervision:
     """What guards a run; also the training loop's observer (training.trainer.Observer).
 
     The rule: a rank that fails tells the others why before it closes anything. They wait for seconds only, while
-    closing the mirror (its last copy) or wandb may take minutes. So `exits.told` is the innermost block, and what
-    takes long to close is in the outermost.
+    closing the mirror (its last copy) or wandb may take minutes. So `exits.reporting_failures` is the innermost block,
+    and what takes long to close is in the outermost.
 
     Attributes:
         control: for the trainer: whether to stop or save, and its heartbeat.
@@ -96,7 +96,7 @@ class Supervision:
                 open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
             )
             self.mirror = closed_last.enter_context(contextlib.closing(Mirror(path, target)))
-            with exits.told(self.status, self.watchdog, memory_settings=self.memory_settings):
+            with exits.reporting_failures(self.status, self.watchdog, memory_settings=self.memory_settings):
                 if self.start.saved_step >= 0:
                     self.mirror.copy_later()  # the previous start may have been killed before it was copied
                 self.saver = Saver(

@@ -1,4 +1,4 @@
-"""How a run fails: recorded in status.json, told to the other ranks, and put into one clear sentence."""
+"""Reports failures of a run: in status.json, to the other ranks, and to the user in one clear sentence."""
 
 import contextlib
 import itertools
@@ -23,25 +23,25 @@ from fsdp_qlora.errors import (
     write_line,
 )
 
-# How gloo, NCCL, and TCP below them, put it that the other side is gone.
+# Messages of gloo, NCCL and TCP when the other side is gone.
 _LOST = re.compile(
     r"gloo|Connection (was )?(likely )?(closed|reset)|Broken pipe|Socket (Timeout|closed)|ncclRemoteError",
     re.IGNORECASE,
 )
-# How NCCL puts it that it got no memory from CUDA.
+# Messages of NCCL when CUDA has no memory left.
 _NCCL_MEMORY = ("out of memory", "Failed to CUDA malloc", "Failed to CUDA calloc")
 
 
 @contextlib.contextmanager
-def told(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
-    """Record how the training in the block fails, and tell it to the other ranks and to people, at once.
+def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
+    """Report a failure in the block at once: in status.json, to the other ranks and to the user.
 
-    It belongs directly around the training: what is closed further out may take minutes, and by then the other ranks
-    would have reported this one as lost, and torchrun would have killed it before it could speak.
+    Put it directly around the training. Closing what is further out may take minutes; by then the other ranks would
+    have reported this one as lost, and torchrun would have killed it without a message.
 
     Raises:
         OutOfMemory: instead of this rank's error of that kind; the other ranks end without a message.
-        LostRank: instead of an error in a collective, since the reason lies with another rank.
+        LostRank: instead of an error in a collective, whose cause is on another rank.
         Crashed: instead of an unexpected error, which has been printed; the other ranks end without a message.
     """
     try:
@@ -58,7 +58,7 @@ def told(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterato
             watchdog.end_others(str(failure))
             print_error(failure)
         elif _is_lost(error):
-            watchdog.end_if_asked_within(seconds=3)  # the rank that has the reason says it
+            watchdog.end_if_asked_within(seconds=3)  # the rank with the cause reports it
             step = watchdog.heartbeat.step + 1
             failure = LostRank(f"The connection to another rank was lost in step {step}: it has ended.")
         else:
@@ -73,11 +73,11 @@ def told(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterato
 
 @contextlib.contextmanager
 def loading_explained(rank: int, settings: str) -> Iterator[None]:
-    """Turn what may go wrong while the model is loaded into one sentence.
+    """Turn errors while the model is loaded into one sentence.
 
     Raises:
         OutOfMemory: instead of this rank's error of that kind.
-        LostRank: instead of an error in a collective, since the reason lies with another rank, which says it.
+        LostRank: instead of an error in a collective, whose cause another rank reports.
     """
     try:
         yield
@@ -119,12 +119,12 @@ def _kind_of_memory(error: Exception) -> str:
 
 def _is_lost(error: Exception) -> bool:
     if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
-        return True  # the store, which is closed with the rank that hosts it
+        return True  # an error of the store, which ends with the rank that hosts it
     return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
 
 
 def _in_one_line(error: Exception) -> str:
-    """The first line of an error's text; of NCCL's, which tells where in torch it was called, what it said last."""
+    """The first line of an error's text; for NCCL errors, which begin with a location in torch, their last message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     for before, line in itertools.pairwise(lines):
         if before == "Last error:":

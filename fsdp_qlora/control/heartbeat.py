@@ -1,8 +1,8 @@
-"""Where the training thread is, told by itself."""
+"""The position of the training thread, as reported by itself."""
 
 import time
 
-# In their order within a step: a rank in an earlier one keeps the others waiting.
+# In their order within a step: the others wait for a rank in an earlier phase.
 PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
 
 
@@ -13,5 +13,5 @@ class Heartbeat:
         self.step, self.phase, self.at = 0, PHASES[0], time.monotonic()
 
     def beat(self, step: int, phase: str) -> None:
-        """Note that this rank has come to a phase (see PHASES) of a step. Cheap."""
+        """Record that this rank has reached a phase (see PHASES) of a step. Cheap."""
         self.step, self.phase, self.at = step, phase, time.monotonic()

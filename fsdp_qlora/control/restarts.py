@@ -1,8 +1,8 @@
-"""Restarts by torchrun: which are pointless, and how the next attempt learns of it.
+"""Prevents pointless restarts by torchrun.
 
-torchrun starts all workers again after any failure, up to --max-restarts times. An end that would only repeat itself
-is noted in torchrun's own store, which outlives the workers, and the next attempt stops where it begins. Where
-torchrun's worker is a launcher with workers of its own, these leave their note in a file, and it passes it on.
+torchrun restarts all workers after any failure, up to --max-restarts times. An exit that would only be repeated is
+recorded in torchrun's own store, which outlives the workers, and the next attempt exits at once. If torchrun's worker
+is a launcher, its own workers record the exit in a file, and the launcher forwards it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_qlora.errors import Ending
 
-if TYPE_CHECKING:  # torch is imported where it is needed: wrong options should not wait for it
+if TYPE_CHECKING:  # torch is imported where it is needed, so that wrong options are reported quickly
     from torch.distributed import TCPStore
 
 _KEY = "fsdp_qlora/do_not_restart"
@@ -23,17 +23,17 @@ AUTO_RESTART = "FSDP_QLORA_AUTO_RESTART"  # set by scripts/run_forever.sh and th
 
 
 def is_restart() -> bool:
-    """Whether torchrun, and no person, has started this process again."""
+    """Whether torchrun has restarted this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
 def is_unattended() -> bool:
-    """Whether nobody is there to see that a run dies again and again at the same step."""
+    """Whether the run is restarted automatically, so that nobody would notice repeated failures."""
     return is_restart() or os.environ.get(AUTO_RESTART) == "1"
 
 
-def note_end(ending: Ending, message: str) -> None:
-    """Keep torchrun from restarting for nothing, where the end is final."""
+def record_exit(ending: Ending, message: str) -> None:
+    """Record a final ending, so that torchrun's next attempt exits at once."""
     if not ending.is_final:
         return
     note = json.dumps([ending.exit_code, message.splitlines()[0]])
@@ -41,23 +41,23 @@ def note_end(ending: Ending, message: str) -> None:
         with contextlib.suppress(OSError), Path(file).open("x") as stream:  # another rank may have been first
             stream.write(note)
     else:
-        _keep(note)
+        _store(note)
 
 
-def pass_on(file: Path) -> None:
-    """Keep torchrun from restarting this launcher, where one of its workers has noted a final end."""
+def forward_exit(file: Path) -> None:
+    """Record the final ending of a launcher's workers, if they have left one, for torchrun's next attempt."""
     with contextlib.suppress(OSError):
-        _keep(file.read_text())
+        _store(file.read_text())
 
 
-def _keep(note: str) -> None:
+def _store(note: str) -> None:
     if _has_agent_store() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
-        with contextlib.suppress(Exception):  # torchrun may be gone; then nobody restarts
+        with contextlib.suppress(Exception):  # torchrun may have ended; then nothing restarts
             _agent_store().set(_KEY, note)
 
 
-def earlier_end() -> tuple[int, str] | None:
-    """(exit status, message) of an attempt after which no other makes sense."""
+def previous_exit() -> tuple[int, str] | None:
+    """(exit status, message) of a previous attempt that ended for good, None if there is none."""
     if not is_restart() or not _has_agent_store():
         return None
     with contextlib.suppress(Exception):
@@ -69,7 +69,7 @@ def earlier_end() -> tuple[int, str] | None:
 
 
 def _has_agent_store() -> bool:
-    """Whether the store is torchrun's own. With a fixed port it is rank 0's, and ends with it."""
+    """Whether the store is torchrun's own. With a fixed port it is rank 0's and ends with it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -1,4 +1,4 @@
-"""status.json: how a run stands, and how it ended."""
+"""status.json: the state of a run, and how it ended."""
 
 import contextlib
 import time
@@ -13,9 +13,9 @@ _SECONDS_BETWEEN = 10.0
 
 
 class Status:
-    """Keeps status.json: state, step, saved_step, reason, exit_code, seconds. Only rank 0's does anything.
+    """Writes status.json: state, step, saved_step, reason, exit_code, seconds. Does nothing on ranks other than 0.
 
-    A disk that is full or gone is no reason to stop a run, so what cannot be written is left.
+    Errors are ignored: a full or missing disk is no reason to stop a run.
     """
 
     def __init__(self, output_dir: Path, *, is_rank_0: bool, **values: Any) -> None:
@@ -31,11 +31,11 @@ class Status:
                 write_json(self._path, self.values)
 
     def end(self, state: str, reason: str | None) -> None:
-        """Note how the run has ended. state: a key of errors.ENDINGS."""
+        """Record how the run has ended. state: a key of errors.ENDINGS."""
         self.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
 
     def keep(self, **values: Any) -> None:
-        """Take values that change in every step; they are written every few seconds, and with the next update."""
+        """Set values that change in every step; they are written every few seconds, and with the next update."""
         self.values |= values
         if time.monotonic() - self._written_at > _SECONDS_BETWEEN:
             self.update()

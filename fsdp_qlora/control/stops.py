@@ -1,7 +1,7 @@
 """Why and when a run stops or saves: signals, budgets and the clock, agreed on by all ranks once per step.
 
-A signal may reach one rank only, and each rank is somewhere else when it comes. So a rank only notes it, tells the
-others with the numbers that all exchange in every step anyway, and all act on it after the same step.
+A signal may reach only one rank, and ranks are at different points when it does. So a rank only records it and sends
+it to the others with the numbers exchanged in every step; all act on it after the same step.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Stop(NamedTuple):
     reason: str
 
 
-# What ranks tell each other is the index; the highest counts.
+# Ranks send each other the index; the highest one counts.
 STOPS = (
     None,
     Stop("over_budget", "--max_hours is used up"),
@@ -43,9 +43,9 @@ _SAME_KEY_PRESS_SECONDS = 0.5
 
 @dataclass
 class Budget:
-    """How long a run may go on.
+    """How long a run may take.
 
-    used_seconds: by earlier starts of it. reserve_seconds: what the last of them kept for a step and a save.
+    used_seconds: by earlier starts. reserve_seconds: the time that the last of them reserved for a step and a save.
     """
 
     max_hours: float | None = None
@@ -55,14 +55,16 @@ class Budget:
     reserve_seconds: float = 0.0
 
     def check(self) -> None:
-        """Raise RunStopped where earlier starts have used it up: nothing is loaded for no step."""
+        """Raise RunStopped if earlier starts have used up the budget, before anything is loaded."""
         if index := self.exceeded(self.reserve_seconds):
             stop = STOPS[index]
             assert stop is not None
-            raise RunStopped(stop.state, f"Not started: {stop.reason} by this run's earlier starts. Raise it to go on.")
+            raise RunStopped(
+                stop.state, f"Not started: {stop.reason} by this run's earlier starts. Raise it to resume."
+            )
 
     def exceeded(self, seconds: float) -> int:
-        """The index in STOPS of the budget that `seconds` of this start, and those before, reach; 0 for none."""
+        """The index in STOPS of the budget that `seconds` of this start use up with earlier starts; 0 for none."""
         hours = (self.used_seconds + seconds) / 3600
         if self.max_hours is not None and hours >= self.max_hours:
             return 1
@@ -72,13 +74,13 @@ class Budget:
 
 
 class Control:
-    """This rank's wish to stop or save, and what all ranks have agreed on.
+    """This rank's request to stop or save, and what all ranks have agreed on.
 
     Args:
         save_seconds: between checkpoints, 0 for none by the clock; started: clock.elapsed() of the run's start.
-            Rank 0's clock decides for all, so the budget is its.
+            Rank 0's clock and budget decide for all.
     Attributes:
-        heartbeat: where the training thread is, for the watchdog.
+        heartbeat: the position of the training thread, for the watchdog.
         stop: why all ranks stop after this step; None to continue.
         save: whether all ranks save after this step.
     """
@@ -105,7 +107,7 @@ class Control:
 
     @contextlib.contextmanager
     def catching_signals(self) -> Iterator[None]:
-        """Take SIGTERM, SIGINT and SIGUSR1 as wishes to stop; a second SIGINT ends the process at once."""
+        """Take SIGTERM, SIGINT and SIGUSR1 as requests to stop; a second SIGINT ends the process at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -119,7 +121,7 @@ class Control:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = clock.awake()
         if number == signal.SIGINT:
-            # A terminal and torchrun may both pass on the same Ctrl-C.
+            # A terminal and torchrun may both forward the same Ctrl-C.
             if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS:
                 os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
                 os._exit(ENDINGS["interrupted"].exit_code)
@@ -129,15 +131,15 @@ class Control:
     # --- agreement ---
 
     def reserve_seconds(self) -> float:
-        """What the rest of this step, another step and a save may take, with some air."""
+        """Time for the rest of this step, another step and a save, with some margin."""
         return 2 * self._steps.seconds + 1.5 * self._saves.seconds
 
     def used_seconds(self) -> float:
-        """How long the run has gone on, earlier starts of it included."""
+        """The run's duration so far, including earlier starts."""
         return self.budget.used_seconds + clock.elapsed() - self.started
 
     def flags(self, step: int) -> list[float]:
-        """What this rank tells the others: the step it is at, whether and why to stop, whether to save."""
+        """This rank's flags for the others: its step, whether and why to stop, whether to save."""
         if not self.is_rank_0:
             return [step, self._wish, 0]
         now = clock.elapsed()
@@ -146,7 +148,7 @@ class Control:
         return [step, max(self._wish, over_budget), is_due]
 
     def agree(self, flags: torch.Tensor) -> None:
-        """Take what all ranks have told, [ranks, NUM_FLAGS], and decide as every other rank does.
+        """Decide from the flags of all ranks, [ranks, NUM_FLAGS], as every other rank does.
 
         Raises:
             TrainingError: the ranks are not at the same step.
@@ -161,6 +163,6 @@ class Control:
         self._agreed_at = now
 
     def saved(self, seconds: float) -> None:
-        """Take note of a save that has just ended, for the clock."""
+        """Record the duration of a save that has just ended."""
         self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
         self._saves.add(seconds)

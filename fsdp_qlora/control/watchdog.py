@@ -1,7 +1,7 @@
-"""A thread per rank that ends the process when training hangs, or when another rank has run out of memory.
+"""A thread per rank that ends the process when training hangs or another rank has failed.
 
-The training thread may be inside a collective that never ends, so what it cannot do any more is done here: say
-which rank the others wait for, write all threads' stacks to a file, and exit. Ranks talk through the store.
+The training thread may be in a collective that never ends, so this thread reports which rank the others wait for,
+writes all threads' stacks to a file, and exits. The ranks' watchdogs communicate through the store.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _GOODBYE = b"done"
 _POLL_SECONDS = 0.5
 _PULSE_SECONDS = 2.0  # between signs of life
-_SILENT_SECONDS = 30.0  # without one, after which a rank is taken for dead: NCCL alone would wait for many minutes
-_ANSWER_SECONDS = 5.0  # for the other ranks to say where they are
+_SILENT_SECONDS = 30.0  # without a sign of life a rank counts as dead; NCCL alone would wait for many minutes
+_ANSWER_SECONDS = 5.0  # for the other ranks to report their positions
 _PAUSE_SECONDS = 10.0
 
 
 class Watchdog:
-    """Watches this rank's heartbeat while training goes on.
+    """Watches this rank's heartbeat and its neighbour's sign of life during training.
 
     Args:
-        store: seen by all ranks, and used by this thread alone.
-        hang_minutes: without a beat, after which the process ends; 0 for no limit.
-        output_dir: gets hang_rank_N.txt.
+        store: shared by all ranks, used by this thread alone.
+        hang_minutes: without a heartbeat before the process ends; 0 for no limit.
+        output_dir: for hang_rank_N.txt.
         on_end: called with a key of errors.ENDINGS and the reason before this thread ends the process.
     """
 
@@ -70,7 +70,7 @@ class Watchdog:
         self._tell(str(self._pulse_at))
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
-        is_agreed = False  # that this rank's training ends; else its silence shall end the others
+        is_agreed = False  # all ranks end their training; otherwise this rank's silence is to end the others
         try:
             yield
             is_agreed = True
@@ -84,15 +84,15 @@ class Watchdog:
                 self._tell(_GOODBYE.decode())
 
     def end_others(self, reason: str) -> None:
-        """Let all other ranks end quietly: this one is about to say why. Where another was first, this one does."""
+        """Make all other ranks end quietly, since this one reports why. If another was first, end this one instead."""
         with self._talking():
             self.store.compare_set(_ABORT, "", json.dumps([self.ranks.rank, reason]))
         self._end_if_another_asked()
         if self.ranks.is_rank_0 and self.ranks.world_size > 1:
-            time.sleep(2 * _POLL_SECONDS)  # the store ends with this process: the others have to look before
+            time.sleep(2 * _POLL_SECONDS)  # the store ends with this process: the others must read it first
 
     def end_if_asked_within(self, seconds: float) -> None:
-        """End this process quietly where another rank soon says that it ends the run."""
+        """End this process quietly if another rank soon reports that it ends the run."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self._end_if_another_asked()
@@ -100,12 +100,12 @@ class Watchdog:
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[None]:
-        """Use the store, which may have died with its host; it is then left alone."""
+        """Use the store; if it has died with its host, replace it by an empty local one."""
         with self._lock:
             try:
                 yield
             except Exception:
-                self.store = dist.HashStore()  # empty, and nobody else's
+                self.store = dist.HashStore()
 
     def _tell(self, sign: str) -> None:
         with self._talking():
@@ -117,9 +117,9 @@ class Watchdog:
             self._look()
 
     def _look(self) -> None:
-        """Look once. All of it counts by the time at its begin: a pause that comes later is seen by the next look."""
+        """Check once, by the time at the start of the check: a pause during it is noticed by the next one."""
         now = time.monotonic()
-        if now - self._looked_at > _PAUSE_SECONDS:  # the whole machine stood still, and all clocks are late
+        if now - self._looked_at > _PAUSE_SECONDS:  # the whole machine was paused, so all times are too old
             self.heartbeat.at = self._heard_at = now
         self._looked_at = now
         self._end_if_another_asked()
@@ -139,9 +139,9 @@ class Watchdog:
             os._exit(ENDINGS["failed"].exit_code)
 
     def _neighbour_lives(self, now: float) -> bool:
-        """Give a sign of life every few seconds, and look for the neighbour's.
+        """Give a sign of life every few seconds, and check the neighbour's.
 
-        Silence counts from the first sign, since a rank may read its checkpoint for long, to the goodbye.
+        Silence counts only after the first sign, since reading a checkpoint may take long, and before the goodbye.
         """
         if now - self._pulse_at > _PULSE_SECONDS:
             self._pulse_at = now
@@ -159,7 +159,7 @@ class Watchdog:
         beat = self.heartbeat
         message = (
             f"Rank {self._neighbour} has given no sign of life for {_SILENT_SECONDS:.0f} s, at step {beat.step + 1}: "
-            "its process has ended or is stopped, or its machine is out of reach."
+            "its process has ended or is stopped, or its machine cannot be reached."
         )
         write_line(f"[rank {self.ranks.rank}] error: {message}")
         note_reason(message)
@@ -181,14 +181,14 @@ class Watchdog:
             with open(open_own(stacks.with_suffix(".json"), _WRITE), "wb") as record:
                 record.write(dump())
         message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
-        if self.ranks.rank == min(everyone):  # one message; not rank 0's where that is the one that is gone
+        if self.ranks.rank == min(everyone):  # one message, from the first rank that still answers
             write_line(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}")
             note_reason(message)
             self.on_end("hung", message)
         os._exit(ENDINGS["hung"].exit_code)
 
     def _ask_where_all_are(self) -> dict[int, dict[str, Any]]:
-        """Rank -> where it is, of the ranks whose watchdogs have come to the same conclusion in some seconds."""
+        """Rank -> its position, for the ranks whose watchdogs have noticed the hang within a few seconds."""
         where, is_waiting = _where(sys._current_frames().get(threading.main_thread().ident or 0))
         beat = self.heartbeat
         own = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
@@ -201,34 +201,34 @@ class Watchdog:
                     if self.store.check([f"hang/{rank}"]):
                         everyone[rank] = json.loads(self.store.get(f"hang/{rank}"))
                 time.sleep(0.1)
-        time.sleep(1)  # so that no rank ends, and takes the store with it, before all have read
+        time.sleep(1)  # no rank may end, and the store with it, before all have read it
         return everyone
 
 
 def _describe_hang(everyone: dict[int, dict[str, Any]], world_size: int, seconds: float) -> str:
     def position(rank: int) -> tuple[bool, int, int]:
-        about = everyone[rank]
-        return about["step"], PHASES.index(about["phase"]), about["is_waiting"]
+        own = everyone[rank]
+        return own["step"], PHASES.index(own["phase"]), own["is_waiting"]
 
     silent = sorted(set(range(world_size)) - everyone.keys())
     first = min(map(position, everyone))
     late = [rank for rank in sorted(everyone) if position(rank) == first]
-    nothing = f"No rank has got any further for {seconds / 60:.3g} minutes"
+    nothing = f"No rank has made progress for {seconds / 60:.3g} minutes"
     if silent:
         return (
             f"{nothing}. Rank {', '.join(map(str, silent))} does not answer: its process or machine is gone or stuck."
         )
     places = "; ".join(
-        f"rank {rank} at step {about['step']}, {about['phase']}, in {about['where']}"
-        for rank, about in sorted(everyone.items())
+        f"rank {rank} at step {own['step']}, {own['phase']}, in {own['where']}"
+        for rank, own in sorted(everyone.items())
     )
     if len(late) == world_size:
-        return f"{nothing}, and all are as far as each other: {places}."
+        return f"{nothing}, and all are at the same point: {places}."
     return f"{nothing}. The others wait for rank {', '.join(map(str, late))}: {places}."
 
 
 def _where(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of this package that a thread is in, and whether it waits in a collective."""
+    """The innermost line of this package on a thread's stack, and whether the thread waits in a collective."""
     is_waiting = frame is not None and "torch/distributed" in frame.f_code.co_filename
     package = str(Path(__file__).parents[1])
     while frame is not None and not frame.f_code.co_filename.startswith(package):

@@ -1,4 +1,4 @@
-"""Models and datasets on the Hugging Face hub: whether it answers, why not, and a model's files."""
+"""Models and datasets on the Hugging Face hub: reachability, reasons for failures, and a model's files."""
 
 import contextlib
 import logging
@@ -21,12 +21,12 @@ from fsdp_qlora.storage.files import free_disk
 log = logging.getLogger("fsdp_qlora")
 
 HUB_TIMEOUT_SECONDS = 10
-# Copies of the weights in other layouts, which some repositories hold beside the usual files.
+# Copies of the weights in other layouts, which some repositories have in addition to the usual files.
 _NOT_NEEDED = ["consolidated*", "*/*"]
 _DOWNLOAD_HOURS = 24.0
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
-# The first row that fits an error is taken.
+# The first row that matches an error applies.
 _REASONS: dict[type[Exception], str] = {
     GatedRepoError: "on the hub it is gated: accept its terms on its page there, then log in with `hf auth login` "
     "or set HF_TOKEN",
@@ -42,12 +42,12 @@ def is_hub_name(name: str) -> bool:
 
 
 def ask_hub(name: str, repo_type: str) -> Exception | None:
-    """Ask once, and for seconds at most, whether a model or dataset is there.
+    """Ask once, with a short timeout, whether a model or dataset exists.
 
-    The hub's own downloads retry for 20 s without DNS, and wait for ever behind a silent firewall.
+    The hub's own downloads retry for 20 s without DNS, and wait forever behind a silent firewall.
 
     Returns:
-        None where it is, else the error, which `hub_reason` puts into words.
+        None if it exists, else the error, which `hub_reason` puts into words.
     """
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_SECONDS)
@@ -57,7 +57,7 @@ def ask_hub(name: str, repo_type: str) -> Exception | None:
 
 
 def hub_reason(error: Exception) -> str:
-    """The middle of a sentence: why a model or dataset cannot be had from the hub."""
+    """Why a model or dataset cannot be obtained from the hub, as the middle of a sentence."""
     for kind, reason in _REASONS.items():
         if isinstance(error, kind):
             return reason
@@ -70,7 +70,7 @@ def first_line(error: Exception) -> str:
 
 
 def conversion_advice(model: str) -> str:
-    """How to make safetensors of pickled weights; a sentence."""
+    """A sentence that tells how to convert pickled weights to safetensors."""
     target = f"{Path(model).name}-safetensors"
     code = (
         "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
@@ -89,15 +89,15 @@ def find_model_folder(
     ranks: Ranks | None = None,
     store: dist.Store | None = None,
 ) -> Path:
-    """The local folder of a model: the given one, or the hub's snapshot, downloaded when it is not there.
+    """The local folder of a model: the given one, or the hub's snapshot, which is downloaded if needed.
 
-    Local rank 0 downloads and the other ranks of its machine wait for it; two runs take turns. A connection that is
-    cut is taken up again where it was; of a download that was ended, complete files are kept and others begin anew.
+    Local rank 0 downloads while the other ranks of its machine wait; two runs take turns. Interrupted connections
+    resume; after a kill, complete files are kept and the others restart.
 
     Args:
-        with_code: get the Python files too.
+        with_code: download Python files too.
         revision: a commit of the model on the hub; None for the newest.
-        ranks, store: of a run of several processes; without them this one downloads by itself.
+        ranks, store: of a run of several processes; without them this process downloads by itself.
     Raises:
         UserError: there is no such model, it needs a licence click, its weights are pickled, the disk is too small,
             or the hub is out of reach; the same on every rank of a machine.
@@ -113,7 +113,7 @@ def find_model_folder(
     patterns = [*SMALL_FILES, *["*.safetensors"] * with_weights, *["*.py"] * with_code]
 
     def download() -> str:
-        with _turn(model_name):
+        with _download_lock(model_name):
             return _snapshot(model_name, patterns, revision, show_progress=ranks is None or ranks.is_rank_0)
 
     if ranks is None or store is None:
@@ -133,17 +133,17 @@ def fetch_weights(model_name: str, folder: Path, *, ranks: Ranks, store: dist.St
 
 
 @contextlib.contextmanager
-def _turn(model_name: str) -> Iterator[None]:
+def _download_lock(model_name: str) -> Iterator[None]:
     """Hold the lock on a model's download, so that runs on this machine do not download it twice."""
     path = Path(HF_HUB_CACHE) / ".locks" / f"fsdp_qlora--{model_name.replace('/', '--')}.lock"
     lock = FileLock(path)
-    # A cache that may only be read, or a disk without locks: the hub's client has a file of its own per download.
+    # The cache may be read-only, or its disk may not support locks. The hub's client then uses one file per download.
     with contextlib.suppress(OSError, NotImplementedError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            log.info("Waiting for another run on this machine, which downloads %s.", model_name)
+            log.info("Waiting for another run on this machine to download %s.", model_name)
             lock.acquire()
     try:
         yield
@@ -179,14 +179,14 @@ def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, sho
 
 
 def _check_download(model_name: str, info: ModelInfo, patterns: list[str]) -> None:
-    """Refuse pickled weights, and what the disk has no room for, before anything is downloaded."""
+    """Refuse pickled weights, and files that do not fit on the disk, before anything is downloaded."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
     wanted = list(filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
     pickled = [name for name in sizes if name.endswith(".bin") and "/" not in name]
     if "*.safetensors" in patterns and pickled and not any(name.endswith(".safetensors") for name in wanted):
         raise UserError(
-            f"model_name {model_name} has only pickled weights ({pickled[0]}), which are neither downloaded nor read, "
-            f"since they can run code. {conversion_advice(model_name)}"
+            f"model_name {model_name} has only pickled weights ({pickled[0]}), which are not supported: they can run "
+            f"code. {conversion_advice(model_name)}"
         )
     cached = [try_to_load_from_cache(model_name, name, revision=info.sha) for name in wanted]
     missing = {name: sizes[name] for name, path in zip(wanted, cached, strict=True) if not isinstance(path, str)}
@@ -196,15 +196,15 @@ def _check_download(model_name: str, info: ModelInfo, patterns: list[str]) -> No
     free = free_disk(folder)
     if size > free:
         raise UserError(
-            f"model_name {model_name}: {size / 2**30:.1f} GiB are to be downloaded to {folder}, where "
-            f"{free / 2**30:.1f} GiB are free. Free some there, or set HF_HUB_CACHE to a folder on a larger disk."
+            f"model_name {model_name}: the download needs {size / 2**30:.1f} GiB in {folder}, where "
+            f"{free / 2**30:.1f} GiB are free. Free some space, or set HF_HUB_CACHE to a folder on a larger disk."
         )
     waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
     log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(missing), size / 2**30, folder, waiting)
 
 
 def public_name(model_name: str) -> str:
-    """A model's name for others: that of the hub, or the folder's own, without the path that leads to it here."""
+    """A model's name for publication: its name on the hub, or its folder's name without the local path."""
     folder = Path(model_name).expanduser()
     if not folder.is_dir():
         return model_name

@@ -162,7 +162,7 @@ def test_more_processes_than_gpus_and_a_foreign_address_are_refused(monkeypatch)
     for name in filter(is_from_an_agent, list(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setattr(launch, "_visible_gpus", lambda: 2)
-    with pytest.raises(UserError, match="4 processes are asked for, but 2 GPUs are visible"):
+    with pytest.raises(UserError, match="4 processes are requested, but 2 GPUs are visible"):
         launch.relaunch_if_needed(TrainConfig(world_size=4), [])
     with pytest.raises(UserError, match=r"192\.0\.2\.1.*cannot meet there"):
         launch.relaunch_if_needed(TrainConfig(world_size=2, master_addr="192.0.2.1"), [])
@@ -205,7 +205,7 @@ def test_a_final_end_of_a_launchers_workers_keeps_torchrun_from_restarting_it(mo
     def fail(*_):
         assert not list(filter(is_from_an_agent, os.environ))
         for reason in (message, "the connection was lost"):  # of two ranks
-            restarts.note_end(ENDINGS["failed"]._replace(is_final=reason == "loss is NaN"), reason)
+            restarts.record_exit(ENDINGS["failed"]._replace(is_final=reason == "loss is NaN"), reason)
         raise ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "")})
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: fail)
@@ -214,7 +214,7 @@ def test_a_final_end_of_a_launchers_workers_keeps_torchrun_from_restarting_it(mo
         with launch._listen("localhost", 0) as meeting_point:
             assert launch._run_workers(2, [], "localhost", meeting_point) == 1
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt + 1))
-        assert restarts.earlier_end() == ((1, message) if attempt else None)
+        assert restarts.previous_exit() == ((1, message) if attempt else None)
 
 
 def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path):

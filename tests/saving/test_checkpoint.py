@@ -80,10 +80,10 @@ def test_what_a_start_killed_before_its_first_file_leaves_is_in_nobodys_way(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run_folder, "publish", die)
+        patch.setattr(run_folder, "publish_files", die)
         folder = RunFolder(out, read_ranks(), StartRequest({}))
         folder.prepare({"config.yaml": "x"}, {"run_id": "abc"}, keep_run=False)
-    assert [path.name for path in out.iterdir()] == [layout.RUN]  # from here on, the same run is gone on with
+    assert [path.name for path in out.iterdir()] == [layout.RUN]  # from here on, the same run is resumed
     (out / layout.RUN).rename(out / ".run.json.partial")
     for name in (".saving", layout.FETCHED):
         (out / name).mkdir()
