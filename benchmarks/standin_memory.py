@@ -74,7 +74,7 @@ def _in_the_environment(name: str, segments: str, layers: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         settings: dict[str, object] = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{segments == 'expandable'}"}
         settings |= {"PHANTOM_GIB": 24, "OMP_NUM_THREADS": 1}
-        command = [environment.PYTHON, __file__, "--one", name, "--layers", str(layers)]
+        command = [str(environment.PYTHON), __file__, "--one", name, "--layers", str(layers)]
         variables = environment.variables(Path(folder), settings)
         done = subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -76,7 +76,7 @@ def run(
     with contextlib.ExitStack() as opened:
         processes = []
         for rank in range(ranks):
-            own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+            own: dict[str, object] = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
             own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
             if summary:
                 own["PHANTOM_SUMMARY"] = folder / f"counts{rank}.json"
@@ -85,7 +85,7 @@ def run(
             command = [str(PYTHON), *map(str, arguments)]
             environment = variables(folder, own)
             processes.append(
-                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True)
             )
         in_time = _wait(processes, timeout_seconds)
     ended = [_ended(process, folder, rank) for rank, process in enumerate(processes)]
@@ -94,7 +94,7 @@ def run(
     return ended
 
 
-def _wait(processes: list[subprocess.Popen], seconds: float) -> bool:
+def _wait(processes: list[subprocess.Popen[str]], seconds: float) -> bool:
     """Wait for all; when one failed the others are given a moment and ended, as torchrun does."""
     end = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
@@ -109,7 +109,7 @@ def _wait(processes: list[subprocess.Popen], seconds: float) -> bool:
     return in_time
 
 
-def _ended(process: subprocess.Popen, folder: Path, rank: int) -> Rank:
+def _ended(process: subprocess.Popen[str], folder: Path, rank: int) -> Rank:
     counts = folder / f"counts{rank}.json"
     return Rank(
         status=process.returncode,
@@ -133,7 +133,7 @@ def subtract(more: dict[str, Any], less: dict[str, Any]) -> dict[str, Any]:
 
 
 def _subtract_entries(more: list[dict[str, Any]], less: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    counter: Counter[tuple] = Counter()
+    counter: Counter[tuple[Any, ...]] = Counter()
     for entries, sign in ((more, 1), (less, -1)):
         for entry in entries:
             counter[tuple((key, value) for key, value in entry.items() if key != "count")] += sign * entry["count"]
