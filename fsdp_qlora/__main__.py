@@ -1,4 +1,4 @@
-"""`python -m fsdp_qlora COMMAND`: what is done beside training.
+"""`python -m fsdp_qlora COMMAND`: commands other than training.
 
 torch is imported by a command that needs it, so that --help and the cache's list answer at once.
 """

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and what keeps it from a GPU that is there."""
+"""Chooses a rank's device, and explains why a GPU that exists cannot be used."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     Args:
         asked: the option device: auto, cpu or cuda.
     Raises:
-        UserError: there is a GPU that torch cannot use, none although one is asked for, or fewer than ranks.
+        UserError: torch cannot use the machine's GPU, a requested GPU does not exist, or there are fewer than ranks.
     """
     if asked == "cpu":
         return torch.device("cpu")
@@ -35,7 +35,7 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
 
 
 def _gpu_problem() -> str | None:
-    """Why torch sees no GPU though the driver lists some; None where there is none, or they are hidden on purpose."""
+    """Why torch sees no GPU although the driver lists some; None if there is none, or they are hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     cards = _listed_cards()

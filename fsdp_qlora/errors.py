@@ -83,9 +83,9 @@ def how_it_ends(error: Exception) -> Ending:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error's message with the rank, once, and leave it to torchrun for its own last lines.
+    """Print an error's message with the rank, once, and record it for torchrun's own report.
 
-    A rank is silent only where another of its machine has printed the same: one that ends first hides no reason.
+    A rank is silent only if another one on its machine has printed the same, so no reason is hidden.
     """
     if getattr(error, "is_printed", False):
         return
@@ -99,7 +99,7 @@ def print_error(error: Exception) -> None:
 
 
 def write_line(text: str) -> None:
-    """Write to stderr on a line of its own: on a terminal, a progress bar may stand there, of any process."""
+    """Write to stderr on a new line: on a terminal, some process may be showing a progress bar."""
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{clear}{shown(text)}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What a finished run leaves: a PEFT adapter, or a whole model that transformers reads."""
+"""Saves the result of a run: a PEFT adapter, or a whole model for transformers."""
 
 import functools
 import json
@@ -30,11 +30,11 @@ MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 
 
 class _LargeResult:
-    """A result whose files rank 0 writes one after the other, while every rank takes part in gathering them.
+    """A result whose files rank 0 writes one by one, while every rank takes part in gathering them.
 
     staging: where it is until it is published.
 
-    A write that fails is told by `publish`, when all is gathered: until then the other ranks wait for this one.
+    A failed write is raised by `publish`, after all has been gathered: until then the other ranks need this one.
     """
 
     def __init__(self, output_dir: Path, *, is_rank_0: bool) -> None:
@@ -53,12 +53,12 @@ class _LargeResult:
         return self.is_rank_0 and self.error is None
 
     def write(self, write: Callable[[], object]) -> None:
-        """Call `write`, which may be repeated, where this rank is to write."""
+        """Call `write`, possibly several times, if this rank is to write."""
         if self.writes:
             self.error = write_with_room(self.output_dir, write)
 
     def publish(self, write: Callable[[Path], object]) -> None:
-        """Publish what was staged, with what `write` puts beside it.
+        """Publish the staged files, with those that `write` adds.
 
         Raises:
             TrainingError: it could not be written, on rank 0.
@@ -81,7 +81,7 @@ class _LargeResult:
 def save_adapter(
     model: nn.Module, config: LoraConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path, *, is_rank_0: bool
 ) -> None:
-    """Gather the adapter and save it as PEFT does. Every rank calls it; rank 0 holds and writes it."""
+    """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and writes it."""
     state = _gather_all(saved_parameters(model), torch.float32, keep=is_rank_0)
 
     def write(folder: Path) -> None:
@@ -104,7 +104,7 @@ def save_model(
     dtype: torch.dtype,
     is_rank_0: bool,
 ) -> None:
-    """Gather the model tensor by tensor and save it as transformers does, in files of bounded size.
+    """Gather the model tensor by tensor and save it in transformers' format, in files of bounded size.
 
     Every rank calls it; rank 0 writes, and holds one file's tensors at most.
 
@@ -149,7 +149,7 @@ def save_new_blocks(
     dtype: torch.dtype,
     is_rank_0: bool,
 ) -> None:
-    """Save the model that was trained in some blocks: these in `dtype`, everything else as it is in `base`.
+    """Save a model of which some blocks were trained: these in `dtype`, all other tensors as in `base`.
 
     Every rank calls it; rank 0 writes, one tensor at a time.
     """
@@ -183,7 +183,7 @@ def save_new_blocks(
 
 
 def _names_in_checkpoints(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> list[str]:
-    """What a parameter is called in weight files; several names where experts are apart there."""
+    """A parameter's names in weight files: several if experts are separate tensors there."""
     return list(_as_in_checkpoints(model, {name: torch.empty(parameter.shape, device="meta")}))
 
 
@@ -214,7 +214,7 @@ def _file_name(index: int, count: int) -> str:
 
 
 def _as_in_checkpoints(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Take the merged parameters of experts apart under their published names, as transformers does on saving."""
+    """Split the merged parameters of experts under their published names, as transformers does on saving."""
     if not expert_parameters(model):
         return state
     parts = revert_weight_conversion(model, state)
@@ -229,7 +229,7 @@ def _write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> N
 def _gather_all(
     named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool
 ) -> dict[str, torch.Tensor]:
-    """Gather sharded tensors one at a time; a rank that does not `keep` them frees each at once."""
+    """Gather sharded tensors one at a time; without `keep` each is freed at once."""
     state = {}
     for name, tensor in named:
         whole = tensor.detach()

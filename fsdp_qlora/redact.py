@@ -1,4 +1,4 @@
-"""Secrets are taken out of everything that a run prints or writes: tokens, keys, and passwords in URLs."""
+"""Removes secrets from everything that a run prints or writes: tokens, keys, and passwords in URLs."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from huggingface_hub import constants
 T = TypeVar("T")
 
 HIDDEN = "[secret]"
-_SHORTEST = 8  # a shorter value is no key, and would be found in ordinary words
+_SHORTEST = 8  # shorter values are not keys, and occur in ordinary words
 _SECRET_VARIABLE = re.compile(
     r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS$|API_?KEY|ACCESS_?KEY|CREDENTIAL|^RCLONE_CONFIG_\w+_KEY$",
     re.IGNORECASE,
@@ -35,7 +35,7 @@ _PATTERNS = {
 
 
 def redact(text: str) -> str:
-    """The text without this machine's and user's secrets, and without what looks like one."""
+    """The text without this machine's and user's secrets, and without anything that looks like one."""
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     for pattern, hidden in _PATTERNS.items():
@@ -44,7 +44,7 @@ def redact(text: str) -> str:
 
 
 def redact_values(values: T) -> T:
-    """A nest of dicts and lists with all its strings redacted."""
+    """Nested dicts and lists with all strings redacted."""
     if isinstance(values, str):
         return redact(values)  # type: ignore[return-value]
     if isinstance(values, Mapping):
@@ -55,7 +55,7 @@ def redact_values(values: T) -> T:
 
 
 def guard_output() -> None:
-    """From now on, nothing secret passes through this process's stdout and stderr, tracebacks included."""
+    """Remove secrets from everything written to this process's stdout and stderr, including tracebacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _RedactedStream):

@@ -1,4 +1,4 @@
-"""Lines for people that do not break the progress bar, and quiet libraries."""
+"""Prints lines without breaking the progress bar, and silences misleading messages of libraries."""
 
 import logging
 import shutil
@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 
 class LineHandler(logging.StreamHandler[Any]):
-    """Takes a bar off the screen for each line, and draws it again below."""
+    """Clears the progress bar for each line and redraws it below."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=self.stream):
@@ -47,7 +47,7 @@ def _ends(lines: list[str], count: int) -> list[str]:
 
 
 def quiet_libraries() -> None:
-    """Leave out what libraries say that reads like a failure and is none. Before they are imported."""
+    """Suppress libraries' messages that look like failures and are not. Call it before they are imported."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
 
 

@@ -6,7 +6,7 @@ from fsdp_qlora.errors import UserError
 
 
 class TrainType(NamedTuple):
-    """adapter: what is added to the base. quantizer: how the base is stored. trains: all, adapter or new_blocks."""
+    """adapter: kind of adapter. quantizer: how the base is stored. trains: all, adapter or new_blocks."""
 
     adapter: str | None
     quantizer: str | None
@@ -35,7 +35,7 @@ TRAIN_TYPES: dict[str, TrainType] = {
     "qlora": TrainType(adapter="lora", quantizer="bnb_4bit", trains="adapter"),
     "dora": TrainType(adapter="dora", quantizer=None, trains="adapter"),
     "bnb_dora": TrainType(adapter="dora", quantizer="bnb_4bit", trains="adapter"),
-    # In 2024 these two were a second implementation of LoRA; here there is one, and they are its other names.
+    # In 2024 these two were a second implementation of LoRA; here they are only other names.
     "custom_lora": TrainType(adapter="lora", quantizer=None, trains="adapter"),
     "custom_qlora": TrainType(adapter="lora", quantizer="bnb_4bit", trains="adapter"),
     "hqq_lora": TrainType(adapter="lora", quantizer="hqq", trains="adapter"),

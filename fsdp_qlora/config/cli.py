@@ -1,8 +1,7 @@
 """Command line and YAML file -> `TrainConfig`: defaults, then the file of `--config`, then the flags.
 
-A YAML value is taken as the text that stands in the file and goes through the same converter as a flag's
-value. So `lr: 2e-4`, which YAML 1.1 reads as a string, is a number here, and a misspelled choice is an
-error in both places.
+The text of a YAML value is converted like a flag's value. So `lr: 2e-4`, which YAML 1.1 reads as a string, is a
+number here, and a misspelled choice is an error in both places.
 
 argparse only splits the words and prints the help. The conversion is done here because argparse's own stops
 at the first error and suggests no nearest choice. (tyro refuses `true`, cannot group the options of a flat

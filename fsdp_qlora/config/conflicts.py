@@ -1,4 +1,4 @@
-"""Which values and combinations of options are refused; known before a model is read or a device is asked."""
+"""The values and combinations of options that are refused before a model is read or a device is used."""
 
 import importlib.util
 import math
@@ -64,7 +64,7 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
             yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
     if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
         yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
-    # The name of a precision starts with its compute dtype. What auto comes to is known with the device.
+    # The name of a precision starts with its compute dtype. auto is resolved later, for the device.
     compute_dtype = c.precision.split("_")[0]
     if kind.quantizer is not None and compute_dtype != "auto":
         yield from filter(None, [quant_storage_error(c.quant_storage, compute_dtype)])

@@ -1,4 +1,4 @@
-"""What stands beside an option's type in `TrainConfig`: the limit of its value, and what the option may do."""
+"""Annotations of an option's type in `TrainConfig`: the limit of its value, and marks for its properties."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 
 class Mark(NamedTuple):
-    """Something that holds for an option."""
+    """A property of an option."""
 
     meaning: str
 
 
 MAY_DIFFER = Mark("may differ when a run is continued")
-"""Where and how fast the run goes, what is logged, when is saved. Options without it make a run this run. The model
-and the rows are compared by content and not by name, the batch by its global size."""
+"""Options about place, speed, logging and saving. Options without this mark identify a run. The model and the rows are
+compared by content and not by name, the batch by its global size."""
 PER_NODE = Mark("may differ between the nodes of a run")
 """Paths, and how each node was started."""
 OF_ADAPTER = Mark("is for train types with an adapter")
@@ -26,9 +26,9 @@ def of_quantizer(name: str | None) -> Mark:
 
 
 class Limit(NamedTuple):
-    """accepts: whether a value is within it. allowed: ends the sentence `--option must be`.
+    """accepts: whether a value is allowed. allowed: completes the sentence `--option must be`.
 
-    choices: the only values, where these are names.
+    choices: the allowed values, if they are names.
     """
 
     accepts: Callable[[Any], bool]

@@ -1,8 +1,8 @@
-"""Every option of train.py, once: its name, type, default, limit, what it may do, and help.
+"""Every option of train.py, once: its name, type, default, limit, marks and help.
 
-A field of `TrainConfig` is the flag, the YAML key and the attribute. Beside its type stand its limit and its marks
+A field of `TrainConfig` is the flag, the YAML key and the attribute. Its type is annotated with its limit and its marks
 (marks.py). The sentence under it is its help (help.py), and the `== ... ==` comments are the headings of `--help`.
-Which options exclude each other stands in conflicts.py.
+conflicts.py lists the options that exclude each other.
 """
 
 from collections.abc import Iterable
@@ -60,7 +60,7 @@ class TrainConfig:
     model_name: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
     trust_remote_code: Annotated[bool, MAY_DIFFER] = False
-    """Run the Python code that a model or tokenizer brings along, with your rights; models that transformers does
+    """Run the Python code that a model or tokenizer brings along, with your permissions; models that transformers does
     not know need it. Read that code first."""
     llama_pro_path: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Folder that scripts/block_expansion.py made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
@@ -335,7 +335,7 @@ class TrainConfig:
 
     @property
     def requested_processes(self) -> int:
-        """Processes asked for on this machine, or -1 for one per visible GPU."""
+        """Requested processes on this machine, -1 for one per visible GPU."""
         return max(self.nproc_per_node, self.world_size)
 
     def pick(self, cls: type[Group], *, prefix: str = "", **given: Any) -> Group:
@@ -359,7 +359,7 @@ _HINTS = get_type_hints(TrainConfig, include_extras=True)
 
 
 def marks_of(name: str) -> tuple[Mark | Limit, ...]:
-    """What stands beside the type of an option."""
+    """The annotations of an option's type."""
     return getattr(_HINTS[name], "__metadata__", ())
 
 
@@ -393,7 +393,7 @@ def resolved_yaml(config: TrainConfig) -> str:
 
 
 def pairs(items: Iterable[str]) -> list[tuple[str, str]]:
-    """["q_proj=8"] -> [("q_proj", "8")]; the value of what has no `=` is empty."""
+    """["q_proj=8"] -> [("q_proj", "8")]; without `=` the value is empty."""
     return [
         (name, value) for name, _, value in (item.rpartition("=") if "=" in item else (item, "", "") for item in items)
     ]

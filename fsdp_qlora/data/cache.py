@@ -30,11 +30,11 @@ CACHE_VERSION = 3  # raise it when the arrays, the templates or the rules of mas
 
 
 class DamagedFile(ValueError):
-    """The file is not what `write_arrays` leaves."""
+    """The file was not written by `write_arrays`, or is damaged."""
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of everything that decides how text becomes ids."""
+    """A hash of everything that determines how text becomes ids."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         state = tokenizer.get_vocab()
@@ -88,7 +88,7 @@ def write_cache(path: Path, tokenized: TokenizedRows, report: DataReport) -> Non
 
 
 def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
-    """What `write_cache` left, mapped; None where there is nothing or it is damaged."""
+    """The rows that `write_cache` saved, mapped; None if there is no file or it is damaged."""
     try:
         arrays, metadata = map_arrays(path)
         tokenized = TokenizedRows(**arrays)
@@ -98,7 +98,7 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         report = DataReport(**fields, parts=parts)
         _check_cached(tokenized, report)
         if tokenized.digest != digest:
-            raise DamagedFile("its content is not what was written")
+            raise DamagedFile("its content has changed since it was written")
     except FileNotFoundError:
         return None
     except (DamagedFile, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -116,7 +116,7 @@ def _check_cached(tokenized: TokenizedRows, report: DataReport) -> None:
 
 
 def write_arrays(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    """Write a file that is there either whole or not at all, whenever the process or machine stops."""
+    """Write a file atomically: it is complete or absent, whenever the process or machine stops."""
     with staged_file(path) as partial:
         save_file(arrays, partial, metadata)
 

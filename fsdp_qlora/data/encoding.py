@@ -1,4 +1,4 @@
-"""Encoding: the text of rows becomes token ids, with the exact place where what is learned begins and ends."""
+"""Encoding: the text of rows becomes token ids, with the exact boundaries of the learned spans."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -116,7 +116,7 @@ def _learned_tokens(segments: Sequence[Segment], offsets: Sequence[tuple[int, in
     of_segment = np.array([segment.learned for segment in segments])
     places = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     ends = np.maximum.accumulate(places[:, 1])
-    # Some tokenizers leave the blank that belongs to a token out of its place: it begins where the one before ended.
+    # Some tokenizers leave a token's leading space out of its offsets: it starts where the previous token ended.
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
 
     def learned_at(positions: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a format reads out of a row, before a template makes it text: one of `Content`."""
+"""The content that a format reads from a row, before a template turns it into text: one of `Content`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Text:
-    """Text as it stands in the row: no template is filled."""
+    """Text exactly as in the row, without a template."""
 
     segments: tuple[Segment, ...]
 

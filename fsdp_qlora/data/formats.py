@@ -1,4 +1,4 @@
-"""Formats: what a row of a dataset means, told from its columns. A new format is a row of FORMATS."""
+"""Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of FORMATS."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

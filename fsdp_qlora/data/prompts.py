@@ -27,7 +27,7 @@ class PromptTemplate:
     """For rows whose context (Alpaca's input) is absent or empty."""
     system_with_context: str = ""
     system_without_context: str = ""
-    """What stands for {system} in rows that bring no system prompt of their own."""
+    """The value of {system} in rows without a system prompt."""
 
     def fill(self, fields: Fields, *, learn: str) -> list[Segment]:
         """The row's text: prompts, responses, and what the template has behind a response, which is learned with it.

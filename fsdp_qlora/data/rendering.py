@@ -1,4 +1,4 @@
-"""Rendering: what a format read out of a row becomes text, through a prompt template or a chat template."""
+"""Rendering: a row's content becomes text through a prompt template or a chat template."""
 
 import dataclasses
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""What the modules of this package hand to each other: rows as read, rows as tokens, and the report on them."""
+"""Types shared by the data modules: rows as read, rows as tokens, and the report on them."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""Fills chat templates in a process of its own, so that a hostile or endless one ends this process and nothing else.
+"""Fills chat templates in a separate process, so that a hostile or endless template can only end this process.
 
 A template comes with the model, from people one does not know. transformers renders it in jinja2's sandbox, which keeps
 it from reading and writing, but bounds neither its time nor its memory: the kernel does, here. Each line of stdin is a

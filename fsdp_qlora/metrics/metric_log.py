@@ -248,7 +248,7 @@ def copy_metrics(source: Path, output_dir: Path) -> None:
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     """Remove the records after a checkpoint from metrics.jsonl, atomically: the run will write them again.
 
-    Lines that are no records go to METRICS_SET_ASIDE, and a line for people says so: they stop nobody.
+    Invalid lines are moved to METRICS_SET_ASIDE with a message, and do not stop the run.
 
     Args:
         step: of the checkpoint. last_eval_step: of the last evaluation before the checkpoint was saved.

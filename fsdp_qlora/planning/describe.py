@@ -1,4 +1,4 @@
-"""What a run is going to do, in a few lines for people, from the model on the meta device."""
+"""Describes a planned run in a few lines, from the model on the meta device."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from fsdp_qlora.units import GIB, format_bytes
 
 
 def describe_model(meta: MetaModel) -> str:
-    """One line: architecture, parameters, what is quantized (of all, of the blocks), what trains, attention kernels."""
+    """One line: architecture, parameters, quantized shares of all and of the blocks, trainable ones, attention."""
     counts = count_parameters(meta.model)
     share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)  # there are none where all trains
     kind = "DoRA" if magnitudes(meta.model) else "LoRA"
@@ -71,7 +71,7 @@ def describe_memory(
 
 
 def describe_device(device: torch.device, world_size: int) -> str:
-    """One line: how many ranks on what."""
+    """One line: number of ranks and their device."""
     if device.type == "cuda" and not torch.cuda.is_available():
         what = "GPUs that are not in this machine: memory and precision are planned for them (--device cpu for the CPU)"
     elif device.type == "cuda":

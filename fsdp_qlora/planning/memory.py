@@ -1,4 +1,4 @@
-"""Whether a run's weights and its result fit into this machine, asked before the first byte is read."""
+"""Checks that a run's weights and result fit on this machine, before the first byte is read."""
 
 import resource
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from fsdp_qlora.storage.files import free_disk
 from fsdp_qlora.training.loss import MAX_LOGITS
 from fsdp_qlora.units import GIB
 
-_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; what remains of an ordinary one are norms and biases
+_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a rank needs at least, before activations: on its device, and on the host."""
+    """Minimum bytes that a rank needs, before activations, on its device and on the host."""
 
     device: int
     host: int
@@ -47,7 +47,7 @@ def estimate_needs(
     """
     counts = count_bytes(model, num_shards)
     adapters = count_bytes(nn.ModuleList(adapter_modules(model)), num_shards)
-    # Gradients and optimizer state lie where the weights they belong to lie; adapters are not offloaded.
+    # Gradients and optimizer state are on the device of their weights; adapters are not offloaded.
     extra = 1 + OPTIMIZER_STATES[optimizer]
 
     def with_training(parts: Mapping[str, CategoryBytes]) -> int:
@@ -63,7 +63,7 @@ def estimate_needs(
 
 
 def check_quantized_share(model: nn.Module, *, allow_unquantized: bool) -> None:
-    """Refuse a quantized base of which too much would stay in 16 bits. Embeddings and head do not count.
+    """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not count.
 
     Raises:
         UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
@@ -148,8 +148,8 @@ def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, c
     if needs.host > free:
         raise UserError(
             f"This rank needs {needs.host / GIB:.1f} GiB of host memory to load its part of the model, and "
-            f"{free / GIB:.1f} GiB are left for it ({ranks_on_host} on this machine). More ranks, --use_cpu_offload "
-            "false, a smaller --loading_buffer_mib or a smaller model need less."
+            f"{free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). More ranks, "
+            "--use_cpu_offload false, a smaller --loading_buffer_mib or a smaller model need less."
         )
 
 
@@ -162,13 +162,13 @@ def check_disk(output_dir: Path, num_bytes: int) -> None:
     free = free_disk(output_dir)
     if num_bytes > free:
         raise UserError(
-            f"The result takes {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has {free / GIB:.2f} GiB free. "
-            "Free some there, or give an --output_dir on a larger disk; --save_model false keeps only the metrics."
+            f"The result needs {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has {free / GIB:.2f} GiB free. "
+            "Free some space, or give an --output_dir on a larger disk; --save_model false saves only the metrics."
         )
 
 
 def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) -> int:
-    """What a run saves: all that trains beside a frozen base, in float32, or else the whole model in `dtype`.
+    """Size of the saved result: an adapter and modules trained with it in float32, or the whole model in `dtype`.
 
     Args:
         reduces_base: the adapter is saved in twice its rank, see `first_values.saved_parameters`.
@@ -178,12 +178,12 @@ def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) ->
         trainable = sum(4 * counted.num_weights for counted in parameters if counted.category == "trainable")
         again = sum(4 * counted.num_weights for counted in in_adapters)
         return trainable + again * reduces_base
-    # A base that is quantized beside blocks that train is saved as it was.
+    # Of block expansion the quantized base is saved with its original weights.
     return sum(counted.num_weights for counted in parameters) * dtype.itemsize
 
 
 def host_memory_free(ranks_on_host: int) -> int:
-    """Bytes of host memory that one of the ranks may still take: the machine's, the container's, the process's."""
+    """Bytes of host memory left for each rank by the limits of the machine, the container and the process."""
     limits = [psutil.virtual_memory().available // ranks_on_host]
     if (in_container := _cgroup_free()) is not None:
         limits.append(in_container // ranks_on_host)
@@ -194,7 +194,7 @@ def host_memory_free(ranks_on_host: int) -> int:
 
 
 def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container's memory limit (cgroup v2 or v1) leaves; None without one."""
+    """Bytes left by a container's memory limit (cgroup v2 or v1); None without one."""
     for limit, used, stat in (
         ("memory.max", "memory.current", "memory.stat"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
@@ -204,7 +204,7 @@ def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
             counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
         except (OSError, ValueError):
             continue
-        # The kernel counts files it has cached as used, and frees them when memory is asked for.
+        # The kernel counts cached files as used, and frees them when memory is needed.
         total = "total_" if "total_inactive_file" in counts else ""
         cached = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
         # Version 1 writes "no limit" as a huge number.

@@ -1,4 +1,4 @@
-"""What a run is going to do, known before a weight is read: the model without weights, the rows, the steps, the memory.
+"""The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory.
 
 With run.py, which calls it, this is where the options are read.
 """
@@ -77,7 +77,7 @@ class Plan:
 
 
 def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
-    """Build the model without weights, tokenize the rows, and say what is going to happen.
+    """Build the model without weights, tokenize the rows, and describe the run.
 
     Args:
         store: of `distributed.connect`; None for a dry run, which is one process.
@@ -106,13 +106,13 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
 
 
 def planned_device(config: TrainConfig, ranks: Ranks) -> torch.device:
-    """The device of the run that is planned: a dry run is often done where there is no GPU."""
+    """The device of the planned run: a dry run is often done without a GPU."""
     plans_for_gpu = config.dry_run and config.device != "cpu"
     return torch.device("cuda") if plans_for_gpu and ranks.device.type == "cpu" else ranks.device
 
 
 def show_samples(config: TrainConfig) -> str:
-    """The first rows as the model sees them. Of the model only the tokenizer is needed."""
+    """The first rows as the model sees them. Only the model's tokenizer is needed."""
     folder = hub.find_model_folder(config.model, with_weights=False, with_code=config.trust_remote_code)
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
     data = prepare_data(tokenizer, config.pick(DataOptions), vocab_size=len(tokenizer))
@@ -125,7 +125,7 @@ def show_samples(config: TrainConfig) -> str:
 
 def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, world_size: int) -> ModelPlan:
     """Find the model, and build it without weights as the train type says."""
-    # Weights are fetched last, when nothing is left that can be refused without them.
+    # Weights are downloaded last, after all checks that do not need them.
     folder = hub.find_model_folder(
         config.model, with_weights=False, with_code=config.trust_remote_code, ranks=ranks, store=store
     )
@@ -148,7 +148,7 @@ def build_plan(
     *,
     world_size: int,
 ) -> ModelPlan:
-    """The plan of a model whose configuration and tokenizer are known."""
+    """The plan of a model with a given configuration and tokenizer."""
     train_type = TRAIN_TYPES[config.train_type]
     is_gpu_elsewhere = planned_device(config, ranks).type != ranks.device.type
     asked = "bf16" if is_gpu_elsewhere and config.precision == "auto" else config.precision
@@ -215,7 +215,7 @@ def lora_options(config: TrainConfig) -> LoraOptions:
 
 
 def quantizer_options(config: TrainConfig, quantizer: str | None) -> dict[str, Any]:
-    """The options that are the quantizer's own."""
+    """The quantizer's own options."""
     return {name: getattr(config, name) for name in names_marked(of_quantizer(quantizer))}
 
 
@@ -226,7 +226,7 @@ def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
 
 
 def memory_lines(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> list[str]:
-    """What a rank needs, and whether it fits into the GPU that is visible."""
+    """Describe a rank's memory needs, and whether they fit in the visible GPU."""
     on_gpu = planned_device(config, ranks).type == "cuda"
     _, frees_blocks = distributed.SHARDING_STRATEGIES[config.sharding_strategy]
     step = memory.estimate_step(

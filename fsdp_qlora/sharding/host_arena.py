@@ -1,8 +1,8 @@
-"""Host memory for all offloaded shards of a rank in one allocation, pinned where there is a GPU.
+"""Host memory for all offloaded shards of a rank in one allocation, pinned if there is a GPU.
 
-torch's own pinned memory is rounded up to a power of two for each tensor, which adds 12% to the shards of a 70B model
-and 70% to those of a 13B one. Here ordinary pages are mapped once and registered with CUDA, which rounds nothing; a
-tensor that is a view of them counts as pinned, so FSDP2 takes it as it is and copies it asynchronously.
+torch rounds pinned memory up to a power of two per tensor, which adds 12% to the shards of a 70B model and 70% to those
+of a 13B model. Here ordinary pages are mapped once and registered with CUDA, without rounding. A tensor that is a view
+of them counts as pinned, so FSDP2 uses it directly and copies it asynchronously.
 
 Registering has not run on a GPU yet; on a CPU the same arena is used without it.
 """
@@ -14,11 +14,11 @@ import torch
 
 from fsdp_qlora.errors import UserError
 
-_ALIGNMENT = 64  # bytes, of each part: what the widest vector instructions like
+_ALIGNMENT = 64  # bytes, for each part: best for the widest vector instructions
 
 
 class _Pinned(mmap.mmap):
-    """Pages that CUDA knows. They are told apart from later ones at the same address before they are unmapped."""
+    """Pages registered with CUDA, unregistered before they are unmapped: the address may be used again."""
 
     pointer: int = 0
 
@@ -28,10 +28,10 @@ class _Pinned(mmap.mmap):
 
 
 def split_arena(sizes: Sequence[int], *, pinned: bool) -> list[torch.Tensor]:
-    """One allocation cut into aligned parts, uint8 and zeroed, of the given numbers of bytes.
+    """One allocation cut into aligned, zeroed uint8 parts of the given sizes in bytes.
 
     Raises:
-        UserError: the memory cannot be had, or not pinned.
+        UserError: the memory cannot be allocated or pinned.
     """
     starts, total = [], 0
     for size in sizes:
@@ -40,9 +40,8 @@ def split_arena(sizes: Sequence[int], *, pinned: bool) -> list[torch.Tensor]:
     try:
         pages = _Pinned(-1, max(total, 1))
     except OSError as error:
-        raise UserError(f"{total / 2**30:.1f} GiB of host memory for offloaded weights cannot be had: {error}") from (
-            error
-        )
+        size = f"{total / 2**30:.1f} GiB"
+        raise UserError(f"{size} of host memory for offloaded weights cannot be allocated: {error}") from error
     arena = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))

@@ -20,7 +20,7 @@ def mirror_error(target: str) -> str | None:
         return None if is_repository else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
     if (begin := _remote(target)) is None:
         return None
-    return f"--mirror begins with {begin!r}, which is no kind of mirror. Give {_FORMS} or a folder. {_COLON}"
+    return f"--mirror begins with {begin!r}, which is not a kind of mirror. Give {_FORMS} or a folder. {_COLON}"
 
 
 def folder_error(option: str, text: str) -> str | None:
