@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.storage.files import FileRecord, publish_folder, write_hashed_json
+from fsdp_qlora.storage.files import FileRecord, publish_folder, read_regular, write_hashed_json
 
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -134,7 +134,7 @@ def verify(folder: Path) -> dict[str, Any]:
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(read_regular(path))
         if manifest.pop("sha256") != _manifest_hash(manifest):
             raise ValueError("its hash differs")
         version = manifest["format"]

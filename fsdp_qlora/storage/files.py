@@ -135,11 +135,18 @@ def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     return FileRecord(len(text), hashlib.sha256(text).hexdigest())
 
 
+def read_regular(path: Path) -> str:
+    """The text of a file. Raises OSError where it leads to a pipe or a device, reading which might never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    return path.read_text()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if it does not exist or cannot be read."""
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
+        content = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import resource
 import signal
 import sys
 import traceback
@@ -10,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.errors import RunStopped, TrainingError, UserError
 
 OURS = (UserError, TrainingError, RunStopped, DamagedCheckpoint)
 CASES = int(os.environ.get("FUZZ_CASES", "40"))  # of each kind of input
 SEED = int(os.environ.get("FUZZ_SEED", "0"))  # of the first case; the others follow
+MOST_BYTES = 2 * 2**30  # of memory for one case: a device read to its end would take all
 SECONDS = 20  # for one case; the usual one takes a few hundredths
 
 # Values that programs trip over, as JSON and as text.
@@ -68,11 +72,14 @@ def time_limit(seconds: int) -> Iterator[None]:
         raise TookTooLong(f"more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + MOST_BYTES, limits[1]))
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
         signal.signal(signal.SIGALRM, before)
 
 
