@@ -40,8 +40,8 @@ def split_arena(sizes: Sequence[int], *, pinned: bool) -> list[torch.Tensor]:
     try:
         pages = _Pinned(-1, max(total, 1))
     except OSError as error:
-        size = f"{total / 2**30:.1f} GiB"
-        raise UserError(f"{size} of host memory for offloaded weights cannot be allocated: {error}") from error
+        needed = f"{total / 2**30:.1f} GiB"
+        raise UserError(f"{needed} of host memory for offloaded weights cannot be allocated: {error}") from error
     arena = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
