@@ -121,12 +121,6 @@ def cases() -> list[Case]:
             ends="out of memory",
             only_ranks=(2,),
         ),
-        Case(
-            "out of memory on one rank, later",
-            settings_of_rank_1={"PHANTOM_GIB": 0.03},
-            ends="out of memory",
-            only_ranks=(2,),
-        ),
         Case("out of memory", settings={"PHANTOM_GIB": 0.01}, ends="out of memory", only_ranks=(1, 2)),
         Case("a rank is killed", endless, signal_to_rank_1=signal.SIGKILL, ends="lost", only_ranks=(2, 4)),
         Case(

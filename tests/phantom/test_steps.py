@@ -16,7 +16,7 @@ from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.phantom.environment import run, subtract
 from tests.tiny import flags, make_rows, write_rows
 
-NUMBERS = 7  # float64 that each rank tells the others in a step: loss, norm, three flags of `control`, memory twice
+NUMBERS = 7  # float64 of each rank in a step: loss, norm, three flags of `control`, memory allocated and reserved
 PER_STEP = {
     "fsdp_qlora/training/trainer.py": 1,  # the losses are read
     "fsdp_qlora/optimizers/sharded.py": 1,  # the gradient's norm
