@@ -108,7 +108,7 @@ def find_model_folder(
         return folder
     if folder.exists():
         raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
-    if model_name.startswith((".", "/", "~")) or model_name.count("/") > 1:
+    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_name, re.ASCII) is None:
         raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
     patterns = [*SMALL_FILES, *["*.safetensors"] * with_weights, *["*.py"] * with_code]
 

@@ -27,6 +27,7 @@ from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig, option_types, resolved_yaml
 from fsdp_qlora.data.files import FILE_KINDS
 from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
 from fsdp_qlora.planning.plan import make_plan
 from fsdp_qlora.quant_cache.entries import CachedWeights
@@ -45,6 +46,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
