@@ -122,12 +122,12 @@ def cases() -> list[Case]:
             only_ranks=(2,),
         ),
         Case("out of memory", settings={"PHANTOM_GIB": 0.01}, ends="out of memory", only_ranks=(1, 2)),
-        Case("a rank is killed", endless, signal_to_rank_1=signal.SIGKILL, ends="lost", only_ranks=(2, 4)),
+        Case("a rank is killed", endless, signal_to_rank_1=signal.SIGKILL, ends="Rank 1", only_ranks=(2, 4)),
         Case(
             "a rank is stopped",
             endless | {"hang_minutes": 0.1},
             signal_to_rank_1=signal.SIGSTOP,
-            ends="rank 1",
+            ends="Rank 1",
             only_ranks=(2, 4),
         ),
         Case(
