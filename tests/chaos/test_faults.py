@@ -136,7 +136,7 @@ def test_nan_on_one_rank_is_skipped_by_all_together_and_only_so_often(reference:
     options = reference.same_but(tmp_path / "always", on_nonfinite="skip")
     with ended(Job(options, tmp_path / "logs1", fault=lose_numbers, arguments=(1, tuple(range(20))))) as job:
         assert job.wait() == [1, 1], job.output()
-    assert "11 steps were skipped as not finite" in job.output()
+    assert "11 steps were skipped because their loss or gradient was not finite" in job.output()
 
 
 def spoil_parameter() -> None:
