@@ -40,7 +40,9 @@ Models = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_network(monkeypatch: pytest.MonkeyPatch, models: Models, tmp_path: Path) -> None:
+    models()  # made here, since a case may write in its own folder only
+
     def refuse(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
