@@ -131,7 +131,10 @@ class FolderStore(Store):
         return [path.relative_to(root).as_posix() for path in root.glob("**/*") if path.is_file()]
 
     def read(self, file: str) -> str:
-        return (self.folder / file).read_text()
+        try:
+            return (self.folder / file).read_text()
+        except NotADirectoryError as error:  # a file stands where the mirror should be: no run has begun there
+            raise FileNotFoundError(str(error)) from error
 
     def put(self, source: Path, folder: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -194,6 +194,8 @@ def test_a_mirror_that_cannot_be_is_refused_and_one_out_of_reach_says_why(
 ) -> None:
     with pytest.raises(UserError, match="hf:OWNER/NAME"):
         open_store("hf:run")
+    (tmp_path / "file").write_text("")
+    assert open_store(str(tmp_path / "file")).run() == {}  # nobody's; the first copy tells that none can be made
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="needs the program rclone"):
         open_store("rclone:s3:bucket")
