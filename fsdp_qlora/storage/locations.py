@@ -37,7 +37,8 @@ def folder_error(option: str, text: str) -> str | None:
 
 def _remote(text: str) -> str | None:
     """The beginning of a URL or remote (s3://, :sftp, box:); None for a path, without a colon before a slash."""
-    match = re.match(r"(:?[^:/,@]*)[^/]*?:(/{0,2})", text)
-    if match is None:
+    if ":" not in text.partition("/")[0]:
         return None
+    match = re.match(r"(:?[^:/,@]*)[^/]*?:(/{0,2})", text)
+    assert match is not None
     return match[1] + ":" * (not match[1].startswith(":")) + match[2]
