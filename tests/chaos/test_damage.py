@@ -134,7 +134,7 @@ def test_a_new_box_starts_from_the_mirror_and_a_mirror_out_of_reach_stops_nobody
     assert_same(tmp_path / "out")
     steps = [list(checkpoint.published(tmp_path / name / "checkpoints")) for name in ("out", "mirror")]
     assert steps[0] == steps[1] and steps[0][-1] == 20
-    # Of another run it is left alone, and where nothing can be written training goes on.
+    # Of another run it is left alone, and where nothing can be written training continues.
     with ended(Job({**options, "output_dir": tmp_path / "other", "lr": 0.1}, tmp_path / "logs2")) as job:
         assert job.wait() == [2, 2], job.output()
     assert "--lr was 0.001 and is 0.1" in job.output() and not (tmp_path / "other").exists()
@@ -180,7 +180,7 @@ def test_a_finished_run_is_not_repeated_and_an_earlier_checkpoint_can_be_gone_on
     shutil.copytree(stopped, tmp_path / "out")
     earlier = tmp_path / "out" / "checkpoints" / "step_000009"
     options = reference.same_but(tmp_path / "out")
-    # In its own folder, what came later is set aside; in another folder the run goes on as a new one.
+    # In its own folder, what came later is set aside; in another folder the run continues as a new one.
     for folder in (tmp_path / "out", tmp_path / "fork"):
         output = run({**options, "output_dir": folder, "resume": earlier}, tmp_path / f"logs_{folder.name}")
         assert "Resuming at step 9 from" in output

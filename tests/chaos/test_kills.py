@@ -1,4 +1,4 @@
-"""kill -9 of a rank at any moment: the run goes on, and nobody sees that it happened."""
+"""kill -9 of a rank at any moment: the run resumes, and its results are the same."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Signals and budgets: all ranks stop after the same step, say so, and go on from it as if nothing had been."""
+"""Signals and budgets: all ranks stop after the same step, say so, and resume from it as if nothing had been."""
 
 import signal
 import time

@@ -105,7 +105,7 @@ def test_every_number_arrives_as_it_is_in_the_record_and_the_key_is_in_no_file(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
-# The checkpoint that is gone on from is of step 4, and was saved before its evaluation where that has to be done again.
+# The checkpoint to resume from is of step 4, and was saved before its evaluation where that has to be done again.
 @pytest.mark.parametrize(
     ("num_lost", "eval_steps", "is_evaluated"),
     [(0, (2, 4), True), (4, (2, 4), True), (6, (2, 4), True), (3, (2, 4), False)],

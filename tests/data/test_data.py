@@ -654,7 +654,7 @@ def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
     assert (epoch_order(np.arange(100), seed=1, epoch=2) == order).all()
     assert (epoch_order(np.arange(100), seed=1, epoch=3) != order).any()
     assert (epoch_order(np.arange(100), seed=2, epoch=2) != order).any()
-    # Fixed for good: a run that resumes after an upgrade goes on in the same order.
+    # Fixed for good: a run that resumes after an upgrade continues in the same order.
     assert epoch_order(np.arange(8), seed=42, epoch=0).tolist() == [0, 1, 4, 2, 6, 5, 7, 3]
     subset = np.array([3, 30, 5])
     assert sorted(epoch_order(subset, seed=0, epoch=0).tolist()) == [3, 5, 30]

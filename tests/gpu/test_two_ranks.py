@@ -40,7 +40,7 @@ def test_two_ranks_have_the_losses_of_one(how, inputs, tmp_path):
 
 @pytest.fixture
 def endless(inputs, tmp_path):
-    """Options of a run that goes on until somebody ends it."""
+    """Options of a run that continues until it is stopped."""
     options = {**inputs(), **COMMON, "train_type": "qlora", "output_dir": tmp_path / "out"}
     return flags(**{**options, "max_steps": 100000, "num_epochs": 100000, "gradient_accumulation_steps": 1})
 

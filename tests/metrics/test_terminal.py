@@ -1,4 +1,4 @@
-"""What stands on a terminal while a run goes on and when it has ended."""
+"""The terminal during a run and after its end."""
 
 import fcntl
 import os

@@ -26,7 +26,7 @@ class Clocks:
     def suspend(self, seconds: float) -> None:
         self.day, self.boot = self.day + seconds, self.boot + seconds
 
-    stand_still = work  # a virtual machine, whose host goes on
+    stand_still = work  # a virtual machine, whose host continues
 
     def since_boot(self, clock: int) -> float:
         assert clock == time.CLOCK_BOOTTIME

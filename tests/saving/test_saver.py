@@ -1,4 +1,4 @@
-"""Saving while the disk fails: how long a run goes on that keeps nothing."""
+"""Saving while the disk fails: how long a run continues that saves nothing."""
 
 import errno
 import time
