@@ -53,7 +53,8 @@ def _marks() -> list[str]:
     quantizers = sorted({kind.quantizer for kind in TRAIN_TYPES.values() if kind.quantizer})
     same = [name for name in vars(DEFAULTS) if name not in names_marked(MAY_DIFFER)]
     sentences = [
-        f"An unfinished run is resumed only with the same {_names(same)}. All other options may differ.",
+        f"An unfinished run is resumed only with the same {_names(same)}. All other options may differ, as long as the "
+        "rows and the base weights stay the same.",
         f"The nodes of one run need the same options, except for {_marked(PER_NODE)}.",
         f"Only train types with an adapter take {_marked(OF_ADAPTER)}.",
         *(f"Only train types with the quantizer {name} take {_marked(of_quantizer(name))}." for name in quantizers),

@@ -201,8 +201,8 @@ class TrainConfig:
     dataset_format: Annotated[str, one_of_names(["auto", *FORMATS])] = "auto"
     """Format of the rows; auto detects it from the names of the columns (docs/data.md)."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER] = ()
-    """Which column of the dataset is which of the format, such as instruction=task,output=result; for columns with
-    names of their own."""
+    """Names of the dataset's columns where they differ from the format's, as FORMAT'S=DATASET'S, such as
+    instruction=task,output=result."""
     prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat
     template), a text file with {instruction}, {input} and {system}; or a chat template for models that have none:
@@ -210,7 +210,7 @@ class TrainConfig:
     learn: Annotated[Literal["assistant", "last", "all"], MAY_DIFFER] = "assistant"
     """What is learned of a row: every turn of the assistant (or every response), only the last one, or all text."""
     show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Print this many rows as the model sees them, what is learned in colour, and stop."""
+    """Print this many rows as the model sees them, with what is learned in colour, and stop."""
     on_bad_row: Annotated[Literal["skip", "error"], MAY_DIFFER] = "skip"
     """What to do with a row that cannot be used (malformed, or with no output or no room for it): skip leaves it out
     and lists it in rejected.jsonl, error ends the run."""
