@@ -18,6 +18,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora import distributed
+from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
@@ -97,11 +98,13 @@ def build_run(
     Args:
         on_phase: called with a name after each phase.
     """
+    leave_out_cudnn()
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     plan = build_plan(config, ranks, weight_files.folder, model_config, tokenizer, world_size=ranks.world_size)
     weights = match_tensors(plan.meta.model, weight_files)
     on_phase("planned")
     mesh = load_model(config, plan, weights, ranks)
+    distributed.release_loading_memory(ranks.device)
     on_phase("loaded and verified")
     schedule = config.pick(Schedule, num_rows=len(data), world_size=ranks.world_size, rows_per_step=None, mixture=None)
     rows = np.arange(len(data))

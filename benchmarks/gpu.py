@@ -71,7 +71,9 @@ def run_apart(name: str, argv: list[str], seconds: float) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__).resolve()), *argv, "--output", str(result)]
         command += ["--one_part", name, "--seconds", str(seconds)]
         with open(log, "w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            # The allocator as train.py sets it.
+            environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
+            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
             try:
                 process.wait(max(seconds, 0.1))
                 ending = f"exit status {process.returncode}"

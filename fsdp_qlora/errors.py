@@ -17,6 +17,10 @@ class UserError(ValueError):
     """Bad input. `train.py` prints the message and exits with status 2."""
 
 
+class RankError(UserError):
+    """Bad input that one rank alone has met: it tells the others, which end without a message of their own."""
+
+
 class TrainingError(RuntimeError):
     """The run cannot continue, and a restart would fail again. `train.py` exits with status 1."""
 

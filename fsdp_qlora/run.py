@@ -19,9 +19,9 @@ from fsdp_qlora.checkpointing.stores import open_store
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked, resolved_options, resolved_yaml
-from fsdp_qlora.control import exits, restarts
+from fsdp_qlora.control import clock, exits, restarts
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.errors import RankError, TrainingError
 from fsdp_qlora.load_model import build_trainer, load_model
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
@@ -49,7 +49,7 @@ def run(config: TrainConfig) -> None:
         distributed.make_deterministic()
     leave_out_cudnn()
     # A dry run may plan for GPUs that are elsewhere.
-    ranks = distributed.read_ranks("auto" if config.dry_run and config.device == "cuda" else config.device)
+    ranks = distributed.read_ranks("auto" if config.is_preview and config.device == "cuda" else config.device)
     distributed.set_up_logging(ranks, verbose=config.verbose)
     if config.show_samples:
         samples = show_samples(config)
@@ -61,6 +61,7 @@ def run(config: TrainConfig) -> None:
         make_plan(config, ranks, None)
         return
     with RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed() as folder:
+        started = clock.elapsed()  # what comes before the first step counts for the budget too
         timeout_minutes = max(30, 2 * config.hang_minutes)
         store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
         plan = make_plan(config, ranks, store)
@@ -75,7 +76,8 @@ def run(config: TrainConfig) -> None:
             log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
         else:
             identity |= {"run_id": start.run_id}
-            train_and_export(config, plan, weights, identity, Supervision(config, folder, start, own_store))
+            guard = Supervision(config, folder, start, own_store, started=started)
+            train_and_export(config, plan, weights, identity, guard)
     distributed.stop_process_group()
 
 
@@ -172,7 +174,7 @@ def restore(state: TrainState, guard: Supervision) -> Progress:
             state.load(Path(start.folder), start.tensors)
         except DamagedCheckpoint as error:
             rank = guard.ranks.rank
-            raise UserError(f"Rank {rank} cannot read the checkpoint, though rank 0 could: {error}.") from error
+            raise RankError(f"Rank {rank} cannot read the checkpoint, though rank 0 could: {error}.") from error
     return Progress.from_dict(start.progress)
 
 

@@ -19,7 +19,7 @@ from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_metrics, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.profiling import MemoryLog, ProfilerOptions, open_profiler
+from fsdp_qlora.metrics.profiling import MemoryLog, Profiler, ProfilerOptions, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.redact import redact_values
 
@@ -37,13 +37,17 @@ class Supervision:
         control: for the trainer: whether to stop or save, and its heartbeat.
     """
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, start: Start, store: dist.Store) -> None:
+    def __init__(
+        self, config: TrainConfig, folder: RunFolder, start: Start, store: dist.Store, *, started: float
+    ) -> None:
         """
+        Args:
+            started: when this start began, by control.clock.
         Raises:
             RunStopped: earlier starts of this run have used up its budget.
         """
         self.config, self.folder, self.start, self.ranks = config, folder, start, folder.ranks
-        self.started = clock.elapsed()
+        self.started = started
         budget = config.pick(Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds)
         budget.check()
         self.control = Control(
@@ -72,6 +76,8 @@ class Supervision:
         )
         self.memory_settings = exits.memory_settings(resolved_options(config))
         self.memory = MemoryLog(self.ranks.device, enabled=config.profile_memory)
+        self.control.heartbeat.step = start.step
+        self.profiler = Profiler()
         self.metrics: MetricLog | None = None
         self.mirror: Mirror | None = None
         self.saver: Saver | None = None
@@ -89,26 +95,23 @@ class Supervision:
             run_id=self.start.run_id,
             **{name: redact_values(getattr(config, name)) for name in ("project_name", "name", "group", "entity")},
         )
-        self._continue_metrics()
-        with self.control.catching_signals(), contextlib.ExitStack() as closed_last:
-            target = self.folder.request.mirror if self.ranks.is_rank_0 else None
-            self.metrics = closed_last.enter_context(
-                open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
-            )
+        self.saver = Saver(
+            self.folder.checkpoints,
+            state,
+            self.ranks,
+            identity=identity,
+            save_total_limit=config.save_total_limit,
+            saved_step=self.start.saved_step,
+            max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),
+        )
+        target = self.folder.request.mirror if self.ranks.is_rank_0 else None
+        reporting = exits.reporting_failures(self.status, self.watchdog, memory_settings=self.memory_settings)
+        with self.control.catching_signals(), contextlib.ExitStack() as closed_last, reporting:
+            self._continue_metrics()
+            metrics = open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
+            self.metrics = closed_last.enter_context(metrics)
             self.mirror = closed_last.enter_context(contextlib.closing(Mirror(path, target)))
-            with exits.reporting_failures(self.status, self.watchdog, memory_settings=self.memory_settings):
-                if self.start.saved_step >= 0:
-                    self.mirror.copy_later()  # the previous start may have been killed before it was copied
-                self.saver = Saver(
-                    self.folder.checkpoints,
-                    state,
-                    self.ranks,
-                    identity=identity,
-                    save_total_limit=config.save_total_limit,
-                    saved_step=self.start.saved_step,
-                    max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),
-                )
-                yield self
+            yield self
         self.status.end("finished", None)
 
     def _continue_metrics(self) -> None:
@@ -123,10 +126,14 @@ class Supervision:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the training in the block for hangs and lost ranks, and profile it if requested."""
+        if self.mirror is not None and self.start.saved_step >= 0:
+            self.mirror.copy_later()  # the previous start may have been killed before it was copied
         self.profiler = open_profiler(self.config.pick(ProfilerOptions), rank=self.ranks.rank)
-        with self.watchdog.watching():
-            yield
-        self.profiler.close()
+        try:
+            with self.watchdog.watching():
+                yield
+        finally:
+            self.profiler.close()
 
     # --- called by the training loop ---
 
@@ -174,7 +181,7 @@ class Supervision:
 
     @property
     def seconds(self) -> float:
-        """Seconds since this start began to load."""
+        """Seconds since this start began."""
         return clock.elapsed() - self.started
 
     def _keep(self, progress: Progress) -> None:

@@ -22,8 +22,8 @@ from fsdp_qlora.checkpointing.layout import (
 )
 from fsdp_qlora.checkpointing.publishing import publish_files
 from fsdp_qlora.checkpointing.resume import Start, StartRequest
-from fsdp_qlora.distributed import Ranks, gather_texts
-from fsdp_qlora.errors import RunStopped, UserError
+from fsdp_qlora.distributed import Ranks, first_failure, gather_texts
+from fsdp_qlora.errors import RunStopped, TrainingError, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.storage.files import why_not_writable, write_json
 
@@ -85,28 +85,32 @@ class RunFolder:
         return Start(**answer["start"])
 
     def prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
-        """Create the folder, remove an earlier run's results, and write `files` (name -> text).
+        """Create the folder, remove an earlier run's results, and write `files` (name -> text). Every rank calls it.
 
-        Called when the model is loaded and verified: a run that cannot start removes nothing.
+        Called when the model is loaded and verified: a run that cannot load removes nothing.
 
         Args:
             identity: for run.json, which is written first and makes the folder this run's.
             keep_run: remove nothing, since the run in the folder continues.
         Raises:
-            UserError: the folder cannot be written.
+            UserError: the folder cannot be written; the same on every rank.
         """
-        if not self.ranks.is_rank_0:
-            return
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output_dir {self.path} cannot be created: {error}") from error
-        try:
-            if not keep_run:
-                _remove_run(self.path)
-            write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
-        except OSError as error:
-            raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
+        failure = None
+        if self.ranks.is_rank_0:
+            try:
+                self._prepare(files, identity, keep_run=keep_run)
+            except (OSError, TrainingError) as error:
+                failure = f"output_dir {self.path} cannot be written: {error}"
+        if self.ranks.world_size > 1:
+            failure = first_failure(failure, self.ranks.device)
+        if failure:
+            raise UserError(failure)
+
+    def _prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not keep_run:
+            _remove_run(self.path)
+        write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
         publish_files(self.path, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
 
 

@@ -16,6 +16,7 @@ from fsdp_qlora.errors import (
     Crashed,
     LostRank,
     OutOfMemory,
+    RankError,
     RunStopped,
     TrainingError,
     UserError,
@@ -50,6 +51,9 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
         status.end(stopped.ending.state, str(stopped))
         raise
     except (UserError, TrainingError) as error:
+        if isinstance(error, RankError):
+            watchdog.end_others(str(error))
+            print_error(error)
         status.end("bad_input" if isinstance(error, UserError) else "failed", str(error))
         raise
     except Exception as error:

@@ -1,7 +1,4 @@
-"""The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory.
-
-With run.py, which calls it, this is where the options are read.
-"""
+"""The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory."""
 
 import dataclasses
 import logging
@@ -173,7 +170,7 @@ def build_plan(
             prequantized=prequantized,
             new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
         ),
-        attn_implementation=config.attn_implementation,
+        attn_implementation="auto" if is_gpu_elsewhere else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
     if train_type.quantizer:

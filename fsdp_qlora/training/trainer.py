@@ -248,7 +248,7 @@ class Trainer:
         """
         size = self.schedule.batch_size * self.ranks.world_size
         longest = rows[np.argsort(-self.data.lengths[rows], kind="stable")][:size]
-        self.heartbeat.beat(0, "compute")
+        self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
         accumulates = self.schedule.global_batch_size > size
