@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ log = logging.getLogger("fsdp_qlora")
 # Renamed in torch 2.13; 2.11 has only the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_START_SECONDS = 30.0  # by which the ranks of one command may start one after the other
 MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
 
 # strategy -> (shards over which ranks, whether a block's weights are freed between forward and backward).
@@ -156,6 +157,23 @@ def _listen_on_loopback(address: str, port: int) -> int | None:
         return socket.create_server((address, port)).detach()
     except OSError:
         return None  # torch says what is wrong with the address or the port
+
+
+@contextlib.contextmanager
+def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
+    """If rank 0 fails in the block, keep its store until every rank has connected.
+
+    The store ends with rank 0. A rank that starts a little later would wait for it for minutes, instead of failing by
+    itself for the same reason.
+    """
+    store.add("connected", 1)
+    try:
+        yield
+    except Exception:
+        if ranks.is_rank_0:
+            with contextlib.suppress(Exception):
+                _becomes_true(lambda: store.add("connected", 0) >= ranks.world_size, seconds=_START_SECONDS)
+        raise
 
 
 def start_process_group(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_qlora.messages import shown
+from fsdp_qlora.messages import printable, shown
 
 
 class UserError(ValueError):
@@ -98,14 +98,14 @@ def print_error(error: Exception) -> None:
     kind = "" if isinstance(error, RunStopped) else "error: "
     with _turn_to_say(str(error)) as is_first:
         if is_first:
-            write_line(f"{rank}{kind}{error}")
+            write_line(f"{rank}{kind}{shown(str(error))}")
     note_reason(str(error))
 
 
 def write_line(text: str) -> None:
     """Write to stderr on a new line: on a terminal, some process may be showing a progress bar."""
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{clear}{shown(text)}", file=sys.stderr, flush=True)
+    print(f"{clear}{printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -64,11 +64,12 @@ def run(config: TrainConfig) -> None:
         started = clock.elapsed()  # what comes before the first step counts for the budget too
         timeout_minutes = max(30, 2 * config.hang_minutes)
         store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
-        plan = make_plan(config, ranks, store)
-        folder.check_keeps_model(plan.model.folder)
-        check_resources(config, ranks, plan.model)
-        hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
-        weights = open_weights(plan.model)
+        with distributed.kept_until_all_connect(store, ranks):
+            plan = make_plan(config, ranks, store)
+            folder.check_keeps_model(plan.model.folder)
+            check_resources(config, ranks, plan.model)
+            hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
+            weights = open_weights(plan.model)
         own_store = distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
         start = folder.choose_start(identity)

@@ -25,8 +25,8 @@ def cache_root(option: str) -> Path | None:
 
 def read_description(folder: Path) -> dict[str, Any]:
     """The description of an entry, as its writer left it. Raises ValueError if it has changed."""
-    description: dict[str, Any] = json.loads(read_regular(folder / CHECKSUMS))
-    if description.pop("sha256") != description_hash(description):
+    description = json.loads(read_regular(folder / CHECKSUMS))
+    if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(description):
         raise ValueError(f"{folder / CHECKSUMS} has changed")
     return description
 

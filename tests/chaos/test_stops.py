@@ -83,11 +83,13 @@ def take_ten_seconds_per_step() -> None:
     """Let the clock that budgets are measured by stand still but for the steps."""
     from types import SimpleNamespace
 
-    from fsdp_qlora.control import stops
+    from fsdp_qlora.control import clock, stops
     from fsdp_qlora.training.trainer import Trainer
 
     now = 0.0
-    stops.time = SimpleNamespace(monotonic=lambda: now)  # type: ignore[attr-defined]
+    stops.clock = SimpleNamespace(  # type: ignore[assignment]
+        elapsed=lambda: now, awake=lambda: now, Longest=clock.Longest
+    )
     begin, original = stops.Control.__init__, Trainer.train_step
 
     def begin_now(self: stops.Control, **options: object) -> None:

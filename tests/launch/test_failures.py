@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.control.exits import loading_explained, told
+from fsdp_qlora.control.exits import loading_explained, reporting_failures
 from fsdp_qlora.control.status import Status
 from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory
 
@@ -60,7 +60,7 @@ def test_only_a_closed_connection_is_a_lost_rank(
     error: Exception, failure: type[Exception], words: str, tmp_path: Path
 ) -> None:
     status = Status(tmp_path, is_rank_0=True, state="running", step=6)
-    with pytest.raises(failure, match=words), told(status, _Alone(), memory_settings=""):  # type: ignore[arg-type]
+    with pytest.raises(failure, match=words), reporting_failures(status, _Alone(), memory_settings=""):  # type: ignore[arg-type]
         raise error
 
 

@@ -92,7 +92,7 @@ def test_a_result_that_the_disk_has_no_room_for_is_refused_with_the_numbers(
         assert size == 2 * sum(tensor.numel() for tensor in tensors)
     monkeypatch.setattr(memory, "free_disk", lambda folder: size)
     memory.check_disk(tmp_path / "out", size)
-    with pytest.raises(memory.UserError, match=r"takes 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
+    with pytest.raises(memory.UserError, match=r"needs 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
         memory.check_disk(tmp_path / "out", size + 10 * 2**20)
 
 

@@ -72,7 +72,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "pipe among the model's files": (
         {"model_name": "pipe"},
-        ["model_name pipe: pipe/tokenizer_config.json is no regular file. Remove it"],
+        ["model_name pipe: pipe/tokenizer_config.json is not a regular file. Remove it"],
     ),
     # The weights.
     "missing tensor": (

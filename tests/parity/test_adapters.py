@@ -325,7 +325,7 @@ def test_embeddings_and_head_train_in_full_beside_the_adapter_as_pefts(models: M
         (
             {"tie_word_embeddings": True},
             "lm_head",
-            r"modules_to_save lm_head: .* are one tensor",
+            r"modules_to_save lm_head: .* share one tensor",
         ),
         ({}, "norm", r"modules_to_save norm: .* embeddings and head .* model.embed_tokens, lm_head"),
     ],
@@ -442,7 +442,7 @@ def test_combinations_that_exclude_each_other_are_refused(options: dict[str, obj
     ("options", "message"),
     [
         ({"lora_target_modules": r".*\.x_proj"}, r"the regular expression .* matches no linear layer"),
-        ({"rank_pattern": "x_proj=3"}, r"rank_pattern: x_proj matches no layer with an adapter"),
+        ({"rank_pattern": "x_proj=3"}, r"rank_pattern: x_proj has no effect: it matches no layer with an adapter"),
         (
             {"alpha_pattern": ".*=3,q_proj=4"},
             r"alpha_pattern: q_proj has no effect: .* that an earlier pattern matches",

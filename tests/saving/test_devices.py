@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.checkpointing.checkpoint import MANIFEST, DamagedCheckpoint, verify
-from fsdp_qlora.quant_cache.folders import CHECKSUMS, read_about
+from fsdp_qlora.quant_cache.folders import CHECKSUMS, read_description
 from fsdp_qlora.storage.files import read_json
 
 
@@ -16,6 +16,6 @@ def test_a_file_that_leads_to_a_device_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpoint, match="it is no file"):
         verify(tmp_path)
     with pytest.raises(OSError, match="it is no file"):
-        read_about(tmp_path)
+        read_description(tmp_path)
     os.mkfifo(tmp_path / "run.json")
     assert read_json(tmp_path / "run.json") == {}
