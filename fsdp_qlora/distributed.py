@@ -187,10 +187,11 @@ def start_process_group(
     Returns:
         The store over a separate connection, for a background thread.
     """
+    # torch's flight recorder is written out when a collective does not end. It keeps this many of the last collectives,
+    # about 1 KiB each, and so made a tiny run grow by 2 MiB on the CPU, where the stacks of a hang say enough.
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if ranks.device.type == "cuda" else "200")
     if ranks.device.type == "cuda":
-        # NCCL's flight recorder: writes the last collectives when one does not end.
-        if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the old name
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     store = store or connect(ranks, timeout_minutes=timeout_minutes)
     dist.init_process_group(
