@@ -8,7 +8,7 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,8 @@ class Malformed(ValueError):
 
 
 NumberedRows = Iterator[tuple[int, Row | Malformed]]
+ChooseColumns = Callable[[Sequence[str]], Collection[str]]
+"""The columns that are used, of those of a file."""
 
 LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
 
@@ -134,8 +136,8 @@ def read_text(path: Path) -> NumberedRows:
                 yield number, reason
 
 
-def read_parquet(path: Path) -> NumberedRows:
-    """The rows of a parquet file. Columns of kinds that hold no text (dates, times, bytes, ...) are null throughout."""
+def read_parquet(path: Path, used: ChooseColumns = tuple) -> NumberedRows:
+    """The rows of a parquet file. Columns that are not used or hold no text (dates, bytes, ...) are null throughout."""
     import pyarrow.parquet
 
     count = 0
@@ -144,7 +146,8 @@ def read_parquet(path: Path) -> NumberedRows:
             schema = file.schema_arrow
             if len(set(schema.names)) < len(schema.names):
                 raise ValueError(f"a column name occurs twice: {', '.join(schema.names)}")
-            columns = [field.name for field in schema if _may_hold_text(field.type)]
+            chosen = used(schema.names)
+            columns = [field.name for field in schema if field.name in chosen and _may_hold_text(field.type)]
             for batch in file.iter_batches(batch_size=1000, columns=columns):
                 for row in _rows_of(batch):
                     count += 1
@@ -184,9 +187,12 @@ def _rows_of(batch: Any) -> Iterator[Row]:
 class FileKind:
     """How to read a kind of file."""
 
-    read: Callable[[Path], NumberedRows]
+    read: Callable[..., NumberedRows]
+    """Takes the path, and `used` if `is_columnar`."""
     unit: str
     """What its rows are numbered by: "line" or "row"."""
+    is_columnar: bool = False
+    """Whether columns that are not used need not be read."""
 
 
 FILE_KINDS: dict[str, FileKind] = {
@@ -195,7 +201,7 @@ FILE_KINDS: dict[str, FileKind] = {
     ".csv": FileKind(read_csv, "line"),
     ".tsv": FileKind(read_csv, "line"),
     ".txt": FileKind(read_text, "line"),
-    ".parquet": FileKind(read_parquet, "row"),
+    ".parquet": FileKind(read_parquet, "row", is_columnar=True),
 }
 
 
@@ -205,17 +211,26 @@ def kind_of(path: Path) -> FileKind | None:
     return FILE_KINDS.get(Path(name).suffix)
 
 
-def _read(kind: FileKind, path: Path) -> NumberedRows:
+def _read(kind: FileKind, path: Path, used: ChooseColumns) -> NumberedRows:
     try:
-        yield from kind.read(path)
+        yield from kind.read(path, used) if kind.is_columnar else kind.read(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
 
 
-def read_files(origin: Path, files: list[Path], limit: int | None, start: int = 0, names: Path | None = None) -> Rows:
+def read_files(
+    origin: Path,
+    files: list[Path],
+    limit: int | None,
+    start: int = 0,
+    *,
+    used: ChooseColumns = tuple,
+    names: Path | None = None,
+) -> Rows:
     """Read files one after the other: `limit` entries from `start`, malformed ones included. The rest is not read.
 
     Args:
+        used: the columns that are needed.
         names: the folder that the names of files are relative to.
 
     Raises:
@@ -233,7 +248,7 @@ def read_files(origin: Path, files: list[Path], limit: int | None, start: int = 
         source = SourceFile(path.relative_to(names).as_posix() if names else path.name, kind.unit, offset=last)
         sources.append(source)
         room = None if limit is None else limit + skip - len(rows) - len(malformed)
-        for number, row in islice(_read(kind, path), room):
+        for number, row in islice(_read(kind, path, used), room):
             last = source.offset + number
             if skip:
                 skip -= 1

@@ -206,6 +206,25 @@ def choose_format(columns: Collection[str], *, dataset_format: str, origin: str,
     )
 
 
+def given_names(columns: Sequence[str], renames: Mapping[str, str]) -> dict[str, str]:
+    """A dataset's columns -> their names by --columns. One whose name is given to another column is left out."""
+    return {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
+
+
+def used_columns(columns: Sequence[str], *, dataset_format: str, renames: Mapping[str, str]) -> set[str]:
+    """Those of a dataset's columns that the rows' format uses; all where no format fits, which is said later."""
+    names = given_names(columns, renames)
+    candidates = FORMATS.values() if dataset_format == "auto" else [FORMATS[dataset_format]]
+    used: set[str] = set()
+    for candidate in candidates:
+        if candidate.fits(names.values()):
+            wanted = candidate.renames(names.values())
+            used |= {name for name, given in names.items() if given in wanted}
+            if dataset_format != "auto" or candidate.recognizes is None:
+                break
+    return used or set(columns)
+
+
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
     """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's.
 

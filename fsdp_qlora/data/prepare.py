@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.data import tokenization
 from fsdp_qlora.data.cache import cache_path, locked, read_cache, tokenizer_identity, write_cache
 from fsdp_qlora.data.dataset_names import parse_name
-from fsdp_qlora.data.formats import FORMATS, choose_format, parse_columns
+from fsdp_qlora.data.formats import FORMATS, choose_format, given_names, parse_columns, used_columns
 from fsdp_qlora.data.mixture import Mixture, check_weights, concatenate, mix, split_rows
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer
@@ -172,7 +173,8 @@ def _cached_rows(
             log.info("Tokenized rows are read from %s", path)
             # The same content may be at another path now.
             return cached[0], dataclasses.replace(cached[1], origin=source.origin)
-        rows, name = _with_format(source.read(num_samples), renames, options.dataset_format, source.origin)
+        used = partial(used_columns, dataset_format=options.dataset_format, renames=renames)
+        rows, name = _with_format(source.read(num_samples, used=used), renames, options.dataset_format, source.origin)
         with Renderer(tokenizer, template, options.learn, FORMATS[name].template) as renderer:
             made = tokenization.tokenize_rows(
                 rows, name, source.origin, tokenizer, options.context_length, renderer, show_progress
@@ -191,9 +193,7 @@ def _with_format(rows: Rows, renames: Mapping[str, str], dataset_format: str, or
         raise UserError(
             f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(rows.columns)}."
         )
-    # A column whose name is given to another one is set aside.
-    names = {name: renames.get(name, name) for name in rows.columns if name in renames or name not in renames.values()}
-    renamed = rows.renamed(names)
+    renamed = rows.renamed(given_names(rows.columns, renames))
     first = renamed.rows[0]
     name = choose_format(renamed.columns, dataset_format=dataset_format, origin=origin, first_row=first)
     used = renamed.renamed(FORMATS[name].renames(renamed.columns))

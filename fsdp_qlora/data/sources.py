@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.data.dataset_names import DatasetName, parse_name
-from fsdp_qlora.data.files import FILE_KINDS, hash_file, kind_of, read_files
+from fsdp_qlora.data.files import FILE_KINDS, ChooseColumns, hash_file, kind_of, read_files
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.data.rows import Rows, SourceFile
 from fsdp_qlora.errors import UserError
@@ -32,7 +32,10 @@ class Source:
     identity: str
     """Changes when the content does."""
     read: Callable[..., Rows]
-    """Reads N rows, or all for None, from row `start`, which is 0. Raises UserError if they are malformed."""
+    """Reads N rows, or all for None, from row `start`, which is 0. Raises UserError if they are malformed.
+
+    `used` chooses the columns that are needed; where they are stored apart, others are not read.
+    """
 
 
 def find_source(dataset: str | DatasetName) -> Source:
@@ -66,9 +69,9 @@ def _part(source: Source, wanted: DatasetName) -> Source:
     if not wanted.start and wanted.stop is None:
         return source
 
-    def read(samples: int | None, start: int = 0) -> Rows:
+    def read(samples: int | None, start: int = 0, **options: Any) -> Rows:
         first, end = wanted.limit(samples)
-        return source.read(None if end is None else max(0, end - first), start + first)
+        return source.read(None if end is None else max(0, end - first), start + first, **options)
 
     origin = f"{source.origin}[{wanted.start or ''}:{'' if wanted.stop is None else wanted.stop}]"
     return Source(source.origin, f"{source.identity} {origin}", read)
@@ -173,9 +176,10 @@ def hub_source(name: str, *, config: str | None = None, split: str = "train", sh
     return Source(origin=name, identity=table._fingerprint, read=partial(_read_table, table, name))
 
 
-def _read_table(table: Any, name: str, limit: int | None, start: int = 0) -> Rows:
+def _read_table(table: Any, name: str, limit: int | None, start: int = 0, *, used: ChooseColumns = tuple) -> Rows:
     end = len(table) if limit is None else min(start + limit, len(table))
-    rows = table.select(range(min(start, end), end)).to_list()
+    chosen = [column for column in table.column_names if column in used(table.column_names)]
+    rows = table.select(range(min(start, end), end)).select_columns(chosen).to_list()
     if not rows:
         raise UserError(f"{name}: the dataset is empty.")
     return Rows(rows, list(range(start + 1, end + 1)), list(table.column_names), [SourceFile(name, "row")])

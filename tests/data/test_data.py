@@ -264,6 +264,17 @@ def test_a_parquet_column_that_holds_no_text_is_not_read(prepare: Any, tmp_path:
     assert len(prepare(tmp_path / "rows.parquet")[0]) == 5000
 
 
+def test_a_parquet_column_that_the_format_does_not_use_is_not_read(prepare: Any, tmp_path: Path) -> None:
+    made = make_parquet(note=not_utf8(), Input=["blue"] * 5000, wish=["say"] * 5000)
+    (tmp_path / "rows.parquet").write_bytes(made)
+    tokenized, report = prepare(tmp_path / "rows.parquet")
+    assert len(tokenized) == 5000 and report.unused_columns == ["note", "wish"]
+    tokenized, report = prepare(tmp_path / "rows.parquet", columns=("instruction=wish",))
+    assert len(tokenized) == 5000 and report.unused_columns == ["instruction", "note"]
+    with pytest.raises(UserError, match=r"rows.parquet row 4001: not a parquet file .*column 'note'"):
+        prepare(tmp_path / "rows.parquet", columns=("output=note",))
+
+
 def test_pipe_is_refused_before_it_is_read(prepare: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
     with pytest.raises(UserError, match="not a regular file"):
