@@ -14,7 +14,7 @@ from fsdp_qlora.checkpointing.layout import BRING_BACK, CHECKPOINTS, RUN, STATUS
 from fsdp_qlora.checkpointing.records import read_run, read_status, run_error, state_error
 from fsdp_qlora.checkpointing.result import result_error
 from fsdp_qlora.checkpointing.stores import Store, fetch
-from fsdp_qlora.checkpointing.train_state import contents_error
+from fsdp_qlora.checkpointing.train_state import contents_error, state_keys_error
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.redact import redact
@@ -351,6 +351,11 @@ def _verified(folder: Path) -> dict[str, Any]:
     """
     state = checkpoint.verify(folder)
     error = state_error(state, checkpoint.step_of(folder)) or contents_error(folder, state["tensors"])
+    if not error:
+        progress, layout = state["progress"], state["tensors"]["layout"]
+        # In fp16 the first steps may have been left out.
+        has_stepped = progress["step"] > progress.get("num_skipped", 0) and not progress.get("loss_scale")
+        error = state_keys_error(layout, str(state["about"]["options"].get("optimizer")), has_stepped=has_stepped)
     if error:
         raise DamagedCheckpoint(f"it contradicts itself: {error}")
     return state

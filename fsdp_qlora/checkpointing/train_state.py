@@ -37,7 +37,7 @@ from fsdp_qlora.distributed import (
 )
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.models import canonical_name
-from fsdp_qlora.optimizers.sharded import ShardedOptimizer
+from fsdp_qlora.optimizers.sharded import STATE_KEYS, ShardedOptimizer
 from fsdp_qlora.storage import safetensors_files
 from fsdp_qlora.storage.files import FileRecord
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
@@ -280,6 +280,27 @@ def contents_error(folder: Path, description: Mapping[str, Any]) -> str | None:
         return f"the description of its tensors cannot be read ({type(error).__name__}: {error})"
     except (OSError, SafetensorError) as error:
         return f"its tensors cannot be read ({error})"
+
+
+def state_keys_error(layout: _Layout, optimizer: str, *, has_stepped: bool) -> str | None:
+    """Which optimizer state a verified checkpoint lacks; None if it has all.
+
+    A parameter that never had a gradient, such as that of an expert that was never chosen, has none.
+
+    Args:
+        optimizer: its name; nothing is known of others than those of STATE_KEYS.
+        has_stepped: whether the checkpoint is of a run whose optimizer has certainly made a step.
+    """
+    states = {name: keys.keys() - {_PARAMETER} for name, keys in layout.items()}
+    known = STATE_KEYS.get(optimizer, ())
+    for name, keys in states.items():
+        if known and keys and keys not in known:
+            wanted = min(known, key=lambda them: (len(them ^ keys), -len(them)))
+            words = "lacks" if wanted - keys else "has no use for"
+            return f"the state that {optimizer} keeps of {name} {words} {sorted(wanted ^ keys)[0]}"
+    if has_stepped and known and all(known) and not any(states.values()):
+        return f"it has none of the state that {optimizer} keeps"
+    return None
 
 
 def _contradictions(folder: Path, description: Mapping[str, Any]) -> Iterator[str]:

@@ -182,6 +182,7 @@ EDITS = {
     "another kind": setting("tensors", "layout", "w", "exp_avg", "kind", to="pickle"),
     "a list": setting("tensors", "layout", to=[]),
     "groups": setting("tensors", "groups", to=[{"lr": []}]),
+    "an optimizer's state too few": setting("about", "options", "optimizer", to="adamw"),
     "another run's": setting("about", "world_size", to="two"),
 }
 

@@ -3,7 +3,9 @@
 import importlib.util
 import json
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,12 +47,19 @@ def step(model: nn.Module, optimizer: ShardedOptimizer, index: int) -> None:
     optimizer.zero_grad()
 
 
+def without_one(layout: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The stored entries of each parameter with one of its several states taken out."""
+    for keys in layout.values():
+        for state in sorted(keys.keys() - {"parameter"}) if len(keys) > 2 else ():
+            yield {key: entry for key, entry in keys.items() if key != state}
+
+
 def save_and_load(folder: Path, start: bool) -> int:
     """Save after three steps and take two more; or load what others saved, and take these two from there."""
     from torch.distributed.fsdp import fully_shard
 
     from fsdp_qlora import distributed
-    from fsdp_qlora.checkpointing.train_state import TrainState, contents_error
+    from fsdp_qlora.checkpointing.train_state import TrainState, contents_error, state_keys_error
 
     ranks = distributed.read_ranks()
     distributed.start_process_group(ranks)
@@ -75,6 +84,11 @@ def save_and_load(folder: Path, start: bool) -> int:
             else:
                 description = json.loads((place / "description.json").read_text())
                 assert contents_error(place, description) is None
+                assert state_keys_error(description["layout"], name, has_stepped=True) is None
+                for keys in without_one(description["layout"]):
+                    assert "lacks" in str(state_keys_error({"w": keys}, name, has_stepped=True)), (name, keys)
+                bare = {"w": {"parameter": {}}}
+                assert (state_keys_error(bare, name, has_stepped=True) is None) == (name == "sgd")
                 try:
                     state.load(place, description)
                 except UserError as error:
