@@ -125,7 +125,7 @@ def verify(folder: Path) -> dict[str, Any]:
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
         list(pool.map(lambda name: check_file(folder / name, files[name]), files))
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text())
+        state: dict[str, Any] = json.loads(read_regular(folder / STATE))
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpoint(f"{STATE} is not JSON") from error
     return state

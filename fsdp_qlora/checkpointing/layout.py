@@ -106,7 +106,7 @@ def _take(output_dir: Path) -> int:
     while True:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT, allow_hard_link=True)
         except OSError as error:
             where = f" ({path.name})" if output_dir.is_dir() else ""
             raise UserError(f"output_dir {output_dir} cannot be written{where}: {error.strerror}.") from error
@@ -125,8 +125,9 @@ def _take(output_dir: Path) -> int:
         # The last holder may have removed the file after we opened it.
         with contextlib.suppress(OSError):
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-                os.ftruncate(descriptor, 0)
-                with contextlib.suppress(OSError):  # a full disk
-                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                if os.fstat(descriptor).st_nlink == 1:  # else what its other names mean is not ours to change
+                    os.ftruncate(descriptor, 0)
+                    with contextlib.suppress(OSError):  # a full disk
+                        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return descriptor
         os.close(descriptor)

@@ -24,7 +24,7 @@ from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED, RUN, STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.redact import redact
-from fsdp_qlora.storage.files import flush, read_json, staged_file, write_json
+from fsdp_qlora.storage.files import copy_regular, flush, read_json, read_regular, staged_file, write_json
 from fsdp_qlora.storage.locations import mirror_error
 
 log = logging.getLogger("fsdp_qlora")
@@ -132,7 +132,7 @@ class FolderStore(Store):
 
     def read(self, file: str) -> str:
         try:
-            return (self.folder / file).read_text()
+            return read_regular(self.folder / file).decode()
         except NotADirectoryError as error:  # a file stands where the mirror should be: no run has begun there
             raise FileNotFoundError(str(error)) from error
 
@@ -338,7 +338,7 @@ def _write_small_files(output_dir: Path, target: Path) -> None:
     if run := read_json(output_dir / RUN):  # a damaged one must not replace the good copy
         write_json(target / RUN, run)
     if (output_dir / METRICS_FILE).is_file():
-        shutil.copyfile(output_dir / METRICS_FILE, target / METRICS_FILE)
+        copy_regular(output_dir / METRICS_FILE, target / METRICS_FILE)
     # A new machine does not have the results, so the run must not appear finished there.
     write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running"})
 
@@ -352,7 +352,7 @@ def _copy_folder(source: Path, target: Path) -> None:
     try:
         for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
             with staged_file(staging / path.name) as partial:
-                shutil.copyfile(path, partial)
+                copy_regular(path, partial)
         flush(staging)
         if staging != target:
             staging.rename(target)

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from fsdp_qlora.control.heartbeat import PHASES, Heartbeat
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import ENDINGS, RunStopped, note_reason, write_line
-from fsdp_qlora.storage.files import open_own
+from fsdp_qlora.storage.files import open_new
 
 _ABORT = "abort"
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _GOODBYE = b"done"
 _POLL_SECONDS = 0.5
 _PULSE_SECONDS = 2.0  # between signs of life
@@ -171,14 +170,14 @@ class Watchdog:
         stacks = self.output_dir / f"hang_rank_{self.ranks.rank}.txt"
         with contextlib.suppress(OSError):
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            with open(open_own(stacks, _WRITE), "w") as file:
+            with open(open_new(stacks), "w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         everyone = self._ask_where_all_are()
         with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
             bindings = torch._C._distributed_c10d
             # torch 2.13 has the second only.
             dump = getattr(bindings, "_dump_nccl_trace_json", None) or getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
-            with open(open_own(stacks.with_suffix(".json"), _WRITE), "wb") as record:
+            with open(open_new(stacks.with_suffix(".json")), "wb") as record:
                 record.write(dump())
         message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
         if self.ranks.rank == min(everyone):  # one message, from the first rank that still answers

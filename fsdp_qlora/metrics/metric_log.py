@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from tqdm import tqdm
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, METRICS_SET_ASIDE, Record, Sink, SinkOptions, numbers_in, plain
 from fsdp_qlora.metrics.wandb_sink import WANDB_FLOOR, WandbSink, wandb_problem
-from fsdp_qlora.storage.files import open_own, staged_file
+from fsdp_qlora.storage.files import copy_regular, open_own, read_regular, staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -242,7 +241,8 @@ class JsonlSink(Sink):
 def copy_metrics(source: Path, output_dir: Path) -> None:
     """Start metrics.jsonl as a copy of the parent run's, if there is one."""
     if (source / METRICS_FILE).is_file():
-        shutil.copyfile(source / METRICS_FILE, output_dir / METRICS_FILE)
+        with staged_file(output_dir / METRICS_FILE) as partial:
+            copy_regular(source / METRICS_FILE, partial)
 
 
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
@@ -256,9 +256,8 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     path = output_dir / METRICS_FILE
     if not path.exists():
         return
-    _cut_torn_line(path)
     kept, bad = [], {}
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    for number, line in enumerate(read_regular(path).split(b"\n")[:-1], 1):  # without what a crash has left unfinished
         record = _record(line)
         if record is None:
             bad[number] = line
@@ -282,9 +281,10 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def _set_aside(output_dir: Path, lines: Mapping[int, bytes]) -> None:
     """Append lines, by their numbers, to METRICS_SET_ASIDE."""
-    descriptor = open_own(output_dir / METRICS_SET_ASIDE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    with os.fdopen(descriptor, "ab") as file:
-        file.writelines(line + b"\n" for line in lines.values())
+    path = output_dir / METRICS_SET_ASIDE
+    earlier = read_regular(path) if path.exists() else b""
+    with staged_file(path) as partial:
+        partial.write_bytes(earlier + b"".join(line + b"\n" for line in lines.values()))
     shown = ", ".join(map(str, list(lines)[:5])) + ", ..." * (len(lines) > 5)
     log.info(
         "%s: %d line(s) are no records (%s). They are now in %s.", METRICS_FILE, len(lines), shown, METRICS_SET_ASIDE
@@ -293,8 +293,9 @@ def _set_aside(output_dir: Path, lines: Mapping[int, bytes]) -> None:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove an incomplete last line, left by a crash in the middle of a write."""
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    if path.exists() and not (content := read_regular(path)).endswith(b"\n"):
+        with staged_file(path) as partial:
+            partial.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 class _Lines:

@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain
+from fsdp_qlora.storage.files import read_regular
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -63,7 +64,7 @@ class WandbSink(Sink):
         self._listen()
         threading.Thread(target=self._send, name="wandb-records", daemon=True).start()
         if options.run_id and not self._run.offline:  # offline, the server's records are unknown
-            self._post(partial(self._catch_up, (options.output_dir / METRICS_FILE).read_text().splitlines()))
+            self._post(partial(self._catch_up, read_regular(options.output_dir / METRICS_FILE).decode().splitlines()))
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
         self._post(lambda: self._log(record))

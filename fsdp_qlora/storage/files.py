@@ -17,6 +17,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
 
 PARTIAL = ".partial"
+_COPY_BYTES = 2**22
 
 
 class FileRecord(NamedTuple):
@@ -26,22 +27,39 @@ class FileRecord(NamedTuple):
     sha256: str
 
 
-def open_own(path: Path, flags: int) -> int:
+def open_own(path: Path, flags: int, *, allow_hard_link: bool = False) -> int:
     """A descriptor of a file of our own, which others who may write to its folder have not made lead elsewhere.
 
+    Args:
+        allow_hard_link: for a caller who looks before it writes.
     Raises:
-        OSError: it is a link, or no file.
+        OSError: it is a link, or no file, or to be written to and known by another name too (a hard link).
     """
-    # O_NONBLOCK: to open a FIFO would wait for its other end.
+    assert not flags & os.O_TRUNC, "it would empty the file before it is looked at"
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        descriptor = _open_regular(path, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a link, which could lead anywhere", str(path)) from error
         raise
+    if not allow_hard_link and flags & (os.O_WRONLY | os.O_RDWR) and os.fstat(descriptor).st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EMLINK, "it is a hard link: its other names would be changed too", str(path))
+    return descriptor
+
+
+def open_new(path: Path) -> int:
+    """A descriptor of a new file to write to. What had its name keeps its content, under its other names if any."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    # O_NONBLOCK: to open a FIFO would wait for its other end.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a file", str(path))
+        raise OSError(errno.EINVAL, "it is no file", str(path))
     return descriptor
 
 
@@ -135,11 +153,16 @@ def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     return FileRecord(len(text), hashlib.sha256(text).hexdigest())
 
 
-def read_regular(path: Path) -> str:
-    """The text of a file. Raises OSError where it leads to a pipe or a device, reading which might never end."""
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    return path.read_text()
+def read_regular(path: Path) -> bytes:
+    """The content of a file. Raises OSError where it leads to a pipe or a device, reading which might never end."""
+    with open(_open_regular(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def copy_regular(source: Path, target: Path) -> None:
+    """Copy the content of a file to an existing or new one. Raises OSError as `read_regular`."""
+    with open(_open_regular(source, os.O_RDONLY), "rb") as file, target.open("wb") as copy:
+        shutil.copyfileobj(file, copy, _COPY_BYTES)
 
 
 def read_json(path: Path) -> dict[str, Any]:

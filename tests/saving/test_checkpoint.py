@@ -1,5 +1,6 @@
 """Folders of checkpoints: what is published stays as it is, and which one goes first."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,9 @@ from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import write_hashed_json
+from fsdp_qlora.metrics.metric_log import JsonlSink, cut_metrics
+from fsdp_qlora.metrics.sinks import SinkOptions
+from fsdp_qlora.storage.files import open_new, write_hashed_json
 
 
 def make(root: Path, step: int, eval_loss: float | None = None) -> Path:
@@ -120,6 +123,26 @@ def test_a_link_in_a_shared_folder_is_never_written_through(name: str, overwrite
     os.mkfifo(out / name)
     with pytest.raises(UserError, match=f"{name} is a pipe"), folder.claimed():
         pass
+
+
+def test_a_hard_link_in_a_shared_folder_is_never_written_through(tmp_path: Path) -> None:
+    torn = json.dumps({"step": 1, "loss": 1.0}) + '\nno record\n{"step": 2, "lo'
+    for name in (".lock", "metrics.jsonl", "metrics.jsonl.set_aside", "hang_rank_0.txt"):
+        (tmp_path / f"outside {name}").write_text(torn)
+        (tmp_path / name).hardlink_to(tmp_path / f"outside {name}")
+    options = SinkOptions(tmp_path, total_steps=2, config={}, project_name=None, name=None, group=None, entity=None)
+    with layout.locked(tmp_path):
+        cut_metrics(tmp_path, step=1, last_eval_step=-1)
+        sink = JsonlSink(options)
+        sink.step({"step": 2}, None)
+        sink.close(0)
+        os.close(open_new(tmp_path / "hang_rank_0.txt"))
+    assert (tmp_path / "metrics.jsonl").read_text() == torn.splitlines()[0] + '\n{"step": 2}\n'
+    assert (tmp_path / "metrics.jsonl.set_aside").read_text() == torn + "no record\n"
+    assert {path.read_text() for path in tmp_path.glob("outside *")} == {torn}
+    (tmp_path / "more").hardlink_to(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match="it is a hard link"):
+        JsonlSink(options)
 
 
 def test_leftovers_of_killed_starts_are_in_nobodys_way_unless_they_are_links(tmp_path: Path) -> None:
