@@ -47,16 +47,6 @@ def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
     return "memory-efficient" if can_use_efficient_attention(params) else "math"
 
 
-def describe_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """One line about SDPA's kernel; None if SDPA is not used on a GPU."""
-    implementation = config._attn_implementation
-    if device.type != "cuda" or implementation not in ("sdpa", REPEATED):
-        return None
-    kernel = find_kernel(config, dtype, device, repeated=implementation == REPEATED)
-    repeated = ", keys and values repeated for each head" if implementation == REPEATED else ""
-    return f"Attention: torch's {kernel} kernel{repeated}"
-
-
 def _sdpa_of_repeated(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:

@@ -1,5 +1,6 @@
 """Loads the model of a run, from its plan to verified shards, and builds its trainer: for training and benchmarks."""
 
+import dataclasses
 import logging
 import math
 from functools import partial
@@ -11,6 +12,7 @@ from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.stops import Control
+from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
@@ -21,6 +23,7 @@ from fsdp_qlora.quant_cache.cache import open_cache
 from fsdp_qlora.sharding.parallelize import checkpoint_activations, materialize, shard_model
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
+from fsdp_qlora.training.trial import why_padded
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -78,8 +81,9 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
 
 
 def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:
-    """The trainer of a loaded model, with its optimizer."""
+    """The trainer of a loaded model, with its optimizer. Called on every rank."""
     model: PreTrainedModel = plan.model.meta.model
+    schedule = plan.schedule if plan.schedule.padding else padded_if_needed(plan, ranks)
     optimizer = ShardedOptimizer(
         model,
         config.optimizer,
@@ -104,4 +108,21 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         on_nonfinite=config.on_nonfinite,
         eval_steps=config.eval_steps,
     )
-    return Trainer(model, optimizer, plan.data.train, ranks, plan.schedule, options, control or Control())
+    return Trainer(model, optimizer, plan.data.train, ranks, schedule, options, control or Control())
+
+
+def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
+    """The schedule, with padding if the loaded model needs it. Called on every rank."""
+    model_plan = plan.model
+    reason = why_padded(
+        model_plan.meta.model,
+        model_plan.documents,
+        ranks,
+        model_plan.precision,
+        is_exact=model_plan.train_type.quantizer != "int8",
+    )
+    if reason is None:
+        return plan.schedule
+    no_packing = ", and --packing true has no effect" if plan.schedule.packing else ""
+    log.info("Rows are padded with this model%s: %s.", no_packing, reason)
+    return dataclasses.replace(plan.schedule, padding=True, packing=False)

@@ -114,6 +114,12 @@ class TrainConfig:
     on the data counts both."""
     gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
+    padding: Annotated[bool, MAY_DIFFER] = False
+    """Pad the rows of a micro-batch to its longest row. Otherwise they lie one behind the other in one row, no token
+    sees another row, and ranks get about equally many tokens; models that this would change are padded anyway."""
+    packing: Annotated[bool, MAY_DIFFER] = False
+    """Put as many rows into a micro-batch as fit batch_size x context_length tokens: the same rows per optimizer step
+    in fewer and larger micro-batches. It saves time when gradient_accumulation_steps is above 1."""
     num_epochs: Annotated[int, at_least(1)] = 1
     """Passes over the dataset."""
     max_steps: Annotated[int, all_or_at_least_1("(all epochs) or a number of optimizer steps")] = -1

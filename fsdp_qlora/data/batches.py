@@ -1,11 +1,13 @@
-"""Batches: rows of tokens become padded tensors."""
+"""Batches: rows of tokens become tensors, padded or one behind the other."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.schedule import NOTHING
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
 
@@ -24,7 +26,7 @@ def collate(
         token is masked, padding or first in its row, so `(labels != -100).sum()` is the number of targets.
     """
     starts, ends = tokenized.offsets[:-1][rows], tokenized.offsets[1:][rows]
-    shape = (len(rows), int((ends - starts).max())) if len(rows) else (1, 2)
+    shape = (len(rows), int((ends - starts).max())) if len(rows) else (1, NOTHING)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -33,3 +35,47 @@ def collate(
         labels[i, : end - start] = np.where(tokenized.learned[start:end], ids, IGNORE_INDEX)
     labels[:, 0] = IGNORE_INDEX  # nothing comes before it to predict it from
     return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+
+
+def join(tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_token_id: int) -> dict[str, Any]:
+    """Put rows one behind the other into one row, the tokens of each a document of its own.
+
+    Args:
+        rows, pad_token_id: as for `collate`.
+    Returns:
+        `input_ids` and `labels`, int64 [1, T], as from `collate`, and `documents`, see `describe_documents`.
+    """
+    if not len(rows):
+        return collate(tokenized, rows, pad_token_id=pad_token_id) | {"documents": describe_documents([NOTHING])}
+    starts, lengths = tokenized.offsets[:-1][rows], tokenized.lengths[rows]
+    firsts = np.cumsum(lengths) - lengths
+    places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
+    input_ids = tokenized.input_ids[places].astype(np.int64)
+    labels = np.where(tokenized.learned[places], input_ids, IGNORE_INDEX)
+    labels[firsts] = IGNORE_INDEX  # nothing comes before it to predict it from
+    return {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "labels": torch.from_numpy(labels)[None],
+        "documents": describe_documents(lengths.tolist()),
+    }
+
+
+def describe_documents(lengths: list[int]) -> dict[str, Any]:
+    """The arguments by which a model of transformers knows documents in one row of T tokens.
+
+    Returns:
+        `position_ids`, int64 [1, T], from 0 in each document. The others are for the attention function:
+        `cu_seq_lens_q`, `cu_seq_lens_k`, where documents begin and end, int32 [documents + 1]; `max_length_q`,
+        `max_length_k`, the longest document's tokens; `document_lengths`, those of each, without asking a device.
+    """
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    position_ids = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends[:-1], lengths)
+    places, longest = torch.from_numpy(ends), max(lengths)
+    return {
+        "position_ids": torch.from_numpy(position_ids)[None],
+        "cu_seq_lens_q": places,
+        "cu_seq_lens_k": places,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "document_lengths": lengths,
+    }

@@ -3,6 +3,7 @@
 Pure functions of options, seed and epoch, the same on every rank and in every run.
 """
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from fsdp_qlora.data.mixture import Mixture, split_rows
 from fsdp_qlora.errors import UserError
 
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
+NOTHING = 2  # tokens that a rank computes in a turn in which it has no rows
 MIXTURE_STREAM = 0x6D6978  # keeps the rows that an epoch takes of a dataset independent of their order
 
 
@@ -21,7 +23,7 @@ def global_batch_size(batch_size: int, gradient_accumulation_steps: int, world_s
 
 
 def num_micro_batches(num_rows: int, batch_size: int, world_size: int) -> int:
-    """Micro-batches of each rank for a step of `num_rows` rows."""
+    """Micro-batches of each rank for a step of `num_rows` rows, without packing."""
     return -(-num_rows // (world_size * batch_size))
 
 
@@ -47,6 +49,12 @@ class Schedule:
     """Replaces the product of the three factors, for a run that was started with another one."""
     mixture: Mixture | None = None
     """The datasets' parts in an epoch; without it an epoch takes every row once."""
+    padding: bool = False
+    """Pad the rows of a micro-batch to the longest of them; otherwise they lie in one row, one behind the other."""
+    packing: bool = False
+    """Take as many rows into a micro-batch as fit batch_size x context_length tokens. Not with padding."""
+    context_length: int = 0
+    """The most tokens of a row; used by packing."""
 
     @property
     def global_batch_size(self) -> int:
@@ -81,6 +89,35 @@ class Schedule:
                 order = epoch_order(train_rows, seed=self.seed, epoch=epoch, mixture=self.mixture)
             yield step, order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
+    def micro_batches(self, rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+        """Split rows into micro-batches; number i is that of rank i % world_size in turn i // world_size.
+
+        Args:
+            lengths: tokens of every row of the dataset.
+        """
+        sizes = {"world_size": self.world_size, "batch_size": self.batch_size}
+        if self.padding:
+            return split_by_length(rows, lengths, **sizes)
+        most_tokens = self.batch_size * self.context_length if self.packing else None
+        return split_by_tokens(rows, lengths, **sizes, most_tokens=most_tokens)
+
+    def tokens_computed(self, micro_batch: np.ndarray, lengths: np.ndarray) -> int:
+        """Tokens that are computed for a micro-batch, padding included."""
+        if not len(micro_batch):
+            return NOTHING
+        found = lengths[micro_batch]
+        return int(len(found) * found.max() if self.padding else found.sum())
+
+    def useful_shares(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
+        """Shares of the tokens that are rows' own: of those computed, and of those that the ranks' time is enough for.
+
+        In each turn all ranks take as long as the one with the most tokens.
+        """
+        computed = [self.tokens_computed(piece, lengths) for piece in self.micro_batches(rows, lengths)]
+        turns = [computed[i : i + self.world_size] for i in range(0, len(computed), self.world_size)]
+        useful = int(lengths[rows].sum())
+        return useful / sum(computed), useful / sum(self.world_size * max(turn) for turn in turns)
+
 
 def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:
     """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the mixture takes."""
@@ -91,10 +128,8 @@ def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | N
     return rows[_permutation(len(rows), [seed, epoch])].astype(np.int64)
 
 
-def split_step(
-    rows: np.ndarray, lengths: np.ndarray, *, world_size: int, rank: int, batch_size: int
-) -> list[np.ndarray]:
-    """The micro-batches of one rank for the rows of one optimizer step.
+def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, world_size: int, batch_size: int) -> list[np.ndarray]:
+    """The micro-batches of one optimizer step, for batches with padding.
 
     Rows are sorted by length, longest first, split into equal micro-batches and dealt to the ranks in turn. What
     ranks compute at the same time is then about equally long, and memory peaks at the start of the step.
@@ -104,13 +139,65 @@ def split_step(
         lengths: tokens of every row of the dataset, so that lengths[rows] are the step's.
         batch_size: the most rows of a micro-batch.
     Returns:
-        The same number of micro-batches on every rank, their sizes at most one row apart. Some are empty if the
-        last step has fewer rows than micro-batches.
+        Micro-batch i is that of rank i % world_size in turn i // world_size. Their sizes are at most one row apart.
+        Some are empty if the last step has fewer rows than micro-batches.
     """
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
     num_pieces = world_size * num_micro_batches(len(rows), batch_size, world_size)
-    pieces = np.array_split(by_length, num_pieces) if num_pieces else []
-    return pieces[rank::world_size]
+    return np.array_split(by_length, num_pieces) if num_pieces else []
+
+
+def split_by_tokens(
+    rows: np.ndarray, lengths: np.ndarray, *, world_size: int, batch_size: int, most_tokens: int | None = None
+) -> list[np.ndarray]:
+    """The micro-batches of one optimizer step, for batches without padding: about equal numbers of tokens.
+
+    Each row, longest first, goes to the micro-batch with the fewest tokens that has room (Graham 1969). Micro-batches
+    of about equal numbers of tokens are then computed in the same turn, the largest first, so that ranks hardly wait
+    for each other.
+
+    Args:
+        rows, lengths: as for `split_by_length`.
+        batch_size: the most rows of a micro-batch.
+        most_tokens: replaces it: as few micro-batches are made as hold at most this many tokens each.
+    Returns:
+        Micro-batch i is that of rank i % world_size in turn i // world_size, its longest row first. Some are empty if
+        there are fewer rows than micro-batches.
+    """
+    by_length = rows[np.argsort(-lengths[rows], kind="stable")]
+    sizes = lengths[by_length].tolist()
+    num_turns = num_micro_batches(len(rows), batch_size, world_size)
+    pieces = _deal(sizes, world_size * num_turns, batch_size)
+    if most_tokens is not None:
+        fewest = -(-sum(sizes) // (world_size * most_tokens))
+        while fewest < num_turns:  # bisection: the least number of turns in which everything fits
+            middle = (fewest + num_turns) // 2
+            packed = _deal(sizes, world_size * middle, len(sizes))
+            if sum(sizes[i] for i in packed[0]) <= most_tokens:
+                pieces, num_turns = packed, middle
+            else:
+                fewest = middle + 1
+    return [by_length[piece] for piece in pieces]
+
+
+def _deal(sizes: list[int], num_pieces: int, most: int) -> list[list[int]]:
+    """Deal what has these sizes, in descending order, into pieces of about equal sums: the largest piece first.
+
+    Args:
+        most: entries of a piece; all pieces together have room for all of them.
+    """
+    pieces: list[list[int]] = [[] for _ in range(num_pieces)]
+    totals = [0] * num_pieces
+    smallest = [(0, i) for i in range(num_pieces)]  # a heap, of the pieces that have room
+    for entry, size in enumerate(sizes):
+        _, i = smallest[0]
+        pieces[i].append(entry)
+        totals[i] += size
+        if len(pieces[i]) < most:
+            heapq.heapreplace(smallest, (totals[i], i))
+        else:
+            heapq.heappop(smallest)
+    return [pieces[i] for i in sorted(range(num_pieces), key=lambda i: -totals[i])]
 
 
 def split_eval(num_rows: int, *, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

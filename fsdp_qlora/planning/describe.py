@@ -1,15 +1,20 @@
 """Describes a planned run in a few lines, from the model on the meta device."""
 
+import itertools
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from fsdp_qlora.adapters.insert import magnitudes
+from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.planning.memory import InAStep, Needs
 from fsdp_qlora.sharding.build_model import MetaModel
 from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
 from fsdp_qlora.units import GIB, format_bytes
+
+_STEPS_LOOKED_AT = 100
 
 
 def describe_model(meta: MetaModel) -> str:
@@ -68,6 +73,18 @@ def describe_memory(
     if on_gpu and gpu_bytes is not None and total > gpu_bytes:
         lines.append(f"This does not fit in the {gpu_bytes / GIB:.0f} GiB of a GPU here, without activations even.")
     return lines
+
+
+def describe_batches(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> str:
+    """One line: how rows share a micro-batch, and the shares of the first steps' tokens that are the rows' own."""
+    steps = itertools.islice(schedule.rows_of_steps(rows), _STEPS_LOOKED_AT)
+    shares = np.mean([schedule.useful_shares(of_step, lengths) for _, of_step in steps], axis=0)
+    how = "rows padded to the longest" if schedule.padding else "rows one behind the other, without padding"
+    packed = f", at most {schedule.batch_size * schedule.context_length} tokens" if schedule.packing else ""
+    return (
+        f"Micro-batches: {how}{packed}; rows are {shares[0]:.1%} of the tokens computed and {shares[1]:.1%} of those "
+        "that the ranks could compute in that time"
+    )
 
 
 def describe_device(device: torch.device, world_size: int) -> str:

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
-from fsdp_qlora.attention import describe_kernel
 from fsdp_qlora.config.help import needless_lines
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
@@ -24,6 +23,7 @@ from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.documents import choose, describe_kernel
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.metrics.metric_log import refuse_sinks
@@ -45,9 +45,10 @@ _SAMPLE_LINES = 12
 class ModelPlan:
     """The model before its weights are read.
 
-    meta: it on the meta device, quantized and adapted. is_packed: its files are in 4 bits already. stored: they are in
-    a format that is decoded. num_shards: ranks that share one copy. trains_whole_modules: what trains is more than an
-    adapter, which alone is small enough to add up its gradients unsharded and to gather its state.
+    meta: it on the meta device, quantized and adapted. documents: the attention implementation for rows without
+    padding, None if there is none or they are to be padded. is_packed: its files are in 4 bits already. stored: they
+    are in a format that is decoded. num_shards: ranks that share one copy. trains_whole_modules: what trains is more
+    than an adapter, which alone is small enough to add up its gradients unsharded and to gather its state.
     """
 
     train_type: TrainType
@@ -57,6 +58,7 @@ class ModelPlan:
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     meta: MetaModel
+    documents: str | None
     is_packed: bool
     stored: decoded.StoredFormat | None
     num_shards: int
@@ -97,6 +99,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
     log.info("%s", shorten(data.sample, num_lines=_SAMPLE_LINES, heading="---"))
     log.info(schedule.describe(plan.warmup_steps))
+    log.info(describe.describe_batches(schedule, data.train_rows, data.train.lengths))
     for line in memory_lines(config, ranks, model):
         log.info(line)
     return plan
@@ -130,7 +133,7 @@ def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, worl
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
     plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=world_size)
     log.info("%s, precision %s", describe.describe_model(plan.meta), plan.precision_name)
-    if kernel := describe_kernel(plan.meta.model.config, plan.precision.compute_dtype, ranks.device):
+    if kernel := describe_kernel(plan.meta.model.config, plan.precision.compute_dtype, ranks.device, plan.documents):
         log.info(kernel)
     models.warn_of_long_context(model_config, config.context_length)
     return plan
@@ -183,6 +186,9 @@ def build_plan(
         config=model_config,
         tokenizer=tokenizer,
         meta=meta,
+        documents=None
+        if config.padding
+        else choose(meta.model.config, precision.compute_dtype, ranks.device, requested=config.attn_implementation),
         is_packed=prequantized is not None,
         stored=stored,
         num_shards=distributed.num_shards(ranks, world_size, sharding_strategy=config.sharding_strategy),

@@ -1,5 +1,8 @@
 """The summed next-token loss of a micro-batch, computed only at positions with targets."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,7 +13,7 @@ MAX_LOGITS = 2**26
 
 
 def target_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Positions t at which some row of labels [B, T] has a target at t + 1.
+    """Positions t at which some row of labels [B, T] has a target at t + 1: of one row exactly its targets.
 
     At least one, so that a micro-batch without targets runs forward and backward like the others.
     """
@@ -19,7 +22,13 @@ def target_positions(labels: torch.Tensor) -> torch.Tensor:
 
 
 def summed_loss(
-    model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, *, skip: bool
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    skip: bool,
+    documents: Mapping[str, Any],
 ) -> torch.Tensor:
     """Sum over the micro-batch's target tokens of -log p(token), in nats, float32.
 
@@ -27,10 +36,11 @@ def summed_loss(
         input_ids, labels: [B, T] int64; labels are -100 where nothing is learned.
         positions: `target_positions(labels)`.
         skip: whether the model can skip the logits of other positions.
+        documents: what `data.batches.describe_documents` says of a row of several; empty for padded rows.
     """
     # No attention mask: attention is causal and the padding is on the right, so no real token sees it.
     options = {"logits_to_keep": positions} if skip else {}
-    logits = model(input_ids=input_ids, use_cache=False, **options).logits
+    logits = model(input_ids=input_ids, use_cache=False, **options, **documents).logits
     if not skip:
         logits = logits[:, positions]
     return _cross_entropy_sum(logits.flatten(0, 1), labels[:, positions + 1].flatten())

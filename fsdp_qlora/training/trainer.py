@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.control.stops import NUM_FLAGS, Control
-from fsdp_qlora.data.batches import collate
+from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import Schedule, split_step
+from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
 from fsdp_qlora.models import can_skip_logits
@@ -194,6 +194,7 @@ class Trainer:
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
         num_tokens = int(self.data.lengths[rows].sum())
+        of_computed, of_lock_step = self.schedule.useful_shares(rows, self.data.lengths)
         return {
             "step": step + 1,
             "epoch": (step + 1) / self.schedule.steps_per_epoch,
@@ -202,6 +203,8 @@ class Trainer:
             "lr": lr,
             "num_target_tokens": num_targets,
             "num_tokens": num_tokens,
+            "useful_of_computed": round(of_computed, 4),
+            "useful_of_lock_step": round(of_lock_step, 4),
             "tokens_per_second": num_tokens / seconds,
             "step_seconds": seconds,
             "memory_gib": self._memory_record(memory),
@@ -241,23 +244,34 @@ class Trainer:
         return loss_sum, grad_norm, numbers[:, 2 + NUM_FLAGS :]
 
     def try_longest(self, rows: np.ndarray) -> None:
-        """Run forward and backward on each rank's longest rows, without a step, so that a lack of memory shows now.
+        """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows now.
 
-        Memory for the optimizer's state is allocated meanwhile, and gradients are accumulated if the run does so.
-        The run's numbers do not change: every step seeds its own randomness, and the gradients are discarded.
+        Every rank runs it, and no step is taken. Memory for the optimizer's state is allocated meanwhile, and gradients
+        are accumulated if the run does so. The run's numbers do not change: every step seeds its own randomness, and
+        the gradients are discarded.
+
+        Args:
+            rows: all rows to train on.
         """
-        size = self.schedule.batch_size * self.ranks.world_size
-        longest = rows[np.argsort(-self.data.lengths[rows], kind="stable")][:size]
+        longest, accumulates = self._longest_micro_batch(rows)
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
-        accumulates = self.schedule.global_batch_size > size
         for is_last in (False, True) if accumulates else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
-            for micro_batch in self._micro_batches(longest):
-                self._loss(micro_batch).backward()
+            self._loss(self._batch(longest, self.data)).backward()
         del state
         self.optimizer.zero_grad()
+
+    def _longest_micro_batch(self, rows: np.ndarray) -> tuple[np.ndarray, bool]:
+        """The rows of the micro-batch with the most tokens, and whether a step may have several turns."""
+        world_size, lengths = self.ranks.world_size, self.data.lengths
+        longest, most_turns = rows[:0], 0
+        for _, of_step in self.schedule.rows_of_steps(rows):
+            pieces = self.schedule.micro_batches(of_step, lengths)
+            most_turns = max(most_turns, len(pieces) // world_size)
+            longest = max([longest, *pieces], key=lambda piece: self.schedule.tokens_computed(piece, lengths))
+        return longest, most_turns > 1
 
     @torch.no_grad()
     def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:
@@ -267,12 +281,10 @@ class Trainer:
         """
         self.model.eval()
         local_sum = 0.0
-        size = self.schedule.batch_size * self.ranks.world_size
         with self.optimizer.averaged():
-            for start in range(0, len(rows), size):
+            for piece in self._eval_pieces(rows, data):
                 self.heartbeat.beat(step, "evaluate")
-                for micro_batch in self._micro_batches(rows[start : start + size], data):
-                    local_sum += self._loss(micro_batch).item()
+                local_sum += self._loss(self._batch(piece, data)).item()
                 self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
                 if self.control.stop:
                     break
@@ -288,21 +300,32 @@ class Trainer:
             set_gradient_sync(self.model, enabled)
             self.gradient_sync = enabled
 
-    def _micro_batches(self, rows: np.ndarray, data: TokenizedRows | None = None) -> list[dict[str, torch.Tensor]]:
-        data = data or self.data
-        split = split_step(
-            rows,
-            data.lengths,
-            world_size=self.ranks.world_size,
-            rank=self.ranks.rank,
-            batch_size=self.schedule.batch_size,
-        )
-        return [collate(data, part, pad_token_id=self.options.pad_token_id) for part in split]
+    def _eval_pieces(self, rows: np.ndarray, data: TokenizedRows) -> list[np.ndarray]:
+        """The rows of this rank's micro-batches of an evaluation."""
+        size = self.schedule.batch_size * self.ranks.world_size
+        # Padded rows keep the order in which their losses were always added.
+        parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
+        return [piece for part in parts for piece in self._own_pieces(part, data)]
 
-    def _loss(self, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _own_pieces(self, rows: np.ndarray, data: TokenizedRows) -> list[np.ndarray]:
+        return self.schedule.micro_batches(rows, data.lengths)[self.ranks.rank :: self.ranks.world_size]
+
+    def _micro_batches(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        """This rank's batches of an optimizer step."""
+        return [self._batch(piece, self.data) for piece in self._own_pieces(rows, self.data)]
+
+    def _batch(self, rows: np.ndarray, data: TokenizedRows) -> dict[str, Any]:
+        lay_out = collate if self.schedule.padding else join
+        return lay_out(data, rows, pad_token_id=self.options.pad_token_id)
+
+    def _loss(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Sum of the micro-batch's token losses, float32 scalar."""
         positions = target_positions(micro_batch["labels"])
         device = self.ranks.device
+        documents = {
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in micro_batch.get("documents", {}).items()
+        }
         with torch.autocast(
             device.type, dtype=self.options.precision.compute_dtype, enabled=self.options.precision.autocast
         ):
@@ -312,6 +335,7 @@ class Trainer:
                 micro_batch["labels"].to(device, non_blocking=True),
                 positions.to(device, non_blocking=True),
                 skip=self.skip_logits,
+                documents=documents,
             )
 
     def _not_finite(self, step: int, rows: np.ndarray, local_losses: list[float], grad_norm: float) -> None:
@@ -319,14 +343,9 @@ class Trainer:
         losses = gather_numbers(local_losses, self.ranks.device)
         bad_rows: list[int] = []
         for rank, index in (~losses.isfinite()).nonzero().tolist():
-            split = split_step(
-                rows,
-                self.data.lengths,
-                world_size=self.ranks.world_size,
-                rank=rank,
-                batch_size=self.schedule.batch_size,
-            )
-            bad_rows += split[index].tolist()
+            bad_rows += self.schedule.micro_batches(rows, self.data.lengths)[
+                index * self.ranks.world_size + rank
+            ].tolist()
         message = (
             f"Step {step + 1}: the {'loss' if bad_rows else 'gradient'} is not finite (gradient norm {grad_norm}), "
             f"with samples {self.sample_numbers(bad_rows or rows)} of the dataset. No weight was updated in this step."

@@ -32,7 +32,14 @@ from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import TEMPLATES
 from fsdp_qlora.data.rows import DataReport, TokenizedRows
-from fsdp_qlora.data.schedule import Schedule, epoch_order, split_eval, split_step, steps_per_epoch
+from fsdp_qlora.data.schedule import (
+    Schedule,
+    epoch_order,
+    split_by_length,
+    split_by_tokens,
+    split_eval,
+    steps_per_epoch,
+)
 from fsdp_qlora.data.tokenization import check_vocabulary, describe_sample
 from fsdp_qlora.errors import UserError
 
@@ -671,11 +678,12 @@ def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
     assert sorted(epoch_order(subset, seed=0, epoch=0).tolist()) == [3, 5, 30]
 
 
+@pytest.mark.parametrize("split", [split_by_length, split_by_tokens])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
-    world_size: int, batch_size: int, accumulation: int
+    split: Callable[..., list[np.ndarray]], world_size: int, batch_size: int, accumulation: int
 ) -> None:
     global_batch_size = world_size * batch_size * accumulation
     for num_rows in range(1, 41):
@@ -686,27 +694,49 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
         num_steps = steps_per_epoch(num_rows, global_batch_size=global_batch_size)
         for step in range(num_steps):
             step_rows = order[step * global_batch_size : (step + 1) * global_batch_size]
-            ranks = [
-                split_step(step_rows, lengths, world_size=world_size, rank=rank, batch_size=batch_size)
-                for rank in range(world_size)
-            ]
-            assert len({len(micro_batches) for micro_batches in ranks}) == 1
+            pieces = split(step_rows, lengths, world_size=world_size, batch_size=batch_size)
+            assert len(pieces) % world_size == 0
             if step < num_steps - 1:
-                assert len(ranks[0]) == accumulation
-            sizes = [len(micro_batch) for micro_batches in ranks for micro_batch in micro_batches]
+                assert len(pieces) == world_size * accumulation
+            sizes = [len(piece) for piece in pieces]
             assert max(sizes) <= batch_size
-            assert max(sizes) - min(sizes) <= 1
-            seen += [int(row) for micro_batches in ranks for piece in micro_batches for row in piece]
+            assert split is split_by_tokens or max(sizes) - min(sizes) <= 1
+            seen += [int(row) for piece in pieces for row in piece]
         assert sorted(seen) == rows.tolist()
 
 
 def test_ranks_compute_rows_of_like_length_at_the_same_time_longest_first() -> None:
     lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
-    ranks = [split_step(np.arange(8), lengths, world_size=2, rank=r, batch_size=2) for r in range(2)]
-    assert [[lengths[rows].tolist() for rows in rank] for rank in ranks] == [
-        [[80, 70], [40, 30]],
-        [[60, 50], [20, 10]],
-    ]
+    pieces = split_by_length(np.arange(8), lengths, world_size=2, batch_size=2)
+    assert [lengths[rows].tolist() for rows in pieces] == [[80, 70], [60, 50], [40, 30], [20, 10]]
+
+
+def test_without_padding_ranks_compute_equally_many_tokens_at_the_same_time() -> None:
+    lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
+    pieces = split_by_tokens(np.arange(8), lengths, world_size=2, batch_size=2)
+    assert [lengths[rows].tolist() for rows in pieces] == [[80, 10], [70, 20], [60, 30], [50, 40]]
+    schedule = Schedule(8, 2, 2, 2, num_epochs=1, max_steps=-1, seed=0)
+    assert schedule.useful_shares(np.arange(8), lengths) == (1.0, 1.0)
+    padded = dataclasses.replace(schedule, padding=True)
+    # Of 2 x (80 + 60 + 40 + 20) tokens, and of twice 2 x (80 + 40) in the time of the first rank.
+    assert padded.useful_shares(np.arange(8), lengths) == (360 / 400, 360 / 480)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_packed_micro_batches_are_as_few_as_their_room_allows(world_size: int, batch_size: int) -> None:
+    context_length, room = 64, batch_size * 64
+    for seed in range(30):
+        lengths = np.random.default_rng(seed).integers(2, context_length + 1, size=48)
+        pieces = split_by_tokens(np.arange(48), lengths, world_size=world_size, batch_size=batch_size, most_tokens=room)
+        assert sorted(row for piece in pieces for row in piece.tolist()) == list(range(48))
+        tokens = [int(lengths[piece].sum()) for piece in pieces]
+        assert max(tokens) <= room and tokens == sorted(tokens, reverse=True)
+        turns = len(pieces) // world_size
+        needed = -(-int(lengths.sum()) // (world_size * room))
+        # What is left free in a micro-batch is less than the longest row (at most half of it for batch_size 1).
+        assert needed <= turns <= max(needed + 1, -(-2 * needed * batch_size // (2 * batch_size - 1)) + 1)
+        assert turns <= -(-48 // (world_size * batch_size))
 
 
 def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() -> None:

@@ -16,7 +16,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.dataset_names import DatasetName, parse_name
 from fsdp_qlora.data.mixture import mix
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
-from fsdp_qlora.data.schedule import Schedule, split_step
+from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.sources import find_source
 from fsdp_qlora.errors import UserError
 from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
@@ -405,11 +405,8 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare: Any, tmp_path: Pa
         schedule = schedule_of(data, world_size=world_size, batch_size=4 // world_size)
         found = []
         for _, rows in schedule.rows_of_steps(data.train_rows):
-            ranks = [
-                split_step(rows, data.train.lengths, world_size=world_size, rank=rank, batch_size=schedule.batch_size)
-                for rank in range(world_size)
-            ]
-            found.append(sorted(int(row) for rank in ranks for part in rank for row in part))
+            pieces = schedule.micro_batches(rows, data.train.lengths)
+            found.append(sorted(int(row) for piece in pieces for row in piece))
         return found
 
     assert steps(1) == steps(2) == steps(4)
