@@ -38,10 +38,10 @@ SHAPES = {
                  num_attention_heads=4, num_key_value_heads=2),
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
-    "8b_2_ranks": {"shape": "8b", "ranks": 2},
+    "8b_2_ranks": {"shape": "8b", "ranks": 2, "sharding_strategy": "full_shard"},
     "8b_2_ranks_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
     "8b_1_card": {"shape": "8b", "ranks": 1},
-    "70b_2_ranks_offloaded": {"shape": "70b", "ranks": 2, "use_cpu_offload": True},
+    "70b_2_ranks_offloaded": {"shape": "70b", "ranks": 2, "sharding_strategy": "full_shard", "use_cpu_offload": True},
 }
 
 
@@ -126,7 +126,8 @@ def build(shape: dict[str, int], num_ranks: int, options: dict[str, Any]) -> tup
     from fsdp_qlora.data.schedule import Schedule
     from fsdp_qlora.load_model import build_trainer
     from fsdp_qlora.planning.plan import Plan, build_plan
-    from fsdp_qlora.sharding.parallelize import checkpoint_activations, materialize, shard_model
+    from fsdp_qlora.sharding.parallelize import materialize, shard_model
+    from fsdp_qlora.sharding.recompute import wrap_blocks
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     ranks = distributed.read_ranks()
@@ -136,12 +137,10 @@ def build(shape: dict[str, int], num_ranks: int, options: dict[str, Any]) -> tup
     model_config = LlamaConfig(**shape, head_dim=128, max_position_embeddings=LENGTH, tie_word_embeddings=False)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     plan = build_plan(config, ranks, Path("no weights"), model_config, tokenizer, world_size=num_ranks)
-    checkpoint_activations(plan.meta.model, offload=False)
-    mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
-    offload = config.use_cpu_offload
-    shard_model(
-        plan.meta.model, mesh, sharding_strategy=config.sharding_strategy, precision=plan.precision, cpu_offload=offload
-    )
+    wrap_blocks(plan.meta.model, offload=False)
+    strategy, offload = plan.placement
+    mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
+    shard_model(plan.meta.model, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=offload)
     materialize(plan.meta.model, ranks.device, cpu_offload=offload)
     data = random_rows(ROWS * num_ranks, LENGTH, model_config.vocab_size, masked=0, seed=0)
     rows = np.arange(len(data))

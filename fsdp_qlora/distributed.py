@@ -239,6 +239,21 @@ def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: di
     return str(text)
 
 
+def least_over_ranks(value: int, what: str, ranks: Ranks, store: dist.Store) -> int:
+    """The smallest of the ranks' values, on every rank; before there is a process group.
+
+    Args:
+        what: unique in this start.
+    Raises:
+        LostRank: rank 0 has ended, or another rank does not come to this point.
+    """
+    store.set(f"{what}/{ranks.rank}", str(value))
+    try:
+        return min(int(store.get(f"{what}/{rank}")) for rank in range(ranks.world_size))
+    except RuntimeError as error:
+        raise LostRank(f"A rank has ended while rank {ranks.rank} waited for {what} of all ranks.") from error
+
+
 def _tell_machine(answer: list[str], what: str, ranks: Ranks, store: dist.Store) -> None:
     """Set the answer, and wait until it has been read: the store may end with this process."""
     with contextlib.suppress(RuntimeError):  # rank 0 has ended, and the store with it

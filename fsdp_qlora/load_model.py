@@ -18,9 +18,10 @@ from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
-from fsdp_qlora.planning.plan import ModelPlan, Plan
+from fsdp_qlora.planning.plan import ModelPlan, Plan, blocks_to_recompute
 from fsdp_qlora.quant_cache.cache import open_cache
-from fsdp_qlora.sharding.parallelize import checkpoint_activations, materialize, shard_model
+from fsdp_qlora.sharding.parallelize import materialize, shard_model
+from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 from fsdp_qlora.training.trial import why_padded
@@ -37,18 +38,12 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
             layer computed unsharded.
     """
     model = plan.meta.model  # on the meta device, already quantized and adapted: sharding/build_model.py
-    if config.use_gradient_checkpointing:
-        checkpoint_activations(model, offload=config.use_activation_cpu_offload)
-    mesh = distributed.build_mesh(ranks, sharding_strategy=config.sharding_strategy)
-    shard_model(
-        model,
-        mesh,
-        sharding_strategy=config.sharding_strategy,
-        precision=plan.precision,
-        cpu_offload=config.use_cpu_offload,
-    )
+    wrap_blocks(model, number=blocks_to_recompute(config, plan), offload=config.use_activation_cpu_offload)
+    strategy, cpu_offload = plan.placement
+    mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
+    shard_model(model, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=cpu_offload)
     log.debug("%s", model)
-    materialize(model, ranks.device, cpu_offload=config.use_cpu_offload)
+    materialize(model, ranks.device, cpu_offload=cpu_offload)
     fill(config, plan, weights, mesh, ranks)
     check_byte_account(model, mesh)
     check_one_layer(model, weights)

@@ -27,7 +27,16 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights, open_weight_files
 from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.plan import ModelPlan, Plan, check_resources, continued, lora_options, make_plan, show_samples
+from fsdp_qlora.planning.plan import (
+    ModelPlan,
+    Plan,
+    check_resources,
+    continued,
+    lora_options,
+    make_plan,
+    show_samples,
+    step_bytes,
+)
 from fsdp_qlora.storage.fingerprint import fingerprint_files
 from fsdp_qlora.supervision import Supervision
 from fsdp_qlora.training.trainer import Trainer, train
@@ -77,7 +86,8 @@ def run(config: TrainConfig) -> None:
             log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
         else:
             identity |= {"run_id": start.run_id}
-            guard = Supervision(config, folder, start, own_store, started=started)
+            helps = memory_settings(config, plan.model, ranks)
+            guard = Supervision(config, folder, start, own_store, started=started, memory_settings=helps)
             train_and_export(config, plan, weights, identity, guard)
     distributed.stop_process_group()
 
@@ -104,12 +114,24 @@ def train_and_export(
         progress = restore(state, guard)
         with guard.watching():
             if ranks.device.type == "cuda":
-                trainer.try_longest(plan.data.train_rows)
+                try_memory(config, plan, trainer, is_retry=start.failed_starts > 0)
             train(trainer, plan.data, progress, guard)
         if config.save_model:
             save_result(config, plan.model, trainer)
         guard.finished(progress.summary())
     log.info(describe.describe_result(progress.summary(), guard.folder.path, guard.seconds, saved=config.save_model))
+
+
+def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, *, is_retry: bool) -> None:
+    """Try the longest rows on the GPU, and find how many blocks must recompute if that is left open."""
+    rows = plan.data.train_rows
+    if config.blocks_to_recompute != "auto" or config.use_activation_cpu_offload:
+        trainer.try_longest(rows)
+    elif is_retry:
+        log.info("Recompute: all blocks, since the last start ended before it made progress.")
+        trainer.try_longest(rows)
+    else:
+        trainer.fit_recompute(rows, block_bytes=step_bytes(config, plan.model).block)
 
 
 # --- before the ranks meet ---
@@ -165,6 +187,14 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         "world_size": ranks.world_size,
         "global_batch_size": plan.schedule.global_batch_size,
     }
+
+
+def memory_settings(config: TrainConfig, plan: ModelPlan, ranks: Ranks) -> str:
+    """What would help if memory is short, in words."""
+    recompute = config.blocks_to_recompute
+    is_all = (recompute == "auto" and ranks.device.type == "cpu") or recompute == "all"
+    chosen = {"recompute": "all" if is_all else recompute, **plan.placement.options}
+    return exits.memory_settings(resolved_options(config) | chosen)
 
 
 def restore(state: TrainState, guard: Supervision) -> Progress:

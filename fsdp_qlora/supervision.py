@@ -38,11 +38,18 @@ class Supervision:
     """
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, start: Start, store: dist.Store, *, started: float
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        start: Start,
+        store: dist.Store,
+        *,
+        started: float,
+        memory_settings: str,
     ) -> None:
         """
         Args:
-            started: when this start began, by control.clock.
+            started: when this start began, by control.clock. memory_settings: what helps when memory is short.
         Raises:
             RunStopped: earlier starts of this run have used up its budget.
         """
@@ -74,7 +81,7 @@ class Supervision:
             output_dir=folder.path,
             on_end=self.status.end,
         )
-        self.memory_settings = exits.memory_settings(resolved_options(config))
+        self.memory_settings = memory_settings
         self.memory = MemoryLog(self.ranks.device, enabled=config.profile_memory)
         self.control.heartbeat.step = start.step
         self.profiler = Profiler()

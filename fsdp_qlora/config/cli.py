@@ -9,6 +9,7 @@ dataclass in `--help`, and gives errors no name of file and key.)
 """
 
 import argparse
+import contextlib
 import difflib
 import os
 import types
@@ -93,11 +94,22 @@ def _parse(values: list[str], hint: Any) -> object:
 
 def _parse_one(text: str, hint: Any) -> object:
     if get_origin(hint) in (Union, types.UnionType):
-        inner, _ = get_args(hint)  # every union here is `X | None`
-        return None if text.lower() in ("none", "null", "~", "") else _parse_one(text, inner)
+        return _one_of_types(text, hint)
     if get_origin(hint) is Literal:
         return _choice(text, get_args(hint))
     return _CONVERTERS[hint](text)
+
+
+def _one_of_types(text: str, hint: Any) -> object:
+    members = [member for member in get_args(hint) if member is not types.NoneType]
+    if len(members) < len(get_args(hint)) and text.lower() in ("none", "null", "~", ""):
+        return None
+    if len(members) == 1:
+        return _parse_one(text, members[0])
+    for member in members:
+        with contextlib.suppress(ValueError):
+            return _parse_one(text, member)
+    raise ValueError(f"expected {type_text(hint)}, got {text!r}")
 
 
 def _choice(text: str, choices: tuple[str, ...]) -> str:

@@ -74,10 +74,12 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
     if c.llama_pro_path is not None and not TRAIN_TYPES[c.train_type].trains_new_blocks:
         takers = [name for name, kind in TRAIN_TYPES.items() if kind.trains_new_blocks]
         yield f"--train_type {c.train_type} does not know --llama_pro_path: that is for {' and '.join(takers)}."
-    if c.use_activation_cpu_offload and not c.use_gradient_checkpointing:
+    if c.use_gradient_checkpointing is not None and _changed(c, "recompute"):
+        yield "--recompute and its older name --use_gradient_checkpointing both say what is recomputed. Give one."
+    elif c.use_activation_cpu_offload and c.blocks_to_recompute in ("none", 0):
         yield (
-            "--use_activation_cpu_offload moves the activations that checkpointing keeps: it needs "
-            "--use_gradient_checkpointing true."
+            "--use_activation_cpu_offload moves what blocks with recompute keep: it needs --recompute all "
+            "(--use_gradient_checkpointing true)."
         )
 
 
@@ -176,7 +178,7 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
         yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
-    if c.optimizer.startswith("paged_") and c.use_cpu_offload and (c.modules_to_save or not kind.has_adapter):
+    if c.optimizer.startswith("paged_") and c.use_cpu_offload is True and (c.modules_to_save or not kind.has_adapter):
         yield (
             f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
             f"{'not all that trains' if kind.has_adapter else 'nothing'}: use adamw_8bit."

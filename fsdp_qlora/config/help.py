@@ -29,8 +29,11 @@ def type_text(hint: Any) -> str:
     """What a value looks like: INT, or {nf4,fp4}."""
     if get_origin(hint) is Literal:
         return "{" + ",".join(get_args(hint)) + "}"
-    if get_origin(hint) in (tuple, Union, types.UnionType):
+    if get_origin(hint) is tuple:
         return type_text(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [type_text(member) for member in get_args(hint) if member is not types.NoneType]
+        return members[0] if len(members) == 1 else "|".join(text.strip("{}").replace(",", "|") for text in members)
     return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
 
 

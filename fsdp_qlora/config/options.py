@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import yaml
 
 from fsdp_qlora.config.marks import (
+    COUNT_OR_WORD,
     MAY_DIFFER,
     NO_EFFECT,
     NOT_EMPTY,
@@ -155,16 +156,21 @@ class TrainConfig:
 
     # == memory ==
     sharding_strategy: Annotated[
-        Literal["full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"], MAY_DIFFER
-    ] = "full_shard"
+        Literal["auto", "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"], MAY_DIFFER
+    ] = "auto"
     """How the model is distributed: full_shard needs the least memory, shard_grad_op keeps gathered weights until the
     backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between
-    machines."""
-    use_gradient_checkpointing: Annotated[bool, MAY_DIFFER] = True
-    """Recompute activations in the backward pass; turn it off for speed when memory allows."""
-    use_cpu_offload: Annotated[bool, MAY_DIFFER] = False
+    machines. On GPUs auto takes ddp where the whole model fits on each with a margin, else full_shard; on a CPU it
+    takes full_shard."""
+    recompute: Annotated[Literal["auto", "all", "none"] | int, COUNT_OR_WORD, MAY_DIFFER] = "auto"
+    """Decoder blocks whose activations are computed again in the backward pass instead of kept: all needs the least
+    memory, none is the fastest, a number means the first ones. On GPUs auto finds the smallest number that fits, by
+    trial before the first step; on a CPU it takes all."""
+    use_gradient_checkpointing: Annotated[bool | None, MAY_DIFFER] = None
+    """The older name of recompute: true is all, false is none."""
+    use_cpu_offload: Annotated[Literal["auto"] | bool, MAY_DIFFER] = "auto"
     """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
-    to the GPU when it is needed; for models that do not fit otherwise."""
+    to the GPU when it is needed. auto does so on GPUs if the model does not fit otherwise."""
     use_activation_cpu_offload: Annotated[bool, MAY_DIFFER] = False
     """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
 
@@ -333,6 +339,13 @@ class TrainConfig:
         if self.lr is not None:
             return self.lr
         return 1e-5 if TRAIN_TYPES[self.train_type].trains == "all" else 2e-4
+
+    @property
+    def blocks_to_recompute(self) -> str | int:
+        """`recompute`, under its older name too."""
+        if self.use_gradient_checkpointing is None:
+            return self.recompute
+        return "all" if self.use_gradient_checkpointing else "none"
 
     @property
     def model(self) -> str:

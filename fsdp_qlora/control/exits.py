@@ -97,17 +97,19 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
 
 
 def memory_settings(options: Mapping[str, Any]) -> str:
-    """The settings that would make a run with these options need less memory."""
+    """The settings that would make a run with these options need less memory, where nothing is left at auto."""
     settings = []
     if options["batch_size"] > 1:
         settings.append(
             "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, the run is the same)"
         )
     settings.append("a smaller --context_length")
+    if options["recompute"] != "all":
+        settings.append("--recompute all")
+    if options["sharding_strategy"] == "ddp":
+        settings.append("--sharding_strategy full_shard")
     settings += [
-        f"--{name} true"
-        for name in ("use_gradient_checkpointing", "use_activation_cpu_offload", "use_cpu_offload")
-        if not options[name]
+        f"--{name} true" for name in ("use_activation_cpu_offload", "use_cpu_offload") if options[name] is not True
     ]
     return f"{', '.join(settings)}, or more GPUs"
 

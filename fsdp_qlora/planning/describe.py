@@ -9,7 +9,8 @@ import torch
 from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
-from fsdp_qlora.planning.memory import InAStep, Needs
+from fsdp_qlora.planning.memory import Needs
+from fsdp_qlora.planning.step_memory import StepBytes
 from fsdp_qlora.sharding.build_model import MetaModel
 from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
 from fsdp_qlora.units import GIB, format_bytes
@@ -36,14 +37,14 @@ def describe_model(meta: MetaModel) -> str:
 def describe_memory(
     meta: MetaModel,
     needs: Needs,
-    step: InAStep,
+    step: StepBytes,
     *,
     num_shards: int,
     optimizer: str,
     on_gpu: bool,
     gpu_bytes: int | None = None,
 ) -> list[str]:
-    """Bytes per rank, on the GPU and the host, then by category; before activations. Nothing is allocated for it.
+    """Bytes per rank, on the GPU and the host, then by category; with recompute. Nothing is allocated for it.
 
     Args:
         on_gpu: whether the ranks are to compute on GPUs. gpu_bytes: memory of the GPU that is visible, if one is.
@@ -59,19 +60,14 @@ def describe_memory(
         "optimizer state": trainable * OPTIMIZER_STATES[optimizer],
     }
     shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-    in_step = step.gathered + step.logits
-    total = needs.device + in_step
-    places = f"GPU {format_bytes(total)}, host {format_bytes(needs.host)}"
+    total = needs.device + step.peak
+    places = f"GPU about {format_bytes(total)}, host {format_bytes(needs.host)}"
     if not on_gpu:
-        places = format_bytes(needs.host + in_step)
-    lines = [
-        f"Memory per rank, {num_shards}-way sharded: {places}; activations are not counted",
-        f"  {shown}",
-        f"  in a step, one gathered block and the head {format_bytes(step.gathered)}, "
-        f"logits and their gradients {format_bytes(step.logits)}",
-    ]
+        places = f"about {format_bytes(needs.host + step.peak)}"
+    how = f"{num_shards}-way sharded" if num_shards > 1 else "a whole copy"
+    lines = [f"Memory per rank, {how}, with recompute: {places}", f"  {shown}", f"  in a step: {describe_step(step)}"]
     if on_gpu and gpu_bytes is not None and total > gpu_bytes:
-        lines.append(f"This does not fit in the {gpu_bytes / GIB:.0f} GiB of a GPU here, without activations even.")
+        lines.append(f"This does not fit in the {gpu_bytes / GIB:.0f} GiB of a GPU here.")
     return lines
 
 
@@ -85,6 +81,21 @@ def describe_batches(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) 
         f"Micro-batches: {how}{packed}; rows are {shares[0]:.1%} of the tokens computed and {shares[1]:.1%} of those "
         "that the ranks could compute in that time"
     )
+
+
+def describe_step(step: StepBytes) -> str:
+    """What comes and goes in a step, by name."""
+    parts = {
+        "gathered blocks": step.blocks,
+        "gathered head": step.ends,
+        "adapters and tied weights in the compute format": step.copies,
+        "unsharded gradients": step.gradients,
+        "logits and their gradients": step.logits,
+        "inputs of the blocks": step.kept,
+        "the block at work": step.at_work,
+    }
+    shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
+    return f"{shown}; without recompute each block keeps {format_bytes(step.block)} more"
 
 
 def describe_device(device: torch.device, world_size: int) -> str:

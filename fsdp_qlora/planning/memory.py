@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.errors import UserError
@@ -17,7 +16,6 @@ from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.byte_account import CategoryBytes, count_bytes, count_parameters, each_parameter
 from fsdp_qlora.storage.files import free_disk
-from fsdp_qlora.training.loss import MAX_LOGITS
 from fsdp_qlora.units import GIB
 
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
@@ -84,49 +82,6 @@ def check_quantized_share(model: nn.Module, *, allow_unquantized: bool) -> None:
         f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
         "--allow_unquantized true."
     )
-
-
-@dataclass(frozen=True)
-class InAStep:
-    """Bytes that a rank needs on its device for a moment in each step, beside the activations.
-
-    gathered: the largest block and the head, unsharded. logits: those of a micro-batch with their gradients.
-    """
-
-    gathered: int
-    logits: int
-
-
-def estimate_step(
-    model: PreTrainedModel,
-    *,
-    num_shards: int,
-    frees_blocks: bool,
-    cpu_offload: bool,
-    num_tokens: int,
-    compute_dtype: torch.dtype,
-) -> InAStep:
-    """What comes and goes in a step of a model on the meta device.
-
-    Args:
-        frees_blocks: whether a block is freed after it was used; else all of them are gathered at once.
-        num_tokens: in a micro-batch.
-    """
-
-    def whole(module: nn.Module) -> int:
-        return sum(
-            parameter.numel() * (compute_dtype.itemsize if category == "trainable" else parameter.element_size())
-            for parameter, category, _, in_adapter in each_parameter(module)
-            if not in_adapter
-        )
-
-    blocks = [whole(block) for block in find_blocks(model)]
-    head: nn.Module = model.get_output_embeddings() or model.get_input_embeddings()
-    is_whole = num_shards == 1 and not cpu_offload
-    gathered = 0 if is_whole else (max(blocks) if frees_blocks else sum(blocks)) + whole(head)
-    count = num_tokens * model.get_input_embeddings().num_embeddings
-    # In float32 only in pieces, see training/loss.py.
-    return InAStep(gathered, 2 * count * compute_dtype.itemsize + 4 * min(count, MAX_LOGITS))
 
 
 def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:

@@ -24,12 +24,15 @@ from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.documents import choose, describe_kernel
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
 from fsdp_qlora.optimizers.sharded import check_optimizer
-from fsdp_qlora.planning import describe, memory
+from fsdp_qlora.planning import describe, memory, placement
+from fsdp_qlora.planning.placement import Placement, Sized
+from fsdp_qlora.planning.step_memory import Step, StepBytes, estimate_step
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.quantizers import bnb_4bit_format
 from fsdp_qlora.sharding.build_model import LayerOptions, MetaModel, build_model
@@ -47,8 +50,9 @@ class ModelPlan:
 
     meta: it on the meta device, quantized and adapted. documents: the attention implementation for rows without
     padding, None if there is none or they are to be padded. is_packed: its files are in 4 bits already. stored: they
-    are in a format that is decoded. num_shards: ranks that share one copy. trains_whole_modules: what trains is more
-    than an adapter, which alone is small enough to add up its gradients unsharded and to gather its state.
+    are in a format that is decoded. placement: how it is distributed. num_shards: ranks that share one copy.
+    trains_whole_modules: what trains is more than an adapter, which alone is small enough to add up its gradients
+    unsharded and to gather its state.
     """
 
     train_type: TrainType
@@ -61,6 +65,7 @@ class ModelPlan:
     documents: str | None
     is_packed: bool
     stored: decoded.StoredFormat | None
+    placement: Placement
     num_shards: int
     trains_whole_modules: bool
 
@@ -100,6 +105,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     log.info("%s", shorten(data.sample, num_lines=_SAMPLE_LINES, heading="---"))
     log.info(schedule.describe(plan.warmup_steps))
     log.info(describe.describe_batches(schedule, data.train_rows, data.train.lengths))
+    blocks_to_recompute(config, model)
     for line in memory_lines(config, ranks, model):
         log.info(line)
     return plan
@@ -131,7 +137,7 @@ def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, worl
     )
     model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
-    plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=world_size)
+    plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=world_size, store=store)
     log.info("%s, precision %s", describe.describe_model(plan.meta), plan.precision_name)
     if kernel := describe_kernel(plan.meta.model.config, plan.precision.compute_dtype, ranks.device, plan.documents):
         log.info(kernel)
@@ -147,8 +153,13 @@ def build_plan(
     tokenizer: PreTrainedTokenizerBase,
     *,
     world_size: int,
+    store: dist.Store | None = None,
 ) -> ModelPlan:
-    """The plan of a model with a given configuration and tokenizer."""
+    """The plan of a model with a given configuration and tokenizer.
+
+    Args:
+        store: by which the ranks agree on the placement; None if each decides alone.
+    """
     train_type = TRAIN_TYPES[config.train_type]
     is_gpu_elsewhere = planned_device(config, ranks).type != ranks.device.type
     asked = "bf16" if is_gpu_elsewhere and config.precision == "auto" else config.precision
@@ -178,7 +189,7 @@ def build_plan(
     )
     if train_type.quantizer:
         memory.check_quantized_share(meta.model, allow_unquantized=config.allow_unquantized)
-    return ModelPlan(
+    plan = ModelPlan(
         train_type=train_type,
         precision=precision,
         precision_name=precision_name,
@@ -191,9 +202,46 @@ def build_plan(
         else choose(meta.model.config, precision.compute_dtype, ranks.device, requested=config.attn_implementation),
         is_packed=prequantized is not None,
         stored=stored,
-        num_shards=distributed.num_shards(ranks, world_size, sharding_strategy=config.sharding_strategy),
+        placement=Placement("full_shard", False),
+        num_shards=1,
         trains_whole_modules=not train_type.has_adapter or bool(config.modules_to_save),
     )
+    return placed(plan, choose_placement(config, ranks, plan, store, world_size=world_size), ranks, world_size)
+
+
+def placed(plan: ModelPlan, chosen: Placement, ranks: Ranks, world_size: int) -> ModelPlan:
+    """The plan with another placement."""
+    num_shards = distributed.num_shards(ranks, world_size, sharding_strategy=chosen.sharding_strategy)
+    return dataclasses.replace(plan, placement=chosen, num_shards=num_shards)
+
+
+def choose_placement(
+    config: TrainConfig, ranks: Ranks, plan: ModelPlan, store: dist.Store | None, *, world_size: int
+) -> Placement:
+    """The placement that the options ask for; what they leave open is decided by what fits, alike on all ranks."""
+    is_paged_whole = config.optimizer.startswith("paged_") and plan.trains_whole_modules  # it pages from the GPU
+    found = placement.candidates(
+        config.sharding_strategy,
+        config.use_cpu_offload,
+        world_size=world_size,
+        on_gpu=planned_device(config, ranks).type == "cuda",
+        can_offload=not is_paged_whole,
+    )
+    if len(found) == 1:
+        return found[0]
+    sized = []
+    for each in found:
+        there = placed(plan, each, ranks, world_size)
+        estimate = estimate_needs(config, ranks, there).device + step_bytes(config, there).peak
+        sized.append(Sized(each, placement.with_margin(estimate)))
+    free = torch.cuda.mem_get_info(ranks.device)[0] if ranks.device.type == "cuda" else None
+    if free is not None and store is not None and ranks.world_size > 1:
+        free = distributed.least_over_ranks(free, "the free GPU memory", ranks, store)
+    # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
+    if world_size > 1 or free is None or placement.choose(sized, free).cpu_offload:
+        log.info(placement.describe_choice(sized, free))
+    # Without a GPU to look at, the plan is that of a model that is shared.
+    return placement.choose(sized, free) if free is not None else Placement(found[-1].sharding_strategy, False)
 
 
 def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:
@@ -230,26 +278,44 @@ def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
 
 def memory_lines(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> list[str]:
     """Describe a rank's memory needs, and whether they fit in the visible GPU."""
-    on_gpu = planned_device(config, ranks).type == "cuda"
-    _, frees_blocks = distributed.SHARDING_STRATEGIES[config.sharding_strategy]
-    step = memory.estimate_step(
-        plan.meta.model,
-        num_shards=plan.num_shards,
-        frees_blocks=frees_blocks,
-        cpu_offload=config.use_cpu_offload,
-        num_tokens=config.batch_size * config.context_length,
-        compute_dtype=plan.precision.compute_dtype,
-    )
     gpu_bytes = torch.cuda.mem_get_info(ranks.device)[1] if ranks.device.type == "cuda" else None
     return describe.describe_memory(
         plan.meta,
         estimate_needs(config, ranks, plan),
-        step,
+        step_bytes(config, plan),
         num_shards=plan.num_shards,
         optimizer=config.optimizer,
-        on_gpu=on_gpu,
+        on_gpu=planned_device(config, ranks).type == "cuda",
         gpu_bytes=gpu_bytes,
     )
+
+
+def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:
+    """How many decoder blocks recompute when the run starts; with auto all, until a trial has found what fits.
+
+    Raises:
+        UserError: the model does not have so many.
+    """
+    blocks, asked = len(models.find_blocks(plan.meta.model)), config.blocks_to_recompute
+    if isinstance(asked, int) and asked > blocks:
+        raise UserError(f"--recompute {asked}: the model has {blocks} decoder blocks. Give at most that, or all.")
+    return asked if isinstance(asked, int) else 0 if asked == "none" else blocks
+
+
+def step_bytes(config: TrainConfig, plan: ModelPlan) -> StepBytes:
+    """What comes and goes on a rank's device in a step, with recompute of every block."""
+    _, frees_blocks = distributed.SHARDING_STRATEGIES[plan.placement.sharding_strategy]
+    step = Step(
+        num_shards=plan.num_shards,
+        frees_blocks=frees_blocks,
+        cpu_offload=plan.placement.cpu_offload,
+        precision=plan.precision,
+        num_rows=config.batch_size,
+        num_tokens=config.batch_size * config.context_length,
+        accumulates=config.gradient_accumulation_steps > 1 and not plan.trains_whole_modules,
+        offloads_activations=config.use_activation_cpu_offload,
+    )
+    return estimate_step(plan.meta.model, step)
 
 
 def estimate_needs(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> memory.Needs:
@@ -258,7 +324,7 @@ def estimate_needs(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> memory
         plan.meta.model,
         num_shards=plan.num_shards,
         optimizer=config.optimizer,
-        cpu_offload=config.use_cpu_offload,
+        cpu_offload=plan.placement.cpu_offload,
         buffer_bytes=config.loading_buffer_mib * 2**20,
         device=planned_device(config, ranks),
     )
@@ -275,5 +341,5 @@ def check_resources(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> None:
         estimate_needs(config, ranks, plan),
         ranks.device,
         ranks_on_host=ranks.local_world_size,
-        can_offload=not config.use_cpu_offload,
+        can_offload=not plan.placement.cpu_offload,
     )

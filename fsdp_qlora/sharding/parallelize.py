@@ -1,4 +1,4 @@
-"""Distributes a model over the ranks: activation checkpointing, FSDP2 groups, and memory for the shards."""
+"""Distributes a model over the ranks: FSDP2 groups, and memory for the shards."""
 
 import logging
 import math
@@ -6,11 +6,6 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -32,14 +27,6 @@ from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.host_arena import split_arena
 
 log = logging.getLogger("fsdp_qlora")
-
-
-def checkpoint_activations(model: nn.Module, *, offload: bool) -> None:
-    """Keep only each block's input for the backward pass, on the CPU with `offload`; recompute the rest."""
-    blocks = find_blocks(model)
-    for index, block in enumerate(blocks):
-        block = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-        blocks[index] = offload_wrapper(block) if offload else block
 
 
 def shard_model(

@@ -41,6 +41,8 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
         "Shards: %s of weights in %d part%s; rank 0 holds %s (%.1f%%).",
         format_bytes(total), size, "s" * (size > 1), format_bytes(held[0]), 100 * held[0] / total,
     )  # fmt: skip
+    if size == 1 < mesh.size():
+        log.info("  each rank holds a whole copy, as --sharding_strategy says or because it fits.")
     log.info(
         "  together the ranks hold %s; %s of buffers are on every rank.",
         format_bytes(sum(held)), format_bytes(buffers),

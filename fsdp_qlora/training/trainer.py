@@ -24,6 +24,7 @@ from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
+from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
 from fsdp_qlora.training.loss import summed_loss, target_positions
 from fsdp_qlora.training.loss_scale import LossScale
 
@@ -157,6 +158,7 @@ class Trainer:
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
+        self.memory_watch: MemoryWatch | None = None
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.
@@ -192,6 +194,8 @@ class Trainer:
         if is_finite:
             self.loss_scale.update(overflowed=overflowed)
         self.optimizer.zero_grad()
+        if self.memory_watch:
+            self.memory_watch.stepped(memory[:, -1].max().item())
         seconds = time.perf_counter() - started
         num_tokens = int(self.data.lengths[rows].sum())
         of_computed, of_lock_step = self.schedule.useful_shares(rows, self.data.lengths)
@@ -243,7 +247,7 @@ class Trainer:
         grad_norm = math.sqrt(squared_norm / self.options.num_replicas) / self.loss_scale.scale
         return loss_sum, grad_norm, numbers[:, 2 + NUM_FLAGS :]
 
-    def try_longest(self, rows: np.ndarray) -> None:
+    def try_longest(self, rows: np.ndarray) -> int:
         """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows now.
 
         Every rank runs it, and no step is taken. Memory for the optimizer's state is allocated meanwhile, and gradients
@@ -252,16 +256,38 @@ class Trainer:
 
         Args:
             rows: all rows to train on.
+        Returns:
+            Bytes of GPU memory that were allocated between the forward and the backward pass, the most of them.
         """
         longest, accumulates = self._longest_micro_batch(rows)
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
+        held = 0
         for is_last in (False, True) if accumulates else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
-            self._loss(self._batch(longest, self.data)).backward()
+            loss = self._loss(self._batch(longest, self.data))
+            held = max(held, torch.cuda.memory_allocated())
+            loss.backward()
         del state
         self.optimizer.zero_grad()
+        return held
+
+    def fit_recompute(self, rows: np.ndarray, *, block_bytes: int) -> None:
+        """Let as few blocks recompute as fit on every rank's GPU. Called on every rank.
+
+        Args:
+            rows: as for `try_longest`. block_bytes: about what a block keeps without recompute.
+        """
+        device = self.ranks.device
+        meter = GpuMeter(device)
+
+        def least(value: float) -> float:
+            return gather_numbers([value], device).min().item()
+
+        number = fit_recompute(self.model, lambda: self.try_longest(rows), meter, least, block_bytes=block_bytes)
+        self.memory_watch = MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
+        log.info("Recompute: %d of %d blocks, found by trial.", number, self.memory_watch.blocks)
 
     def _longest_micro_batch(self, rows: np.ndarray) -> tuple[np.ndarray, bool]:
         """The rows of the micro-batch with the most tokens, and whether a step may have several turns."""

@@ -84,6 +84,7 @@ LIMITS: dict[str, tuple[list[Any], list[Any]]] = {
     "grad_norm loraplus_lr_ratio": ([0.1], [0.0, math.inf, math.nan]),
     "seed": ([0, 2**32 - 1], [-1, 2**32]),
     "dataset_samples": ([None, 1], [0]),
+    "recompute": (["auto", "none", 0, 7], [-1]),
 }
 
 

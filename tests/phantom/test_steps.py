@@ -40,6 +40,7 @@ def step(models, tmp_path_factory):
             max_steps=max_steps,
             **{"train_type": "qlora", "batch_size": 2, "context_length": 256, "seed": 0, "lr_scheduler": "constant"}
             | {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup_steps": 0}
+            | {"sharding_strategy": "full_shard", "recompute": "all"}
             | options,
         )
         by_rank = {rank: {"GROUP_RANK": rank * machines // ranks} for rank in range(ranks)}

@@ -57,7 +57,7 @@ def test_qlora_on_one_gpu_ends_with_a_saved_adapter_and_a_step_allocates_nothing
 
 
 def test_qlora_on_two_gpus_ends_with_a_saved_adapter_and_both_take_part_in_the_same_collectives(train):
-    ended, output_dir = train(2)
+    ended, output_dir = train(2, sharding_strategy="full_shard")
     assert_finished(ended, output_dir)
     parts = [
         sorted((each["kind"], each["bytes"], each["group_size"], each["count"]) for each in rank.summary["collectives"])
@@ -65,6 +65,21 @@ def test_qlora_on_two_gpus_ends_with_a_saved_adapter_and_both_take_part_in_the_s
     ]
     assert parts[0] == parts[1]
     assert {"all_gather", "reduce_scatter"} <= {kind for kind, *_ in parts[0]}
+
+
+def test_auto_replicates_what_fits_and_keeps_the_activations(train):
+    ended, output_dir = train(2)
+    assert_finished(ended, output_dir)
+    assert "Placement: ddp. With a margin ddp needs 1.0 GiB" in ended[0].output
+    assert "each rank holds a whole copy" in ended[0].output
+    assert "Recompute: 0 of 2 blocks, found by trial." in ended[0].output
+
+
+def test_all_ranks_do_what_the_smallest_card_needs(train):
+    ended, output_dir = train(2, settings_of_rank={1: {"PHANTOM_GIB": 1}})
+    assert_finished(ended, output_dir)
+    assert "Placement: full_shard with the base in host memory. With a margin ddp needs 1.0" in ended[0].output
+    assert "Recompute: 2 of 2 blocks, found by trial." in ended[0].output
 
 
 def test_a_card_that_is_too_small_ends_the_run_as_out_of_memory(train):

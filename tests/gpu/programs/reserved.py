@@ -26,7 +26,8 @@ from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import local_part
 from fsdp_qlora.load_model import build_trainer
 from fsdp_qlora.planning.plan import Plan, build_plan
-from fsdp_qlora.sharding.parallelize import checkpoint_activations, materialize, shard_model
+from fsdp_qlora.sharding.parallelize import materialize, shard_model
+from fsdp_qlora.sharding.recompute import wrap_blocks
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     plan = build_plan(options, ranks, Path("no weights"), config, tokenizer, world_size=ranks.world_size)
     model = plan.meta.model
-    checkpoint_activations(model, offload=False)
+    wrap_blocks(model, offload=False)
     mesh = distributed.build_mesh(ranks, sharding_strategy=args.strategy)
     shard_model(model, mesh, sharding_strategy=args.strategy, precision=plan.precision, cpu_offload=args.offload)
     materialize(model, ranks.device, cpu_offload=args.offload)

@@ -1,0 +1,132 @@
+"""Estimates what comes and goes on a rank's device within a training step, from a model on the meta device."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from fsdp_qlora.adapters.insert import adapter_modules
+from fsdp_qlora.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.precision import Precision
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.byte_account import each_parameter
+from fsdp_qlora.training.loss import MAX_LOGITS
+
+# Of the activations that a block keeps without recompute: what its backward pass holds at once with their gradients.
+# 1.5 of Llama-2-70B's 1.4 GiB at 4,096 tokens; the allocator of the stand-in counts 2.3 GiB (docs/gpu.md).
+_BACKWARD_FACTOR = 1.5
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step's memory depends on besides the model.
+
+    num_shards: ranks that share one copy. frees_blocks: a block's weights are freed after use; else all of them are
+    gathered at once. accumulates: gradients of several micro-batches add up unsharded. num_rows, num_tokens: of a
+    micro-batch. offloads_activations: what blocks keep for the backward pass is in host memory.
+    """
+
+    num_shards: int
+    frees_blocks: bool
+    cpu_offload: bool
+    precision: Precision
+    num_rows: int
+    num_tokens: int
+    accumulates: bool = False
+    offloads_activations: bool = False
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes on a rank's device in a step, besides its shards and the optimizer's state.
+
+    blocks: gathered blocks, or unsharded copies of them: the one at work and the next, or all. ends: the gathered head
+    (or embeddings). copies: of adapters and tied embeddings in the compute dtype, from forward to backward.
+    gradients: unsharded ones. logits: those of a micro-batch with their gradients. kept: the inputs of all blocks, with
+    recompute. block: kept by one block without recompute. at_work: of a block in its backward pass.
+    """
+
+    blocks: int
+    ends: int
+    copies: int
+    gradients: int
+    logits: int
+    kept: int
+    block: int
+    at_work: int
+
+    @property
+    def peak(self) -> int:
+        """The most at a time: at the head or in a block, with recompute of every block."""
+        return self.copies + self.gradients + self.kept + max(self.ends + self.logits, self.blocks + self.at_work)
+
+
+def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
+    """What comes and goes in a step with recompute of every block."""
+    dtype = step.precision.compute_dtype
+    blocks = find_blocks(model)
+    head: nn.Module = model.get_output_embeddings() or model.get_input_embeddings()
+    is_tied = has_tied_embeddings(model)
+    ends = max(_gathered(module, step) for module in (head, model.get_input_embeddings()))
+    sizes = [_gathered(block, step) for block in blocks]
+    gathered = min(sum(sizes), 2 * max(sizes)) if step.frees_blocks else sum(sizes)
+    adapters = sum(parameter.numel() for part in adapter_modules(model) for parameter in part.parameters())
+    in_blocks = [sum(p.numel() for part in adapter_modules(block) for p in part.parameters()) for block in blocks]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    count = step.num_tokens * vocabulary
+    hidden = step.num_tokens * model.config.get_text_config().hidden_size * _residual_size(model, step)
+    kept_by_one = max(_kept(block, model, step) for block in blocks)
+    return StepBytes(
+        blocks=int(gathered * (1 + (1 / step.num_shards if step.cpu_offload else 0))),
+        ends=0 if is_tied else ends,
+        copies=adapters * dtype.itemsize + (ends if is_tied else 0),
+        # float32, as they are reduced
+        gradients=4 * (adapters if step.accumulates else max(in_blocks)),
+        # In float32 only in pieces, see training/loss.py.
+        logits=2 * count * dtype.itemsize + 4 * min(count, MAX_LOGITS),
+        kept=hidden * (2 if step.offloads_activations else len(blocks)),
+        block=kept_by_one,
+        at_work=int(kept_by_one * _BACKWARD_FACTOR) + max(_decoded(block, dtype) for block in blocks),
+    )
+
+
+def _gathered(module: nn.Module, step: Step) -> int:
+    """Bytes of a module's unsharded weights that are no adapter's; 0 for weights that FSDP2 leaves as they are."""
+    dtype = step.precision.param_dtype
+    is_whole = step.num_shards == 1 and not step.cpu_offload
+    return sum(
+        parameter.numel() * (dtype or parameter.dtype).itemsize
+        for parameter, category, _, in_adapter in each_parameter(module)
+        if not in_adapter and not (is_whole and category != "trainable" and dtype in (None, parameter.dtype))
+    )
+
+
+def _residual_size(model: PreTrainedModel, step: Step) -> int:
+    """Bytes of an element of the hidden states between blocks."""
+    embeddings: torch.Tensor = model.get_input_embeddings().weight
+    return (step.precision.param_dtype or embeddings.dtype).itemsize
+
+
+def _kept(block: nn.Module, model: PreTrainedModel, step: Step) -> int:
+    """What a block keeps for its backward pass without recompute: about the inputs and outputs of its matrices."""
+    config = model.config.get_text_config()
+    quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]
+    inside = {id(parameter) for module in (*quantized, *adapter_modules(block)) for parameter in module.parameters()}
+    plain = [parameter.shape for parameter in block.parameters() if id(parameter) not in inside]
+    shapes = [tuple(shape) for shape in (*plain, *(module.shape for module in quantized)) if len(shape) > 1]
+    # Of a mixture's experts [experts, out, in] some work on a token.
+    active = getattr(config, "num_experts_per_tok", None) or 1
+    per_token = sum((active if len(shape) == 3 else 1) * sum(shape[-2:]) for shape in shapes)
+    size = step.precision.compute_dtype.itemsize
+    scores = 0
+    if model.config._attn_implementation == "eager":  # the scores, and their probabilities in float32 and again
+        scores = step.num_tokens**2 // step.num_rows * config.num_attention_heads * (4 + 2 * size)
+    return int(per_token * step.num_tokens * size) + scores
+
+
+def _decoded(block: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of the largest matrix of a block that is decoded for use."""
+    quantized = [module.shape for module in block.modules() if isinstance(module, QuantizedWeight)]
+    return max((math.prod(shape[-2:]) * dtype.itemsize for shape in quantized), default=0)

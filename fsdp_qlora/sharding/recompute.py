@@ -1,0 +1,47 @@
+"""Activation checkpointing of decoder blocks, which can be switched between steps."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, offload_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_qlora.models import find_blocks
+
+
+class RecomputedBlock(ActivationWrapper):
+    """A decoder block of which only the input is kept for the backward pass, and the rest recomputed.
+
+    is_on: if False, everything is kept and nothing is recomputed. Results are the same to the bit.
+    """
+
+    is_on = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+        return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)
+
+
+def wrap_blocks(model: nn.Module, *, number: int | None = None, offload: bool) -> None:
+    """Let the first `number` blocks (None for all) recompute; with `offload` their inputs are kept on the CPU."""
+    blocks = find_blocks(model)
+    for index, block in enumerate(blocks):
+        wrapped = RecomputedBlock(block)
+        blocks[index] = offload_wrapper(wrapped) if offload and (number is None or index < number) else wrapped
+    set_recompute(model, len(blocks) if number is None else number)
+
+
+def set_recompute(model: nn.Module, number: int) -> None:
+    """Let the first `number` blocks recompute, and the others keep their activations.
+
+    The last blocks are the ones to keep them: the backward pass frees theirs first, before another block needs room
+    for its recomputation. Any other choice of as many has the same or a higher peak.
+    """
+    for index, block in enumerate(recomputed_blocks(model)):
+        block.is_on = index < number
+
+
+def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:
+    """The blocks that can recompute, in the order of the model."""
+    return [module for module in model.modules() if isinstance(module, RecomputedBlock)]

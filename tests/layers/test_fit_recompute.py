@@ -1,0 +1,106 @@
+"""How many blocks can keep their activations: found by trials, alike on all ranks, and fewer when memory runs short."""
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute, wrap_blocks
+from fsdp_qlora.training.fit_recompute import MemoryWatch, fit_recompute
+
+pytestmark = pytest.mark.quick
+
+BLOCKS, EACH, START = 8, 10, 100
+
+
+class Block(nn.Module):
+    """One whose activations are `width` numbers that a backward pass needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x).tanh()
+
+
+def _model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList(Block() for _ in range(BLOCKS)))
+    wrap_blocks(model, offload=False)
+    return model
+
+
+class FakeMemory:
+    """Bytes as a GPU would count them: at the head all activations that are kept lie beside `head`, and in the backward
+    pass of the first block with recompute those of none lie beside `block`."""
+
+    def __init__(self, model: nn.Module, *, total: int, head: int, block: int, grows: int = 0) -> None:
+        self.model, self.total, self.head, self.block, self.grows = model, total, head, block, grows
+        self.tried: list[int] = []
+
+    def start(self) -> None:
+        self.tried.append(self._keeping())
+
+    def _keeping(self) -> int:
+        return sum(not block.is_on for block in recomputed_blocks(self.model))
+
+    def try_step(self) -> int:
+        return START + EACH * self._keeping()
+
+    def room(self) -> int:
+        kept = (EACH + self.grows) * self._keeping()
+        return self.total - START - max(self.head + kept, self.block)
+
+
+@pytest.mark.parametrize(
+    ("total", "head", "block", "recomputing", "tried"),
+    [
+        (150, 50, 0, 8, [0]),  # no room for the trial of one
+        (185, 50, 0, 5, [0, 1, 3]),
+        (1000, 50, 0, 0, [0, 1, 8]),
+        (185, 20, 60, 3, [0, 1, 3, 5]),  # the room that a block needs for recomputing hides some
+    ],
+)
+def test_as_few_blocks_recompute_as_fit(total: int, head: int, block: int, recomputing: int, tried: list[int]) -> None:
+    model = _model()
+    memory = FakeMemory(model, total=total, head=head, block=block)
+    number = fit_recompute(model, memory.try_step, memory, lambda value: value, block_bytes=EACH)
+    assert number == recomputing and memory.tried == tried
+    # The last ones keep theirs: their memory is free before another block recomputes.
+    assert [block.is_on for block in recomputed_blocks(model)] == [True] * number + [False] * (BLOCKS - number)
+    assert memory.room() >= 0
+
+
+def test_what_the_trial_did_not_foresee_is_taken_back() -> None:
+    model = _model()
+    memory = FakeMemory(model, total=185, head=50, block=0, grows=4)  # the allocator loses some for each block
+    number = fit_recompute(model, memory.try_step, memory, lambda value: value, block_bytes=EACH)
+    assert number == 6 and memory.room() >= 0
+
+
+def test_the_rank_with_the_least_memory_decides() -> None:
+    model = _model()
+    memory = FakeMemory(model, total=1000, head=50, block=0)
+    others = iter([1, 2, 0])  # may it try; more blocks that fit there, in each round
+    number = fit_recompute(model, memory.try_step, memory, lambda value: min(value, next(others)), block_bytes=EACH)
+    assert number == BLOCKS - 3
+
+
+def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute(caplog: pytest.LogCaptureFixture) -> None:
+    model = _model()
+    set_recompute(model, 6)
+    watch = MemoryWatch(model, 6, most=20.0)
+    for reserved, number in ((19.9, 6), (20.1, 7), (20.2, 8), (21.0, 8)):
+        watch.stepped(reserved)
+        assert sum(block.is_on for block in recomputed_blocks(model)) == number
+
+
+def test_only_blocks_that_are_switched_on_run_twice() -> None:
+    model = _model()
+    set_recompute(model, 3)
+    x = torch.ones(1, 4, requires_grad=True)
+    for block in recomputed_blocks(model):
+        x = block(x)
+    x.sum().backward()
+    assert [block._checkpoint_wrapped_module.calls for block in recomputed_blocks(model)] == [2] * 3 + [1] * 5
