@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 LENGTH, ROWS = 2048, 2
-_MAX_LOGITS = 2**26  # elements, as in fsdp_qlora/training/loss.py
 SHAPES = {
     # Qwen3-8B's sizes; Llama-2-70B's
     "8b": dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
@@ -144,7 +143,7 @@ def build(shape: dict[str, int], num_ranks: int, options: dict[str, Any]) -> tup
     materialize(plan.meta.model, ranks.device, cpu_offload=offload)
     data = random_rows(ROWS * num_ranks, LENGTH, model_config.vocab_size, masked=0, seed=0)
     rows = np.arange(len(data))
-    schedule = config.pick(Schedule, num_rows=len(data), world_size=num_ranks, rows_per_step=None)
+    schedule = config.pick(Schedule, num_rows=len(data), world_size=num_ranks, rows_per_step=None, mixture=None)
     run_data = RunData(data, rows, data, rows[:0], sample="", rejected=[])
     trainer = build_trainer(config, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
     return trainer, plan, mesh, rows
@@ -152,10 +151,13 @@ def build(shape: dict[str, int], num_ranks: int, options: dict[str, Any]) -> tup
 
 def expect(model: Any, mesh: Any, *, offload: bool) -> dict[str, int]:
     """Bytes by category, from the shapes alone."""
+    import torch
+
     from fsdp_qlora import distributed
     from fsdp_qlora.models import find_blocks
     from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
     from fsdp_qlora.sharding.byte_account import count_bytes
+    from fsdp_qlora.training.head_loss import logits_bytes
 
     config, shards = model.config, distributed.shard_size(mesh)
     account = count_bytes(model, shards)
@@ -171,8 +173,7 @@ def expect(model: Any, mesh: Any, *, offload: bool) -> dict[str, int]:
         "one gathered embedding or head": config.vocab_size * config.hidden_size * 2,
         "gradients": trainable.largest_shard,
         "block inputs": tokens * config.hidden_size * 2 * config.num_hidden_layers,
-        "logits": ROWS * (LENGTH - 1) * config.vocab_size * 2,
-        "a piece of the logits in float32": _MAX_LOGITS // config.vocab_size * config.vocab_size * 4,
+        "a chunk of logits": logits_bytes(tokens, config.vocab_size, torch.bfloat16),
     }
 
 
@@ -204,20 +205,11 @@ def category(event: dict[str, Any], config: Any) -> str:
     if any("_fully_shard/" in frame["filename"] for frame in frames):
         reduces = any(frame["name"] in ("foreach_reduce", "post_backward") for frame in frames)
         return "gradients" if reduces else "gathered by FSDP2"
-    piece = _MAX_LOGITS // config.vocab_size * config.vocab_size
-    if size == ROWS * (LENGTH - 1) * config.vocab_size * 2:
-        return "logits"
-    if _is_about(size, 2 * piece):
-        return "gradient of the logits, in pieces"
-    if _is_about(size, 4 * piece) or any(frame["name"] == "_cross_entropy" for frame in frames):
-        return "a piece of the logits in float32"
+    if any(frame["name"] in ("_sum_over_chunks", "_loss_of_chunk", "logits") for frame in frames):
+        return "a chunk of logits"
     if size == ROWS * LENGTH * config.hidden_size * 2:
         return "hidden states: block inputs, and of the block at work"
     return "block at work"
-
-
-def _is_about(size: int, wanted: int) -> bool:
-    return wanted <= size < wanted + 2**20  # the allocator rounds
 
 
 def describe(result: dict[str, Any]) -> str:

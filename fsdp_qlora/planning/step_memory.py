@@ -12,7 +12,7 @@ from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.byte_account import each_parameter
-from fsdp_qlora.training.loss import MAX_LOGITS
+from fsdp_qlora.training.head_loss import logits_bytes
 
 # Of the activations that a block keeps without recompute: what its backward pass holds at once with their gradients.
 # 1.5 of Llama-2-70B's 1.4 GiB at 4,096 tokens; the allocator of the stand-in counts 2.3 GiB (docs/gpu.md).
@@ -44,7 +44,7 @@ class StepBytes:
 
     blocks: gathered blocks, or unsharded copies of them: the one at work and the next, or all. ends: the gathered head
     (or embeddings). copies: of adapters and tied embeddings in the compute dtype, from forward to backward.
-    gradients: unsharded ones. logits: those of a micro-batch with their gradients. kept: the inputs of all blocks, with
+    gradients: unsharded ones. logits: of the tokens computed at a time. kept: the inputs of all blocks, with
     recompute. block: kept by one block without recompute. at_work: of a block in its backward pass.
     """
 
@@ -75,7 +75,6 @@ def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
     adapters = sum(parameter.numel() for part in adapter_modules(model) for parameter in part.parameters())
     in_blocks = [sum(p.numel() for part in adapter_modules(block) for p in part.parameters()) for block in blocks]
     vocabulary = model.get_input_embeddings().num_embeddings
-    count = step.num_tokens * vocabulary
     hidden = step.num_tokens * model.config.get_text_config().hidden_size * _residual_size(model, step)
     kept_by_one = max(_kept(block, model, step) for block in blocks)
     return StepBytes(
@@ -84,8 +83,7 @@ def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
         copies=adapters * dtype.itemsize + (ends if is_tied else 0),
         # float32, as they are reduced
         gradients=4 * (adapters if step.accumulates else max(in_blocks)),
-        # In float32 only in pieces, see training/loss.py.
-        logits=2 * count * dtype.itemsize + 4 * min(count, MAX_LOGITS),
+        logits=logits_bytes(step.num_tokens, vocabulary, dtype),
         kept=hidden * (2 if step.offloads_activations else len(blocks)),
         block=kept_by_one,
         at_work=int(kept_by_one * _BACKWARD_FACTOR) + max(_decoded(block, dtype) for block in blocks),

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.control.stops import NUM_FLAGS, Control
-from fsdp_qlora.data.batches import collate, join
+from fsdp_qlora.data.batches import collate, describe_documents, join
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
@@ -25,6 +25,8 @@ from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
+from fsdp_qlora.training.head_loss import learned_rows
+from fsdp_qlora.training.head_trial import few_tokens, find_head_loss
 from fsdp_qlora.training.loss import summed_loss, target_positions
 from fsdp_qlora.training.loss_scale import LossScale
 
@@ -159,6 +161,10 @@ class Trainer:
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
         self.memory_watch: MemoryWatch | None = None
+        few = few_tokens(model, ranks.device)
+        documents = {} if schedule.padding else self._on_device(describe_documents([few.shape[1]]))
+        with self._autocast():
+            self.head_loss = find_head_loss(model, {"input_ids": few, **documents})
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.
@@ -346,23 +352,31 @@ class Trainer:
 
     def _loss(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Sum of the micro-batch's token losses, float32 scalar."""
-        positions = target_positions(micro_batch["labels"])
         device = self.ranks.device
-        documents = {
-            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in micro_batch.get("documents", {}).items()
-        }
-        with torch.autocast(
-            device.type, dtype=self.options.precision.compute_dtype, enabled=self.options.precision.autocast
-        ):
+        input_ids = micro_batch["input_ids"].to(device, non_blocking=True)
+        documents = self._on_device(micro_batch.get("documents", {}))
+        with self._autocast():
+            if self.head_loss:
+                rows, targets = (part.to(device, non_blocking=True) for part in learned_rows(micro_batch["labels"]))
+                return self.head_loss({"input_ids": input_ids, **documents}, rows, targets)
             return summed_loss(
                 self.model,
-                micro_batch["input_ids"].to(device, non_blocking=True),
+                input_ids,
                 micro_batch["labels"].to(device, non_blocking=True),
-                positions.to(device, non_blocking=True),
+                target_positions(micro_batch["labels"]).to(device, non_blocking=True),
                 skip=self.skip_logits,
                 documents=documents,
             )
+
+    def _on_device(self, documents: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.to(self.ranks.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in documents.items()
+        }
+
+    def _autocast(self) -> torch.autocast:
+        precision = self.options.precision
+        return torch.autocast(self.ranks.device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
 
     def _not_finite(self, step: int, rows: np.ndarray, local_losses: list[float], grad_norm: float) -> None:
         """Skip the step or end the run, and name the samples. Called on every rank."""

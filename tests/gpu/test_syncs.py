@@ -11,7 +11,7 @@ PER_STEP = {
     "fsdp_qlora/distributed.py:gather_numbers": 2,
 }
 # transformers asks the device whether a mask is needed.
-PER_MICRO_BATCH = {"fsdp_qlora/training/loss.py:summed_loss": 1}
+PER_MICRO_BATCH = {"fsdp_qlora/training/head_loss.py:loss_of_tokens": 1}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

@@ -22,7 +22,7 @@ PER_STEP = {
     "fsdp_qlora/optimizers/sharded.py": 1,  # the gradient's norm
     "fsdp_qlora/distributed.py": 2,  # this rank's numbers go to the device, all ranks' come back
 }
-PER_MICRO_BATCH = {"fsdp_qlora/training/loss.py": 1}  # transformers asks the device whether a mask is needed
+PER_MICRO_BATCH = {"fsdp_qlora/training/head_loss.py": 1}  # transformers asks the device whether a mask is needed
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,229 @@
+"""Head and loss in one function over chunks of tokens, so that neither logits nor their gradient ever exist whole.
+
+Shapes: N tokens with a target, hidden size H, vocabulary V: hidden [N, H], weight [V, H], bias [V], targets int64 [N].
+"""
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import PreTrainedModel
+
+# For a chunk's logits in the compute dtype and in float32: 384 tokens of a vocabulary of 150,000 in 16 bits, enough for
+# matrix products at full speed.
+MAX_CHUNK_BYTES = 384 * 2**20
+_WHOLE_TILE = 128  # rows of a tile of GPU matrix products
+# A probability of fp16's smallest number, 6e-8, would be lost in a vocabulary of 150,000. The gradient of the head's
+# outputs is scaled by this while it is in fp16; gradients of up to 64 times the head's largest weight fit then.
+_FP16_SCALE = 2.0**10
+
+# ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all tokens of the batch.
+HeadLoss = Callable[[Mapping[str, Any], torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class LogitForm(NamedTuple):
+    """How a model makes logits of its head's outputs: scale * output, and with a cap, cap * tanh(scale * output / cap).
+
+    The scale is granite's and cohere's, the cap gemma2's.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Float32; may be `outputs` itself, changed."""
+        logits = outputs.float()
+        if self.scale != 1.0:
+            logits = logits.mul_(self.scale)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of logits by outputs."""
+        return self.scale if self.cap is None else torch.square(logits / self.cap).neg_().add_(1.0).mul_(self.scale)
+
+
+def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of labels [B, T] have a target, the next token's label: their row in [B * T, ..], and the target.
+
+    At least one, without a target if need be, so that a micro-batch without targets runs forward and backward like the
+    others.
+    """
+    following = torch.full_like(labels, -100)
+    following[:, :-1] = labels[:, 1:]
+    rows = (following.flatten() != -100).nonzero().flatten()
+    rows = rows if len(rows) else rows.new_zeros(1)
+    return rows, following.flatten()[rows]
+
+
+def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
+    """How many tokens' logits there are at once."""
+    tokens = max(1, MAX_CHUNK_BYTES // (vocabulary * _bytes_per_logit(dtype)))
+    return tokens - tokens % _WHOLE_TILE if tokens > _WHOLE_TILE else tokens
+
+
+def logits_bytes(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
+    """What the logits of so many tokens need at a time, computed in `dtype`."""
+    return min(num_tokens, tokens_at_a_time(vocabulary, dtype)) * vocabulary * _bytes_per_logit(dtype)
+
+
+def _bytes_per_logit(dtype: torch.dtype) -> int:
+    return 4 if dtype == torch.float32 else 4 + dtype.itemsize
+
+
+def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
+    """Let a sharded model's base and head compute a loss together, as `find_head_loss` has tried.
+
+    FSDP2 gathers weights around `forward`, and around methods that are registered with it. The gradients of the head's
+    input and weights are computed beside the loss, so the weights are gathered once, and freed before the backward
+    pass of the blocks.
+    """
+    head = model.get_output_embeddings()
+
+    def loss_of_hidden(self: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        bias: Any = self.bias
+        return chunked_loss(hidden, weight, bias, targets, form)
+
+    def loss_of_tokens(
+        self: PreTrainedModel, inputs: Mapping[str, Any], rows: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = self.base_model(**inputs, use_cache=False)[0]
+        loss: torch.Tensor = head.loss_of_hidden(hidden.flatten(0, 1).index_select(0, rows), targets)
+        return loss
+
+    for module, method in ((head, loss_of_hidden), (model, loss_of_tokens)):
+        setattr(module, method.__name__, MethodType(method, module))
+        register_fsdp_forward_method(module, method.__name__)
+    if isinstance(head, FSDPModule):
+        head.set_reshard_after_forward(True)
+        head.set_unshard_in_backward(False)
+    result: HeadLoss = model.loss_of_tokens
+    return result
+
+
+def chunked_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: LogitForm
+) -> torch.Tensor:
+    """Sum over the tokens of -log p(target), in nats, float32; a target of -100 counts nothing.
+
+    Differentiable once, in hidden, weight and bias. A trained 16-bit weight's gradient is rounded to 16 bits after each
+    chunk, as where micro-batches add up.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    with torch.autocast(kind, enabled=False):
+        hidden = hidden.to(dtype)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
+            loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, form)
+            return loss
+        return _sum_over_chunks(hidden, weight, bias, targets, form, _Gradients())
+
+
+class _Gradients(NamedTuple):
+    """Gradients of the loss times `scale`, to be filled; None where none is wanted."""
+
+    hidden: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def any(self) -> bool:
+        return self.hidden is not None or self.weight is not None or self.bias is not None
+
+    def add(self, part: slice, grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add what follows from the gradient of a chunk's outputs, [rows, V]."""
+        if self.hidden is not None:
+            torch.mm(grad, weight, out=self.hidden[part])
+        if self.weight is not None:
+            if self.weight.dtype == grad.dtype:
+                self.weight.addmm_(grad.T, hidden)
+            else:
+                self.weight.add_(grad.T @ hidden)
+        if self.bias is not None:
+            self.bias.add_(grad.sum(dim=0, dtype=torch.float32))
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The gradients are computed with the loss: chunks of logits would have to be computed again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        form: LogitForm,
+    ) -> torch.Tensor:
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        ctx.gradients = _Gradients(
+            torch.empty_like(hidden) if of_hidden else None,
+            torch.zeros_like(weight) if of_weight else None,
+            torch.zeros_like(bias) if of_bias and bias is not None else None,
+            _FP16_SCALE if hidden.dtype == torch.float16 else 1.0,
+        )
+        return _sum_over_chunks(hidden, weight, bias, targets, form, ctx.gradients)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = grads[0] / gradients.scale
+        return (*(None if each is None else each.mul_(factor) for each in gradients[:3]), None, None)
+
+
+def _sum_over_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    form: LogitForm,
+    gradients: _Gradients,
+) -> torch.Tensor:
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    losses = []
+    step = tokens_at_a_time(weight.shape[0], hidden.dtype)
+    for start in range(0, len(hidden), step):
+        part = slice(start, start + step)
+        outputs = F.linear(hidden[part], weight, bias)
+        loss, grad = _loss_of_chunk(outputs, targets[part], form, gradients.scale if gradients.any else None)
+        losses.append(loss)
+        if grad is not None:
+            gradients.add(part, grad, hidden[part], weight)
+        del outputs, grad  # before the next chunk's are made
+    return torch.stack(losses).sum()
+
+
+def _loss_of_chunk(
+    outputs: torch.Tensor, targets: torch.Tensor, form: LogitForm, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Loss of the head's outputs, and its gradient times `scale` in their dtype and memory, if a scale is given.
+
+    Everything is in place: softmax in torch would need two more tensors of this size.
+    """
+    is_learned = targets != -100
+    rows = torch.arange(len(targets), device=targets.device)
+    targets = targets.clamp(min=0)
+    logits = form.logits(outputs)
+    slope = form.slope(logits) if scale is not None else 1.0
+    slope_of_target = slope[rows, targets] if isinstance(slope, torch.Tensor) else slope
+    top = logits.amax(dim=1, keepdim=True)
+    of_target = logits[rows, targets] - top[:, 0]
+    exponentials = logits.sub_(top).exp_()
+    total = exponentials.sum(dim=1)
+    loss = torch.where(is_learned, total.log() - of_target, 0.0).sum()
+    if scale is None:
+        return loss, None
+    factor = is_learned * scale
+    grad_of_target = (of_target.exp() / total - 1.0) * factor * slope_of_target
+    # Where softmax is 1 almost, softmax - 1 needs float32.
+    if isinstance(slope, torch.Tensor):
+        exponentials, slope = exponentials.mul_(slope), 1.0
+    grad = torch.mul(exponentials, (factor * slope / total)[:, None], out=outputs)
+    grad[rows, targets] = grad_of_target.to(grad.dtype)
+    return loss, grad
