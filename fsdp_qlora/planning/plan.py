@@ -43,6 +43,8 @@ log = logging.getLogger("fsdp_qlora")
 
 _SAMPLE_LINES = 12
 
+_UNTIL_CHOSEN = Placement("full_shard", False)
+
 
 @dataclass(frozen=True)
 class ModelPlan:
@@ -65,9 +67,9 @@ class ModelPlan:
     documents: str | None
     is_packed: bool
     stored: decoded.StoredFormat | None
-    placement: Placement
-    num_shards: int
     trains_whole_modules: bool
+    placement: Placement = _UNTIL_CHOSEN
+    num_shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -202,8 +204,6 @@ def build_plan(
         else choose(meta.model.config, precision.compute_dtype, ranks.device, requested=config.attn_implementation),
         is_packed=prequantized is not None,
         stored=stored,
-        placement=Placement("full_shard", False),
-        num_shards=1,
         trains_whole_modules=not train_type.has_adapter or bool(config.modules_to_save),
     )
     return placed(plan, choose_placement(config, ranks, plan, store, world_size=world_size), ranks, world_size)
