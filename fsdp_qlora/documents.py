@@ -8,10 +8,11 @@ Shapes: query [1, H, T, D], key [1, G, T, D], value [1, G, T, V] as transformers
 of keys and values; what a kernel here returns is [T, H, V].
 """
 
+import contextlib
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,6 +64,20 @@ def why_not(model: PreTrainedModel) -> str | None:
         return "it takes no positions"
     flags = ("_supports_attention_backend", "_supports_flash_attn")
     return None if all(getattr(model, flag, False) for flag in flags) else "its attention cannot be replaced"
+
+
+@contextlib.contextmanager
+def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[None]:
+    """In this block the model computes attention by another implementation; None changes nothing.
+
+    Outside of it a caller's padded rows and caches of keys and values have the model's own, which takes masks.
+    """
+    own = model.config._attn_implementation
+    model.config._attn_implementation = implementation or own
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = own
 
 
 def describe_kernel(

@@ -102,6 +102,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         pad_token_id=plan.model.tokenizer.eos_token_id,
         on_nonfinite=config.on_nonfinite,
         eval_steps=config.eval_steps,
+        attention=None if schedule.padding else plan.model.documents,
     )
     return Trainer(model, optimizer, plan.data.train, ranks, schedule, options, control or Control())
 

@@ -1,5 +1,6 @@
 """The training loop, one optimizer step and one evaluation of a sharded model: for all train types."""
 
+import contextlib
 import logging
 import math
 import resource
@@ -19,6 +20,7 @@ from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
+from fsdp_qlora.documents import attending
 from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
@@ -139,6 +141,7 @@ class TrainerOptions:
     pad_token_id: int
     on_nonfinite: str = "halt"
     eval_steps: int = 0
+    attention: str | None = None
 
 
 class Trainer:
@@ -163,7 +166,7 @@ class Trainer:
         self.memory_watch: MemoryWatch | None = None
         few = few_tokens(model, ranks.device)
         documents = {} if schedule.padding else self._on_device(describe_documents([few.shape[1]]))
-        with self._autocast():
+        with self._documents_apart(), self._autocast():
             self.head_loss = find_head_loss(model, {"input_ids": few, **documents})
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
@@ -179,7 +182,8 @@ class Trainer:
         started = time.perf_counter()
         self.heartbeat.beat(step, "rows")
         num_targets = int(self.data.num_targets[rows].sum())
-        losses = self._forward_backward(step, rows, num_targets)
+        with self._documents_apart():
+            losses = self._forward_backward(step, rows, num_targets)
         self.optimizer.take_gradients()
         self.heartbeat.beat(step, "exchange")
         loss_sum, grad_norm, memory = self._exchange(step, losses)
@@ -272,9 +276,10 @@ class Trainer:
         held = 0
         for is_last in (False, True) if accumulates else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
-            loss = self._loss(self._batch(longest, self.data))
-            held = max(held, torch.cuda.memory_allocated())
-            loss.backward()
+            with self._documents_apart():
+                loss = self._loss(self._batch(longest, self.data))
+                held = max(held, torch.cuda.memory_allocated())
+                loss.backward()
         del state
         self.optimizer.zero_grad()
         return held
@@ -313,7 +318,7 @@ class Trainer:
         """
         self.model.eval()
         local_sum = 0.0
-        with self.optimizer.averaged():
+        with self.optimizer.averaged(), self._documents_apart():
             for piece in self._eval_pieces(rows, data):
                 self.heartbeat.beat(step, "evaluate")
                 local_sum += self._loss(self._batch(piece, data)).item()
@@ -367,6 +372,10 @@ class Trainer:
                 skip=self.skip_logits,
                 documents=documents,
             )
+
+    def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
+        """In forward and backward passes, of which the latter may recompute."""
+        return attending(self.model, self.options.attention)
 
     def _on_device(self, documents: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.data.batches import describe_documents
 from fsdp_qlora.distributed import Ranks, gather_numbers
-from fsdp_qlora.documents import why_not
+from fsdp_qlora.documents import attending, why_not
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all
 
@@ -22,7 +22,7 @@ def why_padded(
 ) -> str | None:
     """Why the rows of a model must be padded, in words; None if they can lie one behind the other.
 
-    Called on every rank. It leaves `implementation` chosen in the model if rows need no padding.
+    Called on every rank.
 
     Args:
         implementation: attention for documents, from `documents.choose`.
@@ -31,7 +31,6 @@ def why_padded(
     if reason := "its attention has no such form" if implementation is None else why_not(model):
         return reason
     tolerance = _TOLERANCE[precision.compute_dtype if is_exact else torch.bfloat16]
-    padded = model.config._attn_implementation
     try:
         difference = _difference(model, implementation, ranks, precision)
     except (NotImplementedError, TypeError, ValueError) as error:
@@ -41,8 +40,6 @@ def why_padded(
         most = gather_numbers([difference], ranks.device).max().item()
         reason = None if most <= tolerance else f"a second document in a row differs by {most:.0%} from it alone"
     reshard_all(model)
-    if reason:
-        model.config._attn_implementation = padded
     return reason
 
 
@@ -62,12 +59,12 @@ def _difference(model: PreTrainedModel, implementation: str | None, ranks: Ranks
         return found
 
     alone = logits(batch)[1, : len(second)].double()
-    model.config._attn_implementation = implementation
     documents = {
         name: value.to(ranks.device) if isinstance(value, torch.Tensor) else value
         for name, value in describe_documents(list(_LENGTHS)).items()
     }
-    behind = logits(torch.cat([first, second])[None], **documents)[0, len(first) :].double()
+    with attending(model, implementation):
+        behind = logits(torch.cat([first, second])[None], **documents)[0, len(first) :].double()
     scale = (alone - alone.mean(dim=-1, keepdim=True)).norm(dim=-1)
     off, scale = (behind - alone).norm(dim=-1).tolist(), scale.tolist()
     # Where there are no values, as on a stand-in for a GPU, all is equal.
