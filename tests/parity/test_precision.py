@@ -67,7 +67,7 @@ def test_steps_that_overflow_are_skipped_until_the_scale_fits(models: Models, tm
     scales = read_metrics(tmp_path / "a", "loss_scale")
     skipped = [norm is None for norm in read_metrics(tmp_path / "a", "grad_norm")]
     count = skipped.index(False)
-    assert 1 <= count <= 9 and not any(skipped[count:])
+    assert 1 <= count <= 12 and not any(skipped[count:])
     assert output.count("is skipped: its gradients overflowed") == count  # rank 0 alone says so
     assert scales[: count + 1] == [2.0**26 / 2**number for number in range(count + 1)]
     assert len(set(scales[count:])) == 1
