@@ -8,7 +8,7 @@ import pytest
 from tests.phantom import environment
 from tests.tiny import flags, make_rows, write_rows
 
-# train.py, and then the operators that computed attention.
+# train.py, and then the operators that computed attention backward.
 LOOK = """
 import sys
 import torch
@@ -16,29 +16,42 @@ import train
 
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
     status = train.main(sys.argv[1:])
-print("took", *sorted(event.key for event in profile.key_averages() if "scaled_dot_product" in event.key))
+print("took", *sorted(event.key for event in profile.key_averages() if "attention_backward" in event.key))
 sys.exit(status)
 """
-MATH = "aten::_scaled_dot_product_attention_math"
+EFFICIENT = {"aten::_efficient_attention_backward", "aten::_scaled_dot_product_efficient_attention_backward"}
+VARLEN = {"aten::_flash_attention_backward"}
+FLASH = {*VARLEN, "aten::_scaled_dot_product_flash_attention_backward"}
+REPEATED = ", keys and values repeated for each head"
 
 
 @pytest.mark.parametrize(
-    ("capability", "precision", "words"),
+    ("capability", "precision", "padding", "words", "operators"),
     [
-        (75, "fp16", "torch's memory-efficient kernel, keys and values repeated for each head"),
-        (86, "fp32", "torch's memory-efficient kernel, keys and values repeated for each head"),
-        (86, "bf16", "torch's flash kernel"),
-        (90, "bf16", "torch's flash kernel"),
+        (75, "fp16", False, f"torch's memory-efficient kernel{REPEATED}, a row at a time", EFFICIENT),
+        (86, "fp32", False, f"torch's memory-efficient kernel{REPEATED}, a row at a time", EFFICIENT),
+        (75, "fp16", True, f"torch's memory-efficient kernel{REPEATED}\n", EFFICIENT),
+        (86, "bf16", True, "torch's flash kernel\n", FLASH),
+        (80, "bf16", False, "torch's flash kernel for rows of any lengths", VARLEN),
+        (90, "fp16", False, "torch's flash kernel for rows of any lengths", VARLEN),
     ],
 )
-def test_grouped_keys_and_values_take_no_kernel_that_keeps_all_scores(
-    capability: int, precision: str, words: str, models: Callable[..., Path], tmp_path: Path
+def test_no_kernel_that_keeps_all_scores_is_taken(
+    capability: int,
+    precision: str,
+    padding: bool,
+    words: str,
+    operators: set[str],
+    models: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     options = {"train_type": "qlora", "max_steps": 1, "batch_size": 2, "context_length": 256, "quant_cache": "off"}
-    argv = flags(model_name=models("llama"), dataset=rows, precision=precision, output_dir=tmp_path / "out", **options)
+    options |= {"dataset": rows, "precision": precision, "padding": padding, "output_dir": tmp_path / "out"}
+    argv = flags(model_name=models("llama"), **options)
     (tmp_path / "look.py").write_text(LOOK)
     (ended,) = environment.run([tmp_path / "look.py", *argv], tmp_path / "logs", settings={"PHANTOM_CC": capability})
     assert ended.status == 0, ended.output[-3000:]
     assert f"Attention: {words}" in ended.output
-    assert "took aten::_scaled_dot_product" in ended.output and MATH not in ended.output
+    assert "Rows are padded with this model" not in ended.output
+    assert set(ended.output.rpartition("took ")[2].split()) == operators
