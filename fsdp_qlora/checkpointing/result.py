@@ -1,6 +1,7 @@
 """result.json: the files of a finished run's result, with the size and SHA-256 of each."""
 
 import json
+import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,9 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_file, r
 from fsdp_qlora.checkpointing.layout import RESULT
 from fsdp_qlora.storage.files import FileRecord, open_own
 
+log = logging.getLogger("fsdp_qlora")
+
+_SAID_FROM = 2**32  # bytes: hashing a whole model takes a minute or more
 # Every result has one of these; earlier versions did not write result.json.
 _WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
 
@@ -41,6 +45,8 @@ def result_error(output_dir: Path) -> str | None:
         return f"{RESULT} cannot be read ({error})"
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} names no files of the folder"
+    if (size := sum(record.size for record in files.values())) > _SAID_FROM:
+        log.info("The %.0f GiB of the result in %s are compared with %s.", size / 2**30, output_dir, RESULT)
     try:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             list(pool.map(lambda name: check_file(output_dir / name, files[name]), files))
