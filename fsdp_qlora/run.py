@@ -13,13 +13,13 @@ from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.resume import StartRequest
 from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.stores import open_store
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked, resolved_options, resolved_yaml
-from fsdp_qlora.control import clock, exits, restarts
+from fsdp_qlora.control import clock, restarts
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import RankError, TrainingError
 from fsdp_qlora.load_model import build_trainer, load_model
@@ -76,6 +76,7 @@ def run(config: TrainConfig) -> None:
         with distributed.kept_until_all_connect(store, ranks):
             plan = make_plan(config, ranks, store)
             folder.check_keeps_model(plan.model.folder)
+            folder.check_contents(known_facts(plan))
             check_resources(config, ranks, plan.model)
             hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
             weights = open_weights(plan.model)
@@ -99,7 +100,7 @@ def train_and_export(
     ranks, start = guard.ranks, guard.start
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
-    with exits.loading_explained(ranks.rank, guard.memory_settings):
+    with guard.loading():
         mesh = load_model(config, plan.model, weights, ranks)
     guard.memory.record("after loading")
     distributed.release_loading_memory(ranks.device)
@@ -159,31 +160,35 @@ def open_weights(plan: ModelPlan) -> Weights:
 # --- the ranks together ---
 
 
+def known_facts(plan: Plan) -> dict[str, Any]:
+    """What of the run is compared by content, as far as it is known without the weights: see same_run.FACTS."""
+    model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
+    return {
+        "model": f"{distributed.derive_seed(model_config):x}",
+        "rows": [plan.data.train.digest, plan.data.evaluation.digest, len(plan.data.eval_rows)],
+        "precision": plan.model.precision_name,
+    }
+
+
 def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> dict[str, Any]:
     """Check that all ranks have the same options, rows and model; returns the run's identity.
 
     Raises:
         UserError: they differ; the same on every rank.
     """
-    options, per_node = resolved_options(config), names_marked(PER_NODE)
-    model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
-    rows = [plan.data.train.digest, plan.data.evaluation.digest, len(plan.data.eval_rows)]
+    options, per_node, facts = resolved_options(config), names_marked(PER_NODE), known_facts(plan)
     distributed.check_agreement(
         {
             "the options": {name: value for name, value in options.items() if name not in per_node},
-            "the rows": rows,
-            "the model": (model_config, sorted(weights.sources)),
+            "the rows": facts["rows"],
+            "the model": (facts["model"], sorted(weights.sources)),
         },
         ranks.device,
     )
+    base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
     return {
         "options": options,
-        "facts": {
-            "base": fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None,
-            "model": f"{distributed.derive_seed(model_config):x}",
-            "rows": rows,
-            "precision": plan.model.precision_name,
-        },
+        "facts": {"base": base, **facts},
         "world_size": ranks.world_size,
         "global_batch_size": plan.schedule.global_batch_size,
     }

@@ -18,6 +18,7 @@ from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Watchdog
+from fsdp_qlora.errors import how_it_ends
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_metrics, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, Profiler, ProfilerOptions, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
@@ -88,6 +89,22 @@ class Supervision:
         self.metrics: MetricLog | None = None
         self.mirror: Mirror | None = None
         self.saver: Saver | None = None
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Guard the loading of the model: what ends it is put into words, and counts as a start without progress.
+
+        Of a new run nothing is written, since its folder may still hold another one.
+        """
+        if not self.start.is_new:
+            self.status.update()
+        try:
+            with self.control.ended_by_signals(), exits.loading_explained(self.ranks.rank, self.memory_settings):
+                yield
+        except Exception as error:
+            if not self.start.is_new:
+                self.status.end(how_it_ends(error).state, str(error))
+            raise
 
     @contextlib.contextmanager
     def guarding(self, state: TrainState, identity: Mapping[str, Any], *, total_steps: int) -> Iterator["Supervision"]:

@@ -3,16 +3,17 @@
 import dataclasses
 import logging
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.layout import BRING_BACK, CHECKPOINTS, RUN, STATUS, check_reachable
 from fsdp_qlora.checkpointing.records import read_run, read_status, run_error, state_error
 from fsdp_qlora.checkpointing.result import result_error
+from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_differences, find_other_options, refuse
 from fsdp_qlora.checkpointing.stores import Store, fetch
 from fsdp_qlora.checkpointing.train_state import contents_error, state_keys_error
 from fsdp_qlora.data import schedule
@@ -23,14 +24,6 @@ from fsdp_qlora.storage.files import write_json
 log = logging.getLogger("fsdp_qlora")
 
 _MAX_FAILED_STARTS = 3  # without progress: the first start and two restarts
-
-# Properties of a run that are compared by content -> their names in messages.
-FACTS = {
-    "base": "the base model's weights (--model_name)",
-    "model": "the model's config.json",
-    "rows": "the rows (--dataset, --eval_dataset)",
-    "precision": "the precision",
-}
 
 
 @dataclass(frozen=True)
@@ -60,31 +53,6 @@ class Start:
         return self.step if self.folder and not self.is_new else -1
 
 
-@dataclass(frozen=True)
-class StartRequest:
-    """What a start was asked to do.
-
-    options: all options of the run, as stored in run.json. may_differ: names of options that may change on resume; the
-    model and the rows are compared by content, the batch by its global size. resume: auto, off, or a checkpoint's or
-    run's folder. overwrite: whether a finished or another run may be replaced. is_unattended: started by torchrun or a
-    script: an explicit `resume` is not repeated, and the number of starts without progress is limited.
-    mirror: store of copies, from which an empty folder is filled.
-    """
-
-    options: Mapping[str, Any]
-    may_differ: Collection[str] = ()
-    world_size: int = 1
-    resume: str = "auto"
-    overwrite: bool = False
-    is_unattended: bool = False
-    mirror: Store | None = None
-
-    @property
-    def origin(self) -> Path | None:
-        """The folder to start from, if one was given."""
-        return None if self.resume in ("auto", "off") else Path(self.resume).expanduser()
-
-
 def is_run(output_dir: Path) -> bool:
     """Whether a folder holds a run."""
     return (output_dir / RUN).is_file()
@@ -108,8 +76,24 @@ def check_options(output_dir: Path, request: StartRequest) -> None:
     """
     if request.resume != "auto" or request.overwrite or not is_run(output_dir):
         return
-    if differences := _different_options(read_run(output_dir), request):
-        _refuse(output_dir, differences, is_finished=_is_finished(output_dir))
+    if differences := find_other_options(read_run(output_dir), request):
+        refuse(output_dir, differences, is_finished=_is_finished(output_dir))
+
+
+def check_contents(output_dir: Path, facts: Mapping[str, Any], request: StartRequest) -> None:
+    """Refuse before the weights are there what `choose_start` would refuse then. facts: those that are known already.
+
+    Raises:
+        UserError: the folder's run has other rows, another model or precision, or its checkpoints are out of reach.
+    """
+    if request.origin is not None and not request.origin.is_dir():
+        _from_path(Run(output_dir, {}, request), request.origin)
+    if request.resume != "auto" or not is_run(output_dir):
+        return
+    check_reachable(output_dir / CHECKPOINTS)
+    differences = find_differences(read_run(output_dir), Run(output_dir, {"facts": facts}, request))
+    if differences and not request.overwrite:
+        refuse(output_dir, differences, is_finished=_is_finished(output_dir))
 
 
 def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRequest) -> Start:
@@ -121,7 +105,7 @@ def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRe
         UserError: the folder holds another run, or none of its checkpoints passes verification.
         RunStopped: an unattended run has been restarted several times without progress.
     """
-    run = _Run(output_dir, identity, request)
+    run = Run(output_dir, identity, request)
     was_followed = _was_followed(output_dir, request)
     if is_run(output_dir) and (was_followed or request.resume == "auto"):
         check_reachable(output_dir / CHECKPOINTS)
@@ -145,14 +129,6 @@ def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRe
     return start
 
 
-class _Run(NamedTuple):
-    """The run that is about to start, and its folder."""
-
-    output_dir: Path
-    identity: Mapping[str, Any]
-    request: StartRequest
-
-
 def _was_followed(output_dir: Path, request: StartRequest) -> bool:
     """Whether a previous attempt has already started as `resume` says, so that this one continues as with auto.
 
@@ -161,7 +137,7 @@ def _was_followed(output_dir: Path, request: StartRequest) -> bool:
     if request.resume == "auto" or not request.is_unattended:
         return False  # without reading run.json, which may be another run's or damaged
     stored = read_run(output_dir)
-    return stored.get("started_from") == redact(request.resume) and not _different_options(stored, request)
+    return stored.get("started_from") == redact(request.resume) and not find_other_options(stored, request)
 
 
 def _tidy_mirror(
@@ -177,6 +153,10 @@ def _tidy_mirror(
         mirror.delete_later_than(-1)
     elif not was_followed and request.resume != "auto":
         mirror.delete_later_than(start.step)  # an abandoned branch of the run
+
+
+def _is_finished(output_dir: Path) -> bool:
+    return read_status(output_dir).get("state") == "finished"
 
 
 def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
@@ -198,11 +178,11 @@ def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def _fill_from_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -> None:
+def _fill_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
     """Copy a run from its mirror into an empty folder, if it is this run."""
-    if differences := _differences(copied, run):
+    if differences := find_differences(copied, run):
         if not run.request.overwrite:
-            _refuse(mirror.name, differences, is_finished=False)
+            refuse(mirror.name, differences, is_finished=False)
         return
     log.info("output_dir %s is empty: the run is copied from its mirror %s.", run.output_dir, mirror.name)
     if not fetch(mirror, run.output_dir):
@@ -212,11 +192,11 @@ def _fill_from_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -> No
         )
 
 
-def _catch_up_with_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -> None:
+def _catch_up_with_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
     """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
     output_dir = run.output_dir
     stored = read_run(output_dir)
-    if stored.get("run_id") != copied["run_id"] or _is_finished(output_dir) or _differences(stored, run):
+    if stored.get("run_id") != copied["run_id"] or _is_finished(output_dir) or find_differences(stored, run):
         return
     newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
     ahead = max(mirror.steps(), default=-1)
@@ -228,15 +208,15 @@ def _catch_up_with_mirror(run: _Run, mirror: Store, copied: Mapping[str, Any]) -
         fetch(mirror, output_dir, later_than=newest)
 
 
-def _from_output_dir(run: _Run, *, overwrite: bool, origin: Path | None = None) -> Start:
+def _from_output_dir(run: Run, *, overwrite: bool, origin: Path | None = None) -> Start:
     """Resume the folder's run. origin: where it started from, used until it has a checkpoint of its own."""
     output_dir = run.output_dir
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
     stored, is_finished = read_run(output_dir), _is_finished(output_dir)
-    differences = _differences(stored, run)
+    differences = find_differences(stored, run)
     if differences and not overwrite:
-        _refuse(output_dir, differences, is_finished=is_finished)
+        refuse(output_dir, differences, is_finished=is_finished)
     if differences or (is_finished and overwrite):
         held = "another run" if differences else "this run, finished"
         log.warning("output_dir %s holds %s. It is replaced (--overwrite_output_dir true).", output_dir, held)
@@ -296,7 +276,7 @@ def _used(status: Mapping[str, Any]) -> dict[str, Any]:
     return {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
 
 
-def _from_path(run: _Run, path: Path) -> Start:
+def _from_path(run: Run, path: Path) -> Start:
     """Start at a given checkpoint, or at the newest one of a given run."""
     output_dir = run.output_dir
     if not path.is_dir():
@@ -323,7 +303,7 @@ def _from_path(run: _Run, path: Path) -> Start:
     return dataclasses.replace(start, **_used(read_status(output_dir)))
 
 
-def _newest_whole(run: _Run, root: Path) -> Start | None:
+def _newest_whole(run: Run, root: Path) -> Start | None:
     """The newest checkpoint that passes verification, None if there are none; damaged ones are set aside."""
     folders = checkpoint.published(root)
     for folder in reversed(folders.values()):
@@ -361,10 +341,10 @@ def _verified(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _start_at(run: _Run, folder: Path, state: Mapping[str, Any]) -> Start:
+def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
     stored, progress, identity = state["about"], state["progress"], run.identity
-    if differences := _differences(stored, run):
-        _refuse(folder, differences, is_finished=False)
+    if differences := find_differences(stored, run):
+        refuse(folder, differences, is_finished=False)
     global_batch_size = stored["global_batch_size"]
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
     if identity["global_batch_size"] != global_batch_size:
@@ -384,55 +364,4 @@ def _start_at(run: _Run, folder: Path, state: Mapping[str, Any]) -> Start:
         global_batch_size=global_batch_size,
         progress=progress,
         tensors=state["tensors"],
-    )
-
-
-# --- whether it is the same run ---
-
-
-def _is_finished(output_dir: Path) -> bool:
-    return read_status(output_dir).get("state") == "finished"
-
-
-def _differences(stored: Mapping[str, Any], run: _Run) -> list[str]:
-    differences = _different_options(stored, run.request)
-    for name, called in FACTS.items():
-        then, now = stored.get("facts", {}).get(name), run.identity["facts"][name]
-        if then != now:
-            shown = f": {then} then, {now} now" if name == "precision" else ""
-            differences.append(f"{called} {'are' if name == 'rows' else 'is'} not the same{shown}")
-    return differences
-
-
-def _different_options(stored: Mapping[str, Any], request: StartRequest) -> list[str]:
-    then, options, world_size = stored.get("options", {}), request.options, request.world_size
-    differences = [
-        f"--{name} was {_shown(then[name])} and is {_shown(value)}"
-        for name, value in options.items()
-        if name not in request.may_differ and name in then and then[name] != value
-    ]
-    if world_size != stored.get("world_size"):
-        return differences
-    rows = _rows_per_step(options, world_size)
-    if rows not in (stored["global_batch_size"], _rows_per_step(then, world_size)):
-        differences.append(
-            f"--batch_size x --gradient_accumulation_steps x {world_size} ranks was {stored['global_batch_size']} rows "
-            f"per step and is {rows}"
-        )
-    return differences
-
-
-def _rows_per_step(options: Mapping[str, Any], world_size: int) -> int:
-    return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], world_size)
-
-
-def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _refuse(folder: Path | str, differences: list[str], *, is_finished: bool) -> NoReturn:
-    raise UserError(
-        f"{folder} belongs to {'a finished run' if is_finished else 'an unfinished run'} with other settings:\n  "
-        + "\n  ".join(differences)
-        + "\nGive the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
     )

@@ -21,7 +21,8 @@ from fsdp_qlora.checkpointing.layout import (
     refuse_links,
 )
 from fsdp_qlora.checkpointing.publishing import publish_files
-from fsdp_qlora.checkpointing.resume import Start, StartRequest
+from fsdp_qlora.checkpointing.resume import Start
+from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.distributed import Ranks, first_failure, gather_texts
 from fsdp_qlora.errors import RunStopped, TrainingError, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
@@ -61,6 +62,15 @@ class RunFolder:
         """
         if self.path.resolve() == model_folder.resolve():
             raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
+
+    def check_contents(self, facts: Mapping[str, Any]) -> None:
+        """Refuse another run's folder before the weights are downloaded. facts: see resume.check_contents.
+
+        Raises:
+            UserError: the same on all ranks of rank 0's machine.
+        """
+        if self.ranks.rank < self.ranks.local_world_size:
+            resume.check_contents(self.path, facts, self.request)
 
     def choose_start(self, identity: Mapping[str, Any]) -> Start:
         """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.

@@ -8,7 +8,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple
@@ -39,6 +39,20 @@ STOPS = (
 _OF_SIGNAL = {signal.SIGUSR1: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
 NUM_FLAGS = 3  # of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
+
+
+@contextlib.contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle the signals that stop a run, in the main thread; others cannot."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in _OF_SIGNAL}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @dataclass
@@ -108,15 +122,20 @@ class Control:
     @contextlib.contextmanager
     def catching_signals(self) -> Iterator[None]:
         """Take SIGTERM, SIGINT and SIGUSR1 as requests to stop; a second SIGINT ends the process at once."""
-        if threading.current_thread() is not threading.main_thread():
+        with _handling(self._on_signal):
             yield
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in _OF_SIGNAL}
-        try:
+
+    @contextlib.contextmanager
+    def ended_by_signals(self) -> Iterator[None]:
+        """End the block at once at a signal. Raises RunStopped there."""
+
+        def end(number: int, frame: FrameType | None) -> None:
+            stop = STOPS[_OF_SIGNAL[signal.Signals(number)]]
+            assert stop is not None
+            raise RunStopped(stop.state, f"Stopped ({stop.reason}) before training began; the same command resumes it.")
+
+        with _handling(end):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = clock.awake()

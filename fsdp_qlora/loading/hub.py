@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fsdp_qlora.distributed import Ranks, once_per_machine
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import free_disk
+from fsdp_qlora.storage.files import free_disk, staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -24,6 +24,7 @@ HUB_TIMEOUT_SECONDS = 10
 # Copies of the weights in other layouts, which some repositories have in addition to the usual files.
 _NOT_NEEDED = ["consolidated*", "*/*"]
 _DOWNLOAD_HOURS = 24.0
+_WEIGHTS = ["*.safetensors"]
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 # The first row that matches an error applies.
@@ -85,6 +86,7 @@ def find_model_folder(
     *,
     with_weights: bool,
     with_code: bool = False,
+    is_preview: bool = False,
     revision: str | None = None,
     ranks: Ranks | None = None,
     store: dist.Store | None = None,
@@ -96,6 +98,7 @@ def find_model_folder(
 
     Args:
         with_code: download Python files too.
+        is_preview: the weights will not be fetched later, so there need be no room for them.
         revision: a commit of the model on the hub; None for the newest.
         ranks, store: of a run of several processes; without them this process downloads by itself.
     Raises:
@@ -110,11 +113,14 @@ def find_model_folder(
         raise UserError(f"model_name {model_name} is a file. Give the model's folder.")
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model_name, re.ASCII) is None:
         raise UserError(f"model_name {model_name}: there is no such folder. Check the path, or give a name on the hub.")
-    patterns = [*SMALL_FILES, *["*.safetensors"] * with_weights, *["*.py"] * with_code]
+    patterns = [*SMALL_FILES, *_WEIGHTS * with_weights, *["*.py"] * with_code]
+    later = [] if with_weights or is_preview else _WEIGHTS
 
     def download() -> str:
         with _download_lock(model_name):
-            return _snapshot(model_name, patterns, revision, show_progress=ranks is None or ranks.is_rank_0)
+            return _snapshot(
+                model_name, patterns, revision, later=later, show_progress=ranks is None or ranks.is_rank_0
+            )
 
     if ranks is None or store is None:
         return Path(download())
@@ -151,7 +157,10 @@ def _download_lock(model_name: str) -> Iterator[None]:
         lock.release()
 
 
-def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, show_progress: bool) -> str:
+def _snapshot(
+    model_name: str, patterns: list[str], revision: str | None, *, later: list[str], show_progress: bool
+) -> str:
+    """Download the files of these patterns. later: patterns of files that there must be room for too."""
     refusal: Exception | None = None
     try:
         info = HfApi().model_info(model_name, revision=revision, timeout=HUB_TIMEOUT_SECONDS, files_metadata=True)
@@ -159,13 +168,14 @@ def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, sho
         refusal = error
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
     else:
-        _check_download(model_name, info, patterns)
+        _check_download(model_name, info, patterns, later)
+        revision = info.sha
     if not show_progress:
         disable_progress_bars()
     try:
-        return snapshot_download(
+        folder = snapshot_download(
             model_name,
-            revision=revision,  # without one the newest, which the client notes down for a start without the hub
+            revision=revision,
             allow_patterns=patterns,
             ignore_patterns=_NOT_NEEDED,
             local_files_only=refusal is not None,
@@ -176,31 +186,59 @@ def _snapshot(model_name: str, patterns: list[str], revision: str | None, *, sho
             f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
             "path of a model folder, or make one with `python scripts/demo_model.py --output_dir demo/model`."
         ) from error
+    if refusal is None:
+        _note_newest(Path(folder), has_weights=set(_WEIGHTS) <= set(patterns))
+    return folder
 
 
-def _check_download(model_name: str, info: ModelInfo, patterns: list[str]) -> None:
+def _note_newest(snapshot: Path, *, has_weights: bool) -> None:
+    """Note down the commit that a start without the hub uses, as the hub's client does for a branch.
+
+    A commit whose weights are not here must not replace one whose weights are.
+    """
+    newest = snapshot.parents[1] / "refs" / "main"
+    if has_weights or not newest.exists():
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            newest.parent.mkdir(exist_ok=True)
+            with staged_file(newest) as partial:
+                partial.write_text(snapshot.name)
+
+
+def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later: list[str]) -> None:
     """Refuse pickled weights, and files that do not fit on the disk, before anything is downloaded."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    wanted = list(filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
     pickled = [name for name in sizes if name.endswith(".bin") and "/" not in name]
-    if "*.safetensors" in patterns and pickled and not any(name.endswith(".safetensors") for name in wanted):
+    if pickled and not list(filter_repo_objects(sizes, allow_patterns=_WEIGHTS, ignore_patterns=_NOT_NEEDED)):
         raise UserError(
             f"model_name {model_name} has only pickled weights ({pickled[0]}), which are not supported: they can run "
             f"code. {conversion_advice(model_name)}"
         )
-    cached = [try_to_load_from_cache(model_name, name, revision=info.sha) for name in wanted]
-    missing = {name: sizes[name] for name, path in zip(wanted, cached, strict=True) if not isinstance(path, str)}
-    if not missing:
+    missing, all_missing = (
+        _sizes_of_missing(model_name, info, sizes, wanted) for wanted in (patterns, [*patterns, *later])
+    )
+    if not all_missing:
         return
-    size, folder = sum(missing.values()), Path(HF_HUB_CACHE)
+    size, folder = sum(all_missing.values()), Path(HF_HUB_CACHE)
     free = free_disk(folder)
     if size > free:
         raise UserError(
             f"model_name {model_name}: the download needs {size / 2**30:.1f} GiB in {folder}, where "
             f"{free / 2**30:.1f} GiB are free. Free some space, or set HF_HUB_CACHE to a folder on a larger disk."
         )
+    if not missing:
+        return
+    size = sum(missing.values())
     waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
     log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(missing), size / 2**30, folder, waiting)
+
+
+def _sizes_of_missing(
+    model_name: str, info: ModelInfo, sizes: Mapping[str, int], patterns: list[str]
+) -> dict[str, int]:
+    """The files of these patterns that are not on this machine, with their sizes in bytes."""
+    wanted = list(filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+    cached = [try_to_load_from_cache(model_name, name, revision=info.sha) for name in wanted]
+    return {name: sizes[name] for name, path in zip(wanted, cached, strict=True) if not isinstance(path, str)}
 
 
 def public_name(model_name: str) -> str:

@@ -121,7 +121,9 @@ def planned_device(config: TrainConfig, ranks: Ranks) -> torch.device:
 
 def show_samples(config: TrainConfig) -> str:
     """The first rows as the model sees them. Only the model's tokenizer is needed."""
-    folder = hub.find_model_folder(config.model, with_weights=False, with_code=config.trust_remote_code)
+    folder = hub.find_model_folder(
+        config.model, with_weights=False, with_code=config.trust_remote_code, is_preview=True
+    )
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
     data = prepare_data(tokenizer, config.pick(DataOptions), vocab_size=len(tokenizer))
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -135,7 +137,12 @@ def plan_model(config: TrainConfig, ranks: Ranks, store: dist.Store | None, worl
     """Find the model, and build it without weights as the train type says."""
     # Weights are downloaded last, after all checks that do not need them.
     folder = hub.find_model_folder(
-        config.model, with_weights=False, with_code=config.trust_remote_code, ranks=ranks, store=store
+        config.model,
+        with_weights=False,
+        with_code=config.trust_remote_code,
+        is_preview=config.is_preview,
+        ranks=ranks,
+        store=store,
     )
     model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)

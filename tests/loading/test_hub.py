@@ -20,7 +20,7 @@ from tests.tiny import ROOT, _free_port, flags, make_rows, write_rows
 COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, "original/other.safetensors": b"no"}
 FIND = """
-import logging, sys
+import logging, os, sys
 from fsdp_qlora import distributed
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.loading.hub import find_model_folder
@@ -29,7 +29,8 @@ ranks = distributed.read_ranks()
 store = distributed.connect(ranks)
 print("CONNECTED", flush=True)
 try:
-    print("FOLDER", find_model_folder("owner/model", with_weights=True, ranks=ranks, store=store))
+    with_weights = os.environ.get("WITH_WEIGHTS", "1") == "1"
+    print("FOLDER", find_model_folder("owner/model", with_weights=with_weights, ranks=ranks, store=store))
 except UserError as error:
     print("REFUSED", error)
 except LostRank as error:
@@ -193,8 +194,10 @@ def test_what_cannot_be_had_is_said_on_every_rank(hub: Hub, find: Callable[..., 
         assert "REFUSED" in output and "it is gated: accept its terms on its page there" in output
         assert "HF_TOKEN" in output
     hub.gated, hub.files = False, {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
-    for output in find(2):
-        assert "has only pickled weights (pytorch_model.bin)" in output and conversion_advice("owner/model") in output
+    for with_weights in (True, False):  # which are fetched last
+        for output in find(2, WITH_WEIGHTS=str(int(with_weights))):
+            assert "has only pickled weights (pytorch_model.bin)" in output
+            assert conversion_advice("owner/model") in output
     assert not hub.requests
 
 
@@ -204,8 +207,9 @@ def test_a_download_that_the_disk_has_no_room_for_is_refused(hub: Hub, find: Cal
             return 2**60
 
     hub.files["model.safetensors"] = Huge(b"")
-    (output,) = find(1)
-    assert "1073741824.0 GiB in" in output and "set HF_HUB_CACHE" in output
+    for with_weights in ("0", "1"):
+        (output,) = find(1, WITH_WEIGHTS=with_weights)
+        assert "1073741824.0 GiB in" in output and "set HF_HUB_CACHE" in output
     assert not hub.requests
 
 
@@ -271,5 +275,18 @@ def test_what_can_be_refused_without_weights_is_refused_before_they_are_asked_fo
     statuses, output = run_in_turn(hub, tmp_path, [{}])
     assert statuses == [0], output
     assert hub.requests["model.safetensors"] == 1
-    weights = list((tmp_path / "hub").glob("hub/models--owner--model/snapshots/*/*.safetensors"))
-    assert [path.parent / "config.json" for path in weights if (path.parent / "config.json").exists()], weights
+    [weights] = (tmp_path / "hub").glob("hub/models--owner--model/snapshots/*/*.safetensors")
+    assert (weights.parent / "config.json").exists()
+    # A look at a newer commit, or a start that is refused, leaves that one to starts without the hub.
+    statuses, output = run_in_turn(hub, tmp_path, [{"dry_run": True}, {"show_samples": 1}, {"dataset": "no/such"}])
+    assert statuses == [0, 0, 2] and len(list(weights.parents[1].iterdir())) > 1, output
+    hub.gated = True
+    statuses, output = run_in_turn(hub, tmp_path, [{"output_dir": tmp_path / "again"}])
+    assert statuses == [0], output
+    assert hub.requests["model.safetensors"] == 1
+    # A resumed run with other rows is refused before the weights of a newer commit.
+    hub.gated = False
+    more = write_rows(tmp_path / "more.jsonl", make_rows(5))
+    statuses, output = run_in_turn(hub, tmp_path, [{"output_dir": tmp_path / "again", "dataset": more}])
+    assert statuses == [2] and "the rows (--dataset, --eval_dataset) are not the same" in output
+    assert hub.requests["model.safetensors"] == 1

@@ -12,8 +12,9 @@ import pytest
 from fsdp_qlora.checkpointing import checkpoint, layout
 from fsdp_qlora.checkpointing.publishing import publish_files
 from fsdp_qlora.checkpointing.result import record_result
-from fsdp_qlora.checkpointing.resume import Start, StartRequest
+from fsdp_qlora.checkpointing.resume import Start
 from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.stores import FolderStore
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError

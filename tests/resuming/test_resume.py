@@ -1,22 +1,29 @@
 """Where a run begins, as decided from what is in its folder."""
 
+import contextlib
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from fsdp_qlora.checkpointing import checkpoint, layout, resume, run_folder
-from fsdp_qlora.checkpointing.resume import Start, StartRequest
+from fsdp_qlora.checkpointing import checkpoint, layout, run_folder
+from fsdp_qlora.checkpointing.resume import Start
 from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing.same_run import FACTS, StartRequest
 from fsdp_qlora.checkpointing.stores import FolderStore
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.distributed import read_ranks
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import write_hashed_json, write_json
+from fsdp_qlora.errors import RunStopped, UserError
+from fsdp_qlora.storage.files import read_json, write_hashed_json, write_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
+from fsdp_qlora.supervision import Supervision
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
-ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(resume.FACTS, "x")}
+ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(FACTS, "x")}
 ABOUT |= {"world_size": 1, "global_batch_size": 1}
 TENSORS, ROWS = "state_00000.safetensors", {"kind": "rows", "dtype": "F32", "is_on_device": True, "dims": [3]}
 DESCRIPTION: dict[str, Any] = {
@@ -118,3 +125,31 @@ def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Pat
     with pytest.raises(UserError, match=r"No checkpoint on the mirror .* passes verification"):
         begin(tmp_path / "box", mirror=mirror)
     assert not (tmp_path / "box" / "run.json").exists() and mirror.steps() == [10]
+
+
+def loading(out: Path) -> contextlib.AbstractContextManager[None]:
+    """A start that is about to load the model."""
+    folder = RunFolder(out, read_ranks(), StartRequest(OPTIONS, is_unattended=True))
+    guard = Supervision(TrainConfig(output_dir=str(out)), folder, folder.choose_start(ABOUT), HashStore(), started=0.0)
+    return guard.loading()
+
+
+def test_starts_that_are_killed_while_the_model_is_loaded_are_without_progress(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    add_step(out, 3, begin(out).run_id)
+    kept = []  # a context that is never left, as after SIGKILL
+    for _ in range(3):
+        kept.append(loading(out))
+        kept[-1].__enter__()
+    with pytest.raises(RunStopped, match="restarted 2 times without progress"):
+        loading(out)
+
+
+def test_a_machine_that_is_taken_away_while_the_model_is_loaded_is_no_failure(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    add_step(out, 3, begin(out).run_id)
+    for _ in range(4):
+        with pytest.raises(RunStopped, match="before training began") as stopped, loading(out):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped.value.ending.exit_code == 75
+    assert read_json(out / layout.STATUS)["state"] == "preempted" and begin(out).step == 3

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.checkpointing import checkpoint, layout, run_folder
-from fsdp_qlora.checkpointing.resume import StartRequest
 from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError

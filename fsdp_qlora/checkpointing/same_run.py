@@ -1,0 +1,96 @@
+"""Whether the run in a folder is the one that a start asks for: its options, and its model and rows by content."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from fsdp_qlora.checkpointing.stores import Store
+from fsdp_qlora.data import schedule
+from fsdp_qlora.errors import UserError
+
+# Properties of a run that are compared by content -> their names in messages.
+FACTS = {
+    "base": "the base model's weights (--model_name)",
+    "model": "the model's config.json",
+    "rows": "the rows (--dataset, --eval_dataset)",
+    "precision": "the precision",
+}
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """What a start was asked to do.
+
+    options: all options of the run, as stored in run.json. may_differ: names of options that may change on resume; the
+    model and the rows are compared by content, the batch by its global size. resume: auto, off, or a checkpoint's or
+    run's folder. overwrite: whether a finished or another run may be replaced. is_unattended: started by torchrun or a
+    script: an explicit `resume` is not repeated, and the number of starts without progress is limited.
+    mirror: store of copies, from which an empty folder is filled.
+    """
+
+    options: Mapping[str, Any]
+    may_differ: Collection[str] = ()
+    world_size: int = 1
+    resume: str = "auto"
+    overwrite: bool = False
+    is_unattended: bool = False
+    mirror: Store | None = None
+
+    @property
+    def origin(self) -> Path | None:
+        """The folder to start from, if one was given."""
+        return None if self.resume in ("auto", "off") else Path(self.resume).expanduser()
+
+
+class Run(NamedTuple):
+    """The run that is about to start, and its folder."""
+
+    output_dir: Path
+    identity: Mapping[str, Any]
+    request: StartRequest
+
+
+def find_differences(stored: Mapping[str, Any], run: Run) -> list[str]:
+    """A line for each way in which a stored run differs; facts that are not known yet are left out."""
+    differences = find_other_options(stored, run.request)
+    for name, now in run.identity["facts"].items():
+        called, then = FACTS[name], stored.get("facts", {}).get(name)
+        if then != now:
+            shown = f": {then} then, {now} now" if name == "precision" else ""
+            differences.append(f"{called} {'are' if name == 'rows' else 'is'} not the same{shown}")
+    return differences
+
+
+def find_other_options(stored: Mapping[str, Any], request: StartRequest) -> list[str]:
+    then, options, world_size = stored.get("options", {}), request.options, request.world_size
+    differences = [
+        f"--{name} was {_shown(then[name])} and is {_shown(value)}"
+        for name, value in options.items()
+        if name not in request.may_differ and name in then and then[name] != value
+    ]
+    if world_size != stored.get("world_size"):
+        return differences
+    rows = _rows_per_step(options, world_size)
+    if rows not in (stored["global_batch_size"], _rows_per_step(then, world_size)):
+        differences.append(
+            f"--batch_size x --gradient_accumulation_steps x {world_size} ranks was {stored['global_batch_size']} rows "
+            f"per step and is {rows}"
+        )
+    return differences
+
+
+def _rows_per_step(options: Mapping[str, Any], world_size: int) -> int:
+    return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], world_size)
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def refuse(folder: Path | str, differences: list[str], *, is_finished: bool) -> NoReturn:
+    raise UserError(
+        f"{folder} belongs to {'a finished run' if is_finished else 'an unfinished run'} with other settings:\n  "
+        + "\n  ".join(differences)
+        + "\nGive the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
+    )
