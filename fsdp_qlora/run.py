@@ -165,7 +165,7 @@ def known_facts(plan: Plan) -> dict[str, Any]:
     model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
     return {
         "model": f"{distributed.derive_seed(model_config):x}",
-        "rows": [plan.data.train.digest, plan.data.evaluation.digest, len(plan.data.eval_rows)],
+        "rows": plan.data.identity,
         "precision": plan.model.precision_name,
     }
 

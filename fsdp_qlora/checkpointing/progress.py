@@ -16,7 +16,7 @@ _SIGMAS = 8.0
 class Progress:
     """step: optimizer steps done. last_eval_step: the step of the last evaluation, -1 for none.
     best_eval_loss: the lowest so far. recent_losses: of the last steps, for `spike`.
-    loss_scale: for fp16, from LossScale.state.
+    loss_scale: for fp16, from LossScale.state. stream: where streamed rows go on, a data.streaming.Place.
     """
 
     step: int = 0
@@ -30,6 +30,7 @@ class Progress:
     last_eval_step: int = -1
     recent_losses: list[float] = field(default_factory=list)
     loss_scale: dict[str, float] = field(default_factory=dict)
+    stream: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":

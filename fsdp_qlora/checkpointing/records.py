@@ -46,6 +46,17 @@ _LOSS_SCALE = _Kind(
         )
     ),
 )
+_PLACE = _Kind(
+    "empty, or a table of the whole numbers epoch, part, after, offset and taken",
+    lambda value: (
+        value == {}
+        or (
+            isinstance(value, dict)
+            and value.keys() == {"epoch", "part", "after", "offset", "taken"}
+            and all(_is_whole(number, 0) for number in value.values())
+        )
+    ),
+)
 _STATE = _Kind(
     f"one of running, {', '.join(ENDINGS)}", lambda value: isinstance(value, str) and value in {"running", *ENDINGS}
 )
@@ -63,6 +74,7 @@ _PROGRESS = {
     "step": _STEP, "num_tokens": _AMOUNT, "train_seconds": _AMOUNT, "num_skipped": _STEP, "loss": _NUMBER_OR_NULL,
     "first_eval_loss": _NUMBER_OR_NULL, "eval_loss": _NUMBER_OR_NULL, "best_eval_loss": _NUMBER_OR_NULL,
     "last_eval_step": _STEP_OR_NONE, "recent_losses": _NUMBERS, "loss_scale": _LOSS_SCALE,
+    "stream": _PLACE,
 }  # fmt: skip
 
 

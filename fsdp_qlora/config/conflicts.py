@@ -192,6 +192,19 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
 
 
+def _streaming_conflicts(c: TrainConfig) -> Iterator[str]:
+    if not c.streaming:
+        if _changed(c, "shuffle_buffer"):
+            yield "--shuffle_buffer is for --streaming true; otherwise all rows are shuffled together."
+        return
+    if len(c.dataset) > 1:
+        yield "--streaming true takes one dataset: put the files into one folder."
+    if c.eval_fraction > 0:
+        yield "--streaming true cannot choose rows to hold out: give --eval_dataset instead of --eval_fraction."
+    if c.dataset_samples is not None:
+        yield "--streaming true reads the whole dataset: leave out --dataset_samples, or give --max_steps."
+
+
 def _budget_conflicts(c: TrainConfig) -> Iterator[str]:
     if (c.max_cost_usd is None) != (c.price_per_hour is None):
         yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
@@ -252,6 +265,7 @@ _RULES = (
     _adapter_conflicts,
     _optimizer_conflicts,
     _data_conflicts,
+    _streaming_conflicts,
     _budget_conflicts,
     _location_errors,
     _profiling_conflicts,

@@ -210,6 +210,11 @@ class TrainConfig:
     dataset_samples: Annotated[int | None, at_least(1)] = None
     """Use only the first rows of each dataset, this many; by default all of them (alpaca_sample, orca_math and dummy
     have sizes of their own)."""
+    streaming: bool = False
+    """Read and tokenize the dataset, files or one of the hub, while the run trains; for datasets larger than memory or
+    disk. Without max_steps its rows are counted first."""
+    shuffle_buffer: Annotated[int, at_least(1)] = 10_000
+    """Rows that streaming shuffles together and holds in memory; raise it when neighbouring rows are alike."""
     dataset_format: Annotated[str, one_of_names(["auto", *FORMATS])] = "auto"
     """Format of the rows; auto detects it from the names of the columns (docs/data.md)."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER] = ()

@@ -35,11 +35,22 @@ def open_file(path: Path) -> IO[bytes]:
     return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def read_jsonl(path: Path) -> NumberedRows:
-    """One object per line. Blank lines are skipped. Numbers are line numbers."""
-    has_rows = False
+def _lines(file: IO[bytes], after: int) -> Iterator[tuple[int, bytes]]:
+    """The lines after the first `after` ones, with their numbers from 1."""
+    return enumerate(islice(file, after, None), start=after + 1)
+
+
+def count_lines(path: Path) -> int:
+    """How many lines are not blank."""
     with open_file(path) as file:
-        for number, line in enumerate(file, start=1):
+        return sum(not line.isspace() for line in file)
+
+
+def read_jsonl(path: Path, after: int = 0) -> NumberedRows:
+    """One object per line. Blank lines are skipped. Numbers are line numbers."""
+    has_rows = after > 0
+    with open_file(path) as file:
+        for number, line in _lines(file, after):
             try:
                 if text := _decode(line).rstrip():
                     yield number, _require_object(_parse_line(text))
@@ -125,10 +136,10 @@ def _line_that_is_not_utf8(path: Path) -> int:
     return 1
 
 
-def read_text(path: Path) -> NumberedRows:
+def read_text(path: Path, after: int = 0) -> NumberedRows:
     """One text per line, in the column `text`. Blank lines are skipped. Numbers are line numbers."""
     with open_file(path) as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in _lines(file, after):
             try:
                 if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
                     yield number, {"text": text}
@@ -136,11 +147,11 @@ def read_text(path: Path) -> NumberedRows:
                 yield number, reason
 
 
-def read_parquet(path: Path, used: ChooseColumns = tuple) -> NumberedRows:
+def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
     """The rows of a parquet file. Columns that are not used or hold no text (dates, bytes, ...) are null throughout."""
     import pyarrow.parquet
 
-    count = 0
+    count = after
     try:
         with open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             schema = file.schema_arrow
@@ -148,7 +159,9 @@ def read_parquet(path: Path, used: ChooseColumns = tuple) -> NumberedRows:
                 raise ValueError(f"a column name occurs twice: {', '.join(schema.names)}")
             chosen = used(schema.names)
             columns = [field.name for field in schema if field.name in chosen and _may_hold_text(field.type)]
-            for batch in file.iter_batches(batch_size=1000, columns=columns):
+            groups, skip = _groups_after(file, after)
+            for whole in file.iter_batches(batch_size=1000, columns=columns, row_groups=groups):
+                batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
                 for row in _rows_of(batch):
                     count += 1
                     yield count, dict.fromkeys(schema.names) | row
@@ -158,6 +171,26 @@ def read_parquet(path: Path, used: ChooseColumns = tuple) -> NumberedRows:
         raise UserError(
             f"{place}: not a parquet file that can be read ({after}{first_line(error)}). Copy or download it again."
         ) from error
+
+
+def _groups_after(file: Any, after: int) -> tuple[list[int], int]:
+    """The groups of rows that are left after the first `after` rows, and how many rows of them to skip."""
+    for group in range(file.num_row_groups):
+        if after < (num_rows := file.metadata.row_group(group).num_rows):
+            return list(range(group, file.num_row_groups)), after
+        after -= num_rows
+    return [], 0
+
+
+def count_parquet(path: Path) -> int:
+    """The number of rows that the file says it has."""
+    import pyarrow.parquet
+
+    try:
+        with open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+            return int(file.metadata.num_rows)
+    except Exception as error:  # of all kinds, see read_parquet
+        raise UserError(f"{path}: not a parquet file that can be read ({first_line(error)}).") from error
 
 
 def _may_hold_text(kind: Any) -> bool:
@@ -188,20 +221,22 @@ class FileKind:
     """How to read a kind of file."""
 
     read: Callable[..., NumberedRows]
-    """Takes the path, and `used` if `is_columnar`."""
+    """Takes the path, `used` if `is_columnar`, and `after` if it has `count`."""
     unit: str
     """What its rows are numbered by: "line" or "row"."""
     is_columnar: bool = False
     """Whether columns that are not used need not be read."""
+    count: Callable[[Path], int] | None = None
+    """Counts its rows without reading them, where that is possible; then rows can be skipped too."""
 
 
 FILE_KINDS: dict[str, FileKind] = {
     ".json": FileKind(read_json, "row"),
-    ".jsonl": FileKind(read_jsonl, "line"),
+    ".jsonl": FileKind(read_jsonl, "line", count=count_lines),
     ".csv": FileKind(read_csv, "line"),
     ".tsv": FileKind(read_csv, "line"),
-    ".txt": FileKind(read_text, "line"),
-    ".parquet": FileKind(read_parquet, "row", is_columnar=True),
+    ".txt": FileKind(read_text, "line", count=count_lines),
+    ".parquet": FileKind(read_parquet, "row", is_columnar=True, count=count_parquet),
 }
 
 
@@ -211,9 +246,29 @@ def kind_of(path: Path) -> FileKind | None:
     return FILE_KINDS.get(Path(name).suffix)
 
 
-def _read(kind: FileKind, path: Path, used: ChooseColumns) -> NumberedRows:
+def read_file(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
+    """The rows of a file of a known kind whose numbers are above `after`.
+
+    Raises:
+        UserError: it cannot be read; the message names the place.
+    """
+    kind = kind_of(path)
+    assert kind is not None
+    options: dict[str, Any] = {"used": used} if kind.is_columnar else {}
+    if kind.count is not None:
+        options["after"] = after
     try:
-        yield from kind.read(path, used) if kind.is_columnar else kind.read(path)
+        yield from ((number, row) for number, row in kind.read(path, **options) if number > after)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
+
+
+def count_rows(path: Path) -> int:
+    """How many rows a file of a known kind has, those that cannot be used included. Raises UserError."""
+    kind = kind_of(path)
+    assert kind is not None
+    try:
+        return kind.count(path) if kind.count is not None else sum(1 for _ in read_file(path))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
 
@@ -248,7 +303,7 @@ def read_files(
         source = SourceFile(path.relative_to(names).as_posix() if names else path.name, kind.unit, offset=last)
         sources.append(source)
         room = None if limit is None else limit + skip - len(rows) - len(malformed)
-        for number, row in islice(_read(kind, path, used), room):
+        for number, row in islice(read_file(path, used), room):
             last = source.offset + number
             if skip:
                 skip -= 1

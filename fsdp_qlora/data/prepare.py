@@ -20,12 +20,15 @@ from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import NO_ROOM, NUMBERS_SHOWN, DataReport, Rows, TokenizedRows
 from fsdp_qlora.data.schedule import split_eval
-from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Source, find_source
+from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Part, Source, find_parts, find_source
+from fsdp_qlora.data.streaming import Place, RowStream
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.storage.files import cache_folder
 
 log = logging.getLogger("fsdp_qlora")
+
+_ROWS_LOOKED_AT = 1000  # of a stream, before training
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,9 @@ class DataOptions:
     on_bad_row: str
     max_bad_rows: float
     seed: int
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
+    max_steps: int = -1
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,21 @@ class RunData:
     """(place, reason) of every row that was left out."""
     mixture: Mixture | None = None
     """The datasets' parts in an epoch, where they have weights."""
+    stream: RowStream | None = None
+    """Where the rows to train on are streamed; `train` then has the first ones, to look at."""
 
     @property
-    def rows_per_epoch(self) -> int:
+    def rows_per_epoch(self) -> int | None:
+        """None where it is unknown."""
+        if self.stream is not None:
+            return self.stream.num_rows
         return sum(self.mixture.rows_per_epoch) if self.mixture else len(self.train_rows)
+
+    @property
+    def identity(self) -> list[object]:
+        """What tells the rows from others."""
+        streamed = [self.stream.identity] if self.stream is not None else []
+        return [self.train.digest, self.evaluation.digest, len(self.eval_rows), *streamed]
 
     def files(self) -> dict[str, str]:
         """Files for the run's folder, name -> text: rejected.jsonl, if rows were left out."""
@@ -94,6 +111,12 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
 
     rejected: list[tuple[str, str]] = []
     shares = check_weights([parse_name(dataset) for dataset in options.dataset])
+    if options.streaming:
+        train, stream = _open_stream(tokenizer, options, vocab_size)
+        [evaluation] = prepare([options.eval_dataset], None) if options.eval_dataset is not None else [train]
+        num_eval = len(evaluation) if options.eval_dataset is not None else 0
+        sample = tokenization.describe_sample(train, 0, tokenizer)
+        return RunData(train, np.arange(len(train)), evaluation, np.arange(num_eval), sample, rejected, stream=stream)
     parts = prepare(options.dataset, options.dataset_samples)
     train = evaluation = concatenate(parts)
     train_rows, eval_rows = split_eval(len(train), fraction=options.eval_fraction, seed=options.seed)
@@ -103,6 +126,70 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         eval_rows = np.arange(len(evaluation))
     sample = tokenization.describe_sample(train, int(train_rows[0]), tokenizer)
     return RunData(train, train_rows, evaluation, eval_rows, sample, rejected, mixture)
+
+
+def _open_stream(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, vocab_size: int
+) -> tuple[TokenizedRows, RowStream]:
+    """The first rows of a dataset, which are checked as others are, and the stream of all."""
+    [dataset] = map(parse_name, options.dataset)
+    template, renames = find_template(options.prompt_template), parse_columns(options.columns)
+    parts, identity = find_parts(dataset)
+    allowed = options.max_bad_rows if options.on_bad_row == "skip" else 0.0
+    columns: dict[str, None] = {}  # of all rows so far: those of one block may lack one that others have
+    format_name = options.dataset_format
+
+    def tokenize(rows: Rows) -> tuple[TokenizedRows, DataReport]:
+        columns.update(dict.fromkeys(rows.columns))
+        rows = dataclasses.replace(rows, columns=list(columns))
+        if rows.rows:
+            rows, _ = _with_format(rows, renames, format_name, dataset.name)
+        made = tokenization.tokenize_rows(rows, format_name, dataset.name, tokenizer, options.context_length, renderer)
+        tokenization.check_vocabulary(made[0], vocab_size)
+        return made
+
+    stream = RowStream(
+        parts,
+        tokenize,
+        origin=dataset.name,
+        identity=identity,
+        used=partial(used_columns, dataset_format=options.dataset_format, renames=renames),
+        block_rows=options.shuffle_buffer,
+        seed=options.seed,
+        num_rows=count_streamed(parts) if options.max_steps < 0 else None,
+        max_bad_rows=allowed,
+    )
+    rows, _ = stream.read_block(Place(), _ROWS_LOOKED_AT)
+    if not rows.rows:
+        raise UserError(f"{dataset.name}: {next(iter(rows.malformed.values()), 'the dataset is empty')}.")
+    _, format_name = _with_format(rows, renames, options.dataset_format, dataset.name)
+    renderer = Renderer(tokenizer, template, options.learn, FORMATS[format_name].template)
+    first, report = tokenize(rows)
+    check_report(
+        report,
+        on_bad_row=options.on_bad_row,
+        max_bad_rows=options.max_bad_rows,
+        context_length=options.context_length,
+    )
+    log.info(
+        "%s is streamed, and shuffled %s rows at a time; these were its first.",
+        dataset.name,
+        f"{options.shuffle_buffer:,}",
+    )
+    return first, stream
+
+
+def count_streamed(parts: Sequence[Part]) -> int:
+    """The rows of an epoch.
+
+    Raises:
+        UserError: nobody knows it.
+    """
+    counts = [part.count() for part in parts]
+    if None in counts:
+        name = parts[counts.index(None)].name
+        raise UserError(f"--streaming true: nobody knows how many rows {name} has. Give --max_steps.")
+    return sum(count for count in counts if count is not None)
 
 
 def _mixture(

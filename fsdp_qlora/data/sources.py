@@ -10,12 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
+
 from fsdp_qlora.data.dataset_names import DatasetName, parse_name
-from fsdp_qlora.data.files import FILE_KINDS, ChooseColumns, hash_file, kind_of, read_files
+from fsdp_qlora.data.files import (
+    FILE_KINDS,
+    ChooseColumns,
+    NumberedRows,
+    count_rows,
+    hash_file,
+    kind_of,
+    read_file,
+    read_files,
+)
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.data.rows import Rows, SourceFile
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason, is_hub_name
+from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, ask_hub, first_line, hub_reason, is_hub_name
+from fsdp_qlora.storage.fingerprint import fingerprint_files
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -62,6 +74,71 @@ def find_source(dataset: str | DatasetName) -> Source:
     close = difflib.get_close_matches(name, dataset_names(), n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of a dataset, or all of a dataset on the hub, to be read row by row."""
+
+    name: str
+    unit: str
+    """As in SourceFile."""
+    read: Callable[[ChooseColumns, int], NumberedRows]
+    """The rows after a number."""
+    count: Callable[[], int | None]
+    """The number of rows; None if it is unknown."""
+
+
+def find_parts(dataset: DatasetName) -> tuple[list[Part], str]:
+    """The parts of a dataset that is too large to be held in memory, and a hash that changes when its content does.
+
+    Raises:
+        UserError: it is not there, or neither files nor a dataset of the hub.
+    """
+    if dataset.start or dataset.stop is not None:
+        raise UserError(f"dataset: --streaming true reads all of {dataset.name}. Leave out the slice of its rows.")
+    if dataset.name == "alpaca_demo" or _looks_local(dataset.name):
+        demo = importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl"
+        path = Path(str(demo)) if dataset.name == "alpaca_demo" else Path(dataset.name).expanduser()
+        if not path.exists():
+            raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
+        if is_saved(path):
+            raise UserError(f"dataset: --streaming true does not read folders of datasets.save_to_disk ({path}).")
+        files = find_files(path, dataset.split)
+        kinds = {file: kind for file in files if (kind := kind_of(file)) is not None}
+        folder = path if path.is_dir() else path.parent
+        parts = [
+            Part(file.relative_to(folder).as_posix(), kind.unit, partial(read_file, file), partial(count_rows, file))
+            for file, kind in kinds.items()
+        ]
+        return parts, fingerprint_files(files)
+    if not is_hub_name(dataset.name) or "://" in dataset.name:
+        raise UserError(
+            f"dataset: --streaming true takes files, folders and owner/name on the hub, not {dataset.name!r}."
+        )
+    return _hub_part(dataset.name, dataset.config, dataset.split or "train")
+
+
+def _hub_part(name: str, config: str | None, split: str) -> tuple[list[Part], str]:
+    import datasets
+
+    try:
+        commit = str(HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS).sha)
+        table = datasets.load_dataset(name, *([config] if config else []), split=split, streaming=True, revision=commit)
+    except Exception as error:  # what it raises is not documented
+        raise UserError(f"dataset {name}: its {split} split cannot be streamed ({hub_reason(error)}).") from error
+    splits = (table.info.splits or {}) if table.info else {}
+    known = splits[split].num_examples if split in splits else None
+
+    def read(used: ChooseColumns, after: int) -> NumberedRows:
+        try:
+            yield from enumerate(table.skip(after) if after else table, start=after + 1)
+        except Exception as error:  # of the network, or of the files
+            raise TrainingError(
+                f"dataset {name}: its {split} split cannot be read on ({first_line(error)})."
+            ) from error
+
+    return [Part(name, "row", read, lambda: known)], f"{name} {config} {split} {commit}"
 
 
 def _part(source: Source, wanted: DatasetName) -> Source:

@@ -74,7 +74,7 @@ def describe_memory(
 def describe_batches(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> str:
     """One line: how rows share a micro-batch, and the shares of the first steps' tokens that are the rows' own."""
     steps = itertools.islice(schedule.rows_of_steps(rows), _STEPS_LOOKED_AT)
-    shares = np.mean([schedule.useful_shares(of_step, lengths) for _, of_step in steps], axis=0)
+    shares = np.mean([schedule.useful_shares(of_step, lengths) for _, of_step in steps if len(of_step)], axis=0)
     how = "rows padded to the longest" if schedule.padding else "rows one behind the other, without padding"
     packed = f", at most {schedule.batch_size * schedule.context_length} tokens" if schedule.packing else ""
     return (

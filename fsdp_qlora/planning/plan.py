@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     # Before the process group starts, so that no collective waits for the tokenizer.
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     data = prepare_data(model.tokenizer, config.pick(DataOptions), vocab_size=vocab_size)
-    schedule = config.pick(
-        Schedule, num_rows=data.rows_per_epoch, world_size=world_size, rows_per_step=None, mixture=data.mixture
-    )
+    schedule = make_schedule(config, data, world_size)
     plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
     log.info("%s", shorten(data.sample, num_lines=_SAMPLE_LINES, heading="---"))
     log.info(schedule.describe(plan.warmup_steps))
@@ -111,6 +110,13 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     for line in memory_lines(config, ranks, model):
         log.info(line)
     return plan
+
+
+def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_step: int | None = None) -> Schedule:
+    """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
+    rows = data.rows_per_epoch
+    make = partial(config.pick, Schedule, world_size=world_size, rows_per_step=rows_per_step, mixture=data.mixture)
+    return make(num_rows=make(num_rows=1).global_batch_size * config.max_steps if rows is None else rows)
 
 
 def planned_device(config: TrainConfig, ranks: Ranks) -> torch.device:
@@ -255,7 +261,7 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
     """The plan with the rows per step that the run was started with; None for a new run."""
     if global_batch_size in (None, plan.schedule.global_batch_size):
         return plan
-    schedule = dataclasses.replace(plan.schedule, rows_per_step=global_batch_size)
+    schedule = make_schedule(config, plan.data, plan.schedule.world_size, rows_per_step=global_batch_size)
     plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))
     return plan

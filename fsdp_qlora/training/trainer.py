@@ -5,8 +5,8 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from fsdp_qlora.data.batches import collate, describe_documents, join
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.data.streaming import Place
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.documents import attending
 from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
@@ -72,13 +73,14 @@ def train(trainer: "Trainer", data: RunData, progress: Progress, observer: Obser
     if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
         _evaluate(trainer, data, progress, observer)
         _stop_if_asked(control, progress, observer)
-    for step, rows in schedule.rows_of_steps(data.train_rows, first=progress.step):
+    for step, rows in _rows_of_steps(trainer, data, progress):
         try:
             record = trainer.train_step(step, rows)
         except NotFinite:
             observer.save(progress)  # of the previous step, so that no progress is lost
             raise
         usual_loss = progress.add_step(record)
+        progress.stream = trainer.stream_place
         progress.loss_scale = trainer.loss_scale.state()
         observer.stepped(progress, record)
         if usual_loss is not None:
@@ -97,6 +99,17 @@ def train(trainer: "Trainer", data: RunData, progress: Progress, observer: Obser
         if is_best or control.save or observer.is_save_due(progress.step):
             observer.save(progress)
     observer.save(progress)
+
+
+def _rows_of_steps(trainer: "Trainer", data: RunData, progress: Progress) -> Iterator[tuple[int, np.ndarray]]:
+    """Give (step, its rows of trainer.data) for the remaining steps; of a stream the trainer gets each step's alone."""
+    if data.stream is None:
+        yield from trainer.schedule.rows_of_steps(data.train_rows, first=progress.step)
+        return
+    for step, rows, place in data.stream.steps(trainer.schedule, Place(**progress.stream), first=progress.step):
+        trainer.data, trainer.stream_place = rows, asdict(place)
+        yield step, np.arange(len(rows))
+        trainer.heartbeat.beat(step + 1, "rows")
 
 
 def _is_eval_due(trainer: "Trainer", data: RunData, step: int) -> bool:
@@ -160,6 +173,7 @@ class Trainer:
         self.model, self.optimizer, self.data, self.ranks = model, optimizer, data, ranks
         self.schedule, self.options, self.control = schedule, options, control
         self.heartbeat = control.heartbeat
+        self.stream_place: dict[str, int] = {}  # after the rows of `data`, where they are streamed
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
@@ -305,6 +319,8 @@ class Trainer:
         world_size, lengths = self.ranks.world_size, self.data.lengths
         longest, most_turns = rows[:0], 0
         for _, of_step in self.schedule.rows_of_steps(rows):
+            if not len(of_step):
+                break  # of a stream only the first rows are known
             pieces = self.schedule.micro_batches(of_step, lengths)
             most_turns = max(most_turns, len(pieces) // world_size)
             longest = max([longest, *pieces], key=lambda piece: self.schedule.tokens_computed(piece, lengths))

@@ -110,8 +110,8 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
     return path
 
 

@@ -24,7 +24,8 @@ IDENTITY = """
     precision train_type lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
     use_rslora init_lora_weights rank_pattern alpha_pattern context_length num_epochs max_steps lr lr_scheduler
     warmup_ratio warmup_steps optimizer loraplus_lr_ratio wd apply_gradient_clipping grad_norm seed deterministic
-    quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples dataset_format eval_fraction
+    quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples streaming shuffle_buffer
+    dataset_format eval_fraction
 """
 DIFFERS_BETWEEN_NODES = """
     model_name dataset prompt_template eval_dataset output_dir profiling_output overwrite_output_dir quant_cache
@@ -73,7 +74,7 @@ LIMITS: dict[str, tuple[list[Any], list[Any]]] = {
     "group_size": ([32, 96], [0, 16, 48]),
     "int8_threshold wd": ([0.0, 6.0], [-1.0, math.inf, math.nan]),
     "lora_rank lora_alpha batch_size loading_buffer_mib gradient_accumulation_steps num_epochs save_total_limit "
-    "active_steps profiling_frequency": ([1, 2], [0, -1]),
+    "active_steps profiling_frequency shuffle_buffer": ([1, 2], [0, -1]),
     "context_length": ([2], [1, 0]),
     "warmup_steps": ([-1, 0], [-2]),
     "eval_steps show_samples save_steps wait_steps profiling_warmup_steps repeat": ([0, 1], [-1]),
