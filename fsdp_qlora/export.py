@@ -1,21 +1,24 @@
-"""Saves the result of a run: a PEFT adapter, or a whole model for transformers."""
+"""Saves the result of a run: a PEFT adapter, or a whole model for transformers.
+
+The values come from a model in training, gathered from all ranks, or from a checkpoint (first_values.Values).
+"""
 
 import functools
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from fsdp_qlora.adapters.first_values import saved_parameters
+from fsdp_qlora.adapters.first_values import Values, saved_parameters
 from fsdp_qlora.checkpointing.publishing import cannot_save, publish_files, write_with_room
 from fsdp_qlora.checkpointing.result import record_result
 from fsdp_qlora.loading.weight_files import WeightFiles
@@ -25,6 +28,20 @@ from fsdp_qlora.storage.files import flush
 from fsdp_qlora.storage.safetensors_files import PackedFiles
 
 log = logging.getLogger("fsdp_qlora")
+
+
+@dataclass(frozen=True)
+class Companions:
+    """What is saved beside the weights. documents: name of a file -> its text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    documents: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(str(folder))
+        for name, text in self.documents.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
 
 MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 
@@ -79,30 +96,41 @@ class _LargeResult:
 
 
 def save_adapter(
-    model: nn.Module, config: LoraConfig, tokenizer: PreTrainedTokenizerBase, output_dir: Path, *, is_rank_0: bool
+    model: nn.Module, config: LoraConfig, companions: Companions, output_dir: Path, *, values: Values
 ) -> None:
     """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and writes it."""
-    state = _gather_all(saved_parameters(model), torch.float32, keep=is_rank_0)
+    state = _gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
 
     def write(folder: Path) -> None:
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        config.save_pretrained(str(folder))
-        tokenizer.save_pretrained(str(folder))
+        _write_config(config, folder)
+        companions.write(folder)
         record_result(folder)
 
-    if is_rank_0:
+    if values.keeps:
         publish_files(output_dir, write)
+
+
+def _write_config(config: LoraConfig, folder: Path) -> None:
+    """adapter_config.json as PEFT writes it, but with its sets in order: the same file for the same adapter."""
+    config.save_pretrained(str(folder))
+    path = folder / "adapter_config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for name, value in vars(config).items():
+        if isinstance(value, set):
+            content[name] = sorted(value)
+    path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def save_model(
     model: PreTrainedModel,
     config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    companions: Companions,
     output_dir: Path,
     *,
     base_folder: Path,
     dtype: torch.dtype,
-    is_rank_0: bool,
+    values: Values,
 ) -> None:
     """Gather the model tensor by tensor and save it in transformers' format, in files of bounded size.
 
@@ -113,10 +141,11 @@ def save_model(
     """
     files = _split_into_files(model, dtype, MAX_FILE_BYTES)
     names = [_file_name(index, len(files)) for index in range(len(files))]
-    result = _LargeResult(output_dir, is_rank_0=is_rank_0)
+    result = _LargeResult(output_dir, is_rank_0=values.keeps)
     weight_map: dict[str, str] = {}
     for name, parameters in zip(names, files, strict=True):
-        state = _gather_all(parameters, dtype, keep=result.writes)
+        whole = ((path, values.whole(parameter)) for path, parameter in parameters)
+        state = _gather_all(whole, dtype, keep=result.writes)
         if result.writes:
             state = _as_in_checkpoints(model, state)
             weight_map |= dict.fromkeys(state, name)
@@ -130,7 +159,7 @@ def save_model(
         saved.save_pretrained(folder)
         if (base_folder / "generation_config.json").is_file():
             shutil.copyfile(base_folder / "generation_config.json", folder / "generation_config.json")
-        tokenizer.save_pretrained(str(folder))
+        companions.write(folder)
 
     result.publish(write)
 
@@ -142,19 +171,19 @@ def _save_flushed(state: dict[str, torch.Tensor], path: Path) -> None:
 
 def save_new_blocks(
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    companions: Companions,
     output_dir: Path,
     *,
     base: WeightFiles,
     dtype: torch.dtype,
-    is_rank_0: bool,
+    values: Values,
 ) -> None:
     """Save a model of which some blocks were trained: these in `dtype`, all other tensors as in `base`.
 
     Every rank calls it; rank 0 writes, one tensor at a time.
     """
     trained = [(name, parameter) for name, parameter in _state(model) if parameter.requires_grad]
-    result = _LargeResult(output_dir, is_rank_0=is_rank_0)
+    result = _LargeResult(output_dir, is_rank_0=values.keeps)
     names = {part for name, parameter in trained for part in _names_in_checkpoints(model, name, parameter)}
     forms = {name: base.form(name) for name in base.files}
     assert names <= forms.keys(), names - forms.keys()
@@ -163,10 +192,10 @@ def save_new_blocks(
     result.write(files.create)
     for name in forms.keys() - names:
         if result.writes:
-            values = base.read_flat(name, 0, base.shape(name).numel())
-            result.write(functools.partial(files.write, name, 0, values))
+            original = base.read_flat(name, 0, base.shape(name).numel())
+            result.write(functools.partial(files.write, name, 0, original))
     for name, parameter in trained:
-        state = _gather_all([(name, parameter)], dtype, keep=result.writes)
+        state = _gather_all([(name, values.whole(parameter))], dtype, keep=result.writes)
         if result.writes:
             for part, value in _as_in_checkpoints(model, state).items():
                 result.write(functools.partial(files.write, part, 0, value))
@@ -177,7 +206,7 @@ def save_new_blocks(
         for name in ("config.json", "generation_config.json"):
             if (base.folder / name).is_file():
                 shutil.copyfile(base.folder / name, folder / name)
-        tokenizer.save_pretrained(str(folder))
+        companions.write(folder)
 
     result.publish(write)
 
@@ -229,12 +258,9 @@ def _write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> N
 def _gather_all(
     named: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, *, keep: bool
 ) -> dict[str, torch.Tensor]:
-    """Gather sharded tensors one at a time; without `keep` each is freed at once."""
+    """Take whole tensors one at a time, floats in `dtype` on the CPU; without `keep` each is freed at once."""
     state = {}
-    for name, tensor in named:
-        whole = tensor.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
+    for name, whole in named:
         if keep:
             state[name] = whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype).contiguous()
     return state

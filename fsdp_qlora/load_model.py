@@ -103,6 +103,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         on_nonfinite=config.on_nonfinite,
         eval_steps=config.eval_steps,
         attention=None if schedule.padding else plan.model.documents,
+        early_stopping=config.early_stopping,
     )
     return Trainer(model, optimizer, plan.data.train, ranks, schedule, options, control or Control())
 

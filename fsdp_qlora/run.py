@@ -8,8 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora import distributed, export
-from fsdp_qlora.adapters.peft_format import peft_config
+from fsdp_qlora import distributed
+from fsdp_qlora.adapters.first_values import LiveValues, start_values
 from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.progress import Progress
@@ -18,25 +18,28 @@ from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.stores import open_store
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
-from fsdp_qlora.config.options import TrainConfig, names_marked, resolved_options, resolved_yaml
-from fsdp_qlora.control import clock, restarts
+from fsdp_qlora.config.options import TrainConfig, identity_settings, names_marked, resolved_options, resolved_yaml
+from fsdp_qlora.control import clock, exits, restarts
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.errors import RankError, TrainingError
+from fsdp_qlora.errors import NotFinite, RankError, RunStopped, TrainingError
 from fsdp_qlora.load_model import build_trainer, load_model
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import WeightFiles, Weights, open_weight_files
+from fsdp_qlora.loading.weight_files import Weights, open_weight_files
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.plan import (
     ModelPlan,
     Plan,
+    adapter_config,
     check_resources,
     continued,
-    lora_options,
     make_plan,
     show_samples,
     step_bytes,
 )
+from fsdp_qlora.results.record import Base
+from fsdp_qlora.results.upload import login_advice, upload
+from fsdp_qlora.results.write import ResultForm
 from fsdp_qlora.storage.fingerprint import fingerprint_files
 from fsdp_qlora.supervision import Supervision
 from fsdp_qlora.training.trainer import Trainer, train
@@ -78,6 +81,8 @@ def run(config: TrainConfig) -> None:
             folder.check_keeps_model(plan.model.folder)
             folder.check_contents(known_facts(plan))
             check_resources(config, ranks, plan.model)
+            if config.push_to_hub and ranks.is_rank_0 and (advice := login_advice(config.push_to_hub)):
+                log.warning(advice)
             hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
             weights = open_weights(plan.model)
         own_store = distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
@@ -109,16 +114,28 @@ def train_and_export(
 
     trainer = build_trainer(config, plan, ranks, guard.control)
     state = TrainState(
-        trainer.model, trainer.optimizer, mesh, ranks, is_large=plan.model.trains_whole_modules, beat=guard.beat_save
+        trainer.model,
+        trainer.optimizer,
+        mesh,
+        ranks,
+        is_large=plan.model.trains_whole_modules,
+        beat=guard.beat_save,
+        start=start_values(trainer.model, keep=ranks.is_rank_0),
     )
+    form = result_form(config, plan.model)
     with guard.guarding(state, identity, total_steps=plan.schedule.total_steps):
         progress = restore(state, guard)
-        with guard.watching():
-            if ranks.device.type == "cuda":
-                try_memory(config, plan, trainer, is_retry=start.failed_starts > 0)
-            train(trainer, plan.data, progress, guard)
+        try:
+            with guard.watching():
+                if ranks.device.type == "cuda":
+                    try_memory(config, plan, trainer, is_retry=start.failed_starts > 0)
+                train(trainer, plan.data, progress, guard)
+        except (RunStopped, NotFinite) as error:
+            leave_result(config, form, guard, error)
+            raise
         if config.save_model:
-            save_result(config, plan.model, trainer)
+            save_result(form, trainer, guard, progress)
+        push_result(config, guard)
         guard.finished(progress.summary())
     log.info(describe.describe_result(progress.summary(), guard.folder.path, guard.seconds, saved=config.save_model))
 
@@ -191,6 +208,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         "facts": {"base": base, **facts},
         "world_size": ranks.world_size,
         "global_batch_size": plan.schedule.global_batch_size,
+        **plan.data.about,
     }
 
 
@@ -217,46 +235,68 @@ def restore(state: TrainState, guard: Supervision) -> Progress:
 # --- the result ---
 
 
-def save_result(config: TrainConfig, plan: ModelPlan, trainer: Trainer) -> None:
+def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
+    """The form of the run's results."""
+    settings, changed = identity_settings(resolved_options(config))
+    return ResultForm(plan, adapter_config(config, plan), published_base(config), settings, changed)
+
+
+def published_base(config: TrainConfig) -> Base:
+    """The base model as the result names it."""
+    name = config.base_name or hub.public_name(config.model)
+    return Base(name, is_on_hub="/" in name or not Path(config.model).expanduser().is_dir())
+
+
+def save_result(form: ResultForm, trainer: Trainer, guard: Supervision, progress: Progress) -> None:
     """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
 
     Raises:
         TrainingError: it could not be written; the same on every rank.
     """
-    failure = None
+    failure, is_rank_0 = None, trainer.ranks.is_rank_0
+    values = LiveValues(form.plan.meta.model, keeps=is_rank_0)
     try:
         with trainer.optimizer.averaged():
-            write_result(config, plan, is_rank_0=trainer.ranks.is_rank_0)
+            form.save(values, guard.folder.path, about=guard.identity, progress=progress.to_dict())
     except TrainingError as error:
         failure = str(error)
+    if is_rank_0 and failure is None:
+        form.leave_adapters(guard.folder.path, newest=False, best=progress.best_eval_step >= 0)
+        if advice := form.describe_loading(guard.folder.path):
+            log.info(advice)
     if failure := distributed.first_failure(failure, trainer.ranks.device):
         raise TrainingError(failure)
 
 
-def write_result(config: TrainConfig, plan: ModelPlan, *, is_rank_0: bool) -> None:
-    """Write the result on rank 0; the other ranks take part in gathering it."""
-    model, output_dir, dtype = plan.meta.model, Path(config.output_dir), plan.precision.compute_dtype
-    if plan.train_type.trains_new_blocks:
-        base = WeightFiles(plan.folder)
-        export.save_new_blocks(model, plan.tokenizer, output_dir, base=base, dtype=dtype, is_rank_0=is_rank_0)
-    elif plan.train_type.adapter is None:
-        export.save_model(
-            model,
-            plan.config,
-            plan.tokenizer,
-            output_dir,
-            base_folder=plan.folder,
-            dtype=dtype,
-            is_rank_0=is_rank_0,
-        )
-    else:
-        adapter = peft_config(
-            plan.meta.linears,
-            plan.meta.targets,
-            plan.meta.target_parameters,
-            plan.train_type.adapter,
-            lora_options(config),
-            base_model=hub.public_name(config.model_name),
-            model_config=plan.config,
-        )
-        export.save_adapter(model, adapter, plan.tokenizer, output_dir, is_rank_0=is_rank_0)
+def leave_result(config: TrainConfig, form: ResultForm, guard: Supervision, error: Exception) -> None:
+    """Leave the newest and the best checkpoint's adapter when the run ends early. Called on every rank.
+
+    The other ranks wait for rank 0: torchrun ends all of them when one has ended.
+    """
+    if not config.save_model:
+        return
+    output_dir = guard.folder.path
+    if guard.ranks.is_rank_0:
+        has_eval = bool(config.eval_dataset or config.eval_fraction)
+        if form.peft is not None:
+            form.leave_adapters(output_dir, newest=True, best=has_eval)
+            if advice := form.describe_loading(output_dir):
+                log.info(advice)
+        else:
+            log.info(
+                "The model as it is now can be made of the newest checkpoint: python -m fsdp_qlora export %s --out DIR",
+                output_dir,
+            )
+    distributed.first_failure(None, guard.ranks.device)
+    if isinstance(error, RunStopped) and error.ending.state == "over_budget":
+        push_result(config, guard)
+
+
+def push_result(config: TrainConfig, guard: Supervision) -> None:
+    """Upload the result, if that was asked for. Called on every rank."""
+    if config.push_to_hub and config.save_model:
+        if guard.ranks.is_rank_0 and (
+            failure := upload(guard.folder.path, config.push_to_hub, public=config.push_public)
+        ):
+            log.warning(failure)
+        distributed.first_failure(None, guard.ranks.device)

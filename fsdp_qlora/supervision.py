@@ -36,6 +36,7 @@ class Supervision:
 
     Attributes:
         control: for the trainer: whether to stop or save, and its heartbeat.
+        identity: of the run, as in its checkpoints.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Supervision:
         self.metrics: MetricLog | None = None
         self.mirror: Mirror | None = None
         self.saver: Saver | None = None
+        self.identity: Mapping[str, Any] = {}
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -109,7 +111,7 @@ class Supervision:
     @contextlib.contextmanager
     def guarding(self, state: TrainState, identity: Mapping[str, Any], *, total_steps: int) -> Iterator["Supervision"]:
         """Guard the block: training, and saving its result."""
-        config, path = self.config, self.folder.path
+        config, path, self.identity = self.config, self.folder.path, identity
         self.status.update(total_steps=total_steps)
         sinks = config.pick(
             SinkOptions,

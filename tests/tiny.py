@@ -157,15 +157,19 @@ def on_ranks(world_size: int, target: Callable[..., int], args: tuple[Any, ...],
 def _train(argv: list[str], logits_file: Path | None) -> int:
     import train
     from fsdp_qlora import export
+    from fsdp_qlora.adapters.first_values import LiveValues
 
     if logits_file is not None:
         save = export.save_adapter
 
         def save_with_logits(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            if not isinstance(kwargs["values"], LiveValues):  # a checkpoint's, saved by rank 0 alone
+                save(model, *args, **kwargs)
+                return
             model.eval()
             with torch.no_grad():
                 logits = model(input_ids=PROBE, use_cache=False).logits
-            if kwargs["is_rank_0"]:
+            if kwargs["values"].keeps:
                 save_file({"logits": logits.clone()}, logits_file)
             save(model, *args, **kwargs)
 

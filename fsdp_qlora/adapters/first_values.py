@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.adapters.dora import DoraLinear
 from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
-from fsdp_qlora.adapters.lora import LoraLinear
+from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
 from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, find_blocks
@@ -82,27 +83,69 @@ def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> Non
     set_magnitudes(model, mesh)
 
 
+class Values(Protocol):
+    """The trained values to save: of a model in training, or of a checkpoint."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank keeps and writes them; the others only take part in gathering."""
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole value of one of the model's parameters or buffers. Called on every rank."""
+
+    def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The A or B whose product was subtracted from the base on loading, None if there is none."""
+
+
+class LiveValues:
+    """The values of a model in training, gathered from its shards."""
+
+    def __init__(self, model: nn.Module, *, keeps: bool) -> None:
+        self.keeps, self._start = keeps, _kept_shards(model)
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        kept = self._start.get(id(parameter))
+        return kept[1].whole() if kept else None
+
+
+def start_values(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Name of a parameter A or B -> the value whose product was subtracted from the base, bf16 on the CPU.
+
+    The values have been rounded to bf16. Called on every rank; empty without `keep`.
+    """
+    values = {canonical_name(name): kept.whole() for name, kept in _kept_shards(model).values()}
+    return {name: value.to("cpu", torch.bfloat16) for name, value in values.items()} if keep else {}
+
+
+def _kept_shards(model: nn.Module) -> dict[int, tuple[str, KeptShard]]:
+    """The id of a parameter A or B -> its name, and what was subtracted."""
+    kept: dict[int, tuple[str, KeptShard]] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoraLinear) and layer.subtracted is not None:
+            for key, factor in zip(("lora_A", "lora_B"), layer.subtracted, strict=True):
+                kept[id(layer.lora.get_submodule(key).weight)] = f"{path}.lora.{key}.weight", factor
+    return kept
+
+
 @torch.no_grad()
-def saved_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name in PEFT's file, tensor) of the adapter for the original base. Called on every rank.
+def saved_parameters(model: nn.Module, values: Values) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in PEFT's file, whole value) of the adapter for the original base. Called on every rank.
 
     If training used the base W - s B0 A0, the saved update is s (B A - B0 A0), of twice the rank: [A; A0], [B, -B0].
     """
-    layers = {
-        f"base_model.model.{name.removesuffix('.weight')}": layer for name, layer in adapted_weights(model).items()
-    }
     for name, parameter in adapter_parameters(model):
-        layer = layers.get(name.rpartition(".lora_")[0])
-        if layer is None or layer.subtracted is None:
-            yield name, parameter
-            continue
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        lora_A, lora_B = layer.subtracted
-        if name.endswith("lora_A.weight"):
-            yield name, torch.cat([whole, lora_A.whole()], dim=0)
-        else:
-            yield name, torch.cat([whole, -lora_B.whole()], dim=1)
-    yield from full_parameters(model)
+        whole, start = values.whole(parameter), values.start(parameter)
+        if start is not None and name.endswith("lora_A.weight"):
+            whole = torch.cat([whole, start.to(whole)], dim=0)
+        elif start is not None:
+            whole = torch.cat([whole, -start.to(whole)], dim=1)
+        yield name, whole
+    for name, parameter in full_parameters(model):
+        yield name, values.whole(parameter)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from fsdp_qlora.storage.files import is_partial, open_own
 log = logging.getLogger("fsdp_qlora")
 
 CHECKPOINTS = "checkpoints"
+BEST = "best"  # the adapter of the lowest held-out loss
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
 FETCHED = ".from_mirror"  # files being copied from a mirror
 BRING_BACK = (
@@ -26,7 +27,7 @@ RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
-    "checkpoints", FETCHED,
+    "checkpoints", BEST, "README.md", "training.json", FETCHED,
 )  # fmt: skip
 # Files that a start killed before it has written run.json may leave. They are no results.
 _LEFTOVERS = {LOCK, ".saving", FETCHED}

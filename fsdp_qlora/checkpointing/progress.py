@@ -15,7 +15,8 @@ _SIGMAS = 8.0
 @dataclass
 class Progress:
     """step: optimizer steps done. last_eval_step: the step of the last evaluation, -1 for none.
-    best_eval_loss: the lowest so far. recent_losses: of the last steps, for `spike`.
+    best_eval_loss: the lowest so far, best_eval_step: when. num_evals_without_best: in a row since then.
+    recent_losses: of the last steps, for `spike`.
     loss_scale: for fp16, from LossScale.state. stream: where streamed rows go on, a data.streaming.Place.
     """
 
@@ -27,6 +28,8 @@ class Progress:
     first_eval_loss: float | None = None
     eval_loss: float | None = None
     best_eval_loss: float | None = None
+    best_eval_step: int = -1
+    num_evals_without_best: int = 0
     last_eval_step: int = -1
     recent_losses: list[float] = field(default_factory=list)
     loss_scale: dict[str, float] = field(default_factory=dict)
@@ -61,14 +64,18 @@ class Progress:
         if is_first:
             self.first_eval_loss = eval_loss
         is_best = eval_loss < (math.inf if self.best_eval_loss is None else self.best_eval_loss)
+        self.num_evals_without_best += 1
         if is_best:
-            self.best_eval_loss = eval_loss
+            self.best_eval_loss, self.best_eval_step, self.num_evals_without_best = eval_loss, self.step, 0
         return is_best and not is_first
 
     def summary(self) -> dict[str, float]:
         """The run's final values."""
         names = ("loss", "first_eval_loss", "eval_loss", "num_tokens", "train_seconds")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.best_eval_loss is not None and self.best_eval_step >= 0:
+            values |= {"best_eval_loss": self.best_eval_loss, "best_eval_step": self.best_eval_step}
+        return values
 
 
 def spike(recent: list[float], loss: float) -> float | None:

@@ -73,8 +73,8 @@ _STATUS = {
 _PROGRESS = {
     "step": _STEP, "num_tokens": _AMOUNT, "train_seconds": _AMOUNT, "num_skipped": _STEP, "loss": _NUMBER_OR_NULL,
     "first_eval_loss": _NUMBER_OR_NULL, "eval_loss": _NUMBER_OR_NULL, "best_eval_loss": _NUMBER_OR_NULL,
-    "last_eval_step": _STEP_OR_NONE, "recent_losses": _NUMBERS, "loss_scale": _LOSS_SCALE,
-    "stream": _PLACE,
+    "best_eval_step": _STEP_OR_NONE, "num_evals_without_best": _STEP, "last_eval_step": _STEP_OR_NONE,
+    "recent_losses": _NUMBERS, "loss_scale": _LOSS_SCALE, "stream": _PLACE,
 }  # fmt: skip
 
 

@@ -285,7 +285,7 @@ def _from_path(run: Run, path: Path) -> Start:
         )
     if (path / checkpoint.STATE).is_file() or (path / checkpoint.MANIFEST).is_file():
         try:
-            start = _start_at(run, path, _verified(path))
+            start = _start_at(run, path, verified_state(path))
         except DamagedCheckpoint as error:
             raise UserError(f"--resume {path}: the checkpoint is damaged ({error}). Give another one.") from error
     else:
@@ -308,7 +308,7 @@ def _newest_whole(run: Run, root: Path) -> Start | None:
     folders = checkpoint.published(root)
     for folder in reversed(folders.values()):
         try:
-            state = _verified(folder)
+            state = verified_state(folder)
         except DamagedCheckpoint as error:
             log.warning(
                 "Checkpoint %s is damaged (%s). It is now %s.", folder, error, checkpoint.quarantine(folder).name
@@ -323,7 +323,7 @@ def _newest_whole(run: Run, root: Path) -> Start | None:
     return None
 
 
-def _verified(folder: Path) -> dict[str, Any]:
+def verified_state(folder: Path) -> dict[str, Any]:
     """The state.json of a checkpoint, after its bytes and the consistency of its parts have been verified.
 
     Raises:

@@ -37,7 +37,7 @@ from fsdp_qlora.distributed import (
 )
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.models import canonical_name
-from fsdp_qlora.optimizers.sharded import STATE_KEYS, ShardedOptimizer
+from fsdp_qlora.optimizers.sharded import STATE_KEYS, ShardedOptimizer, averaged_value
 from fsdp_qlora.storage import safetensors_files
 from fsdp_qlora.storage.files import FileRecord
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
@@ -46,6 +46,7 @@ from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
 _Layout = dict[str, dict[str, dict[str, Any]]]
 _KINDS = ("rows", "once", "number", "local")
 _PARAMETER = "parameter"  # the key of the parameter itself
+START = "start.safetensors"  # the factors that were subtracted from the base on loading, where there are any
 
 
 class TrainState:
@@ -55,6 +56,7 @@ class TrainState:
         is_large: each rank writes its own rows. Otherwise rank 0 gathers and writes, unless the optimizer has
             entries of kind local.
         beat: called for each tensor written, since a large state takes long.
+        start: values that every checkpoint has in START too, on rank 0: first_values.start_values.
     """
 
     def __init__(
@@ -66,12 +68,13 @@ class TrainState:
         *,
         is_large: bool,
         beat: Callable[[], None] = lambda: None,
+        start: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.parameters = {
             canonical_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         self.optimizer, self.mesh, self.ranks, self.is_large = optimizer, mesh, ranks, is_large
-        self.beat = beat
+        self.beat, self.start = beat, start or {}
 
     # --- writing ---
 
@@ -114,7 +117,11 @@ class TrainState:
             return {}, description
         file = _file(index)
         metadata = {"format": "pt", "shard": str(index), "shards": str(description["files"])}
-        return {file: safetensors_files.write_tensors(folder / file, forms, values, metadata)}, description
+        files = {file: safetensors_files.write_tensors(folder / file, forms, values, metadata)}
+        if self.start:
+            forms = {name: TensorForm(value.dtype, tuple(value.shape)) for name, value in self.start.items()}
+            files[START] = safetensors_files.write_tensors(folder / START, forms, self.start.values(), {"format": "pt"})
+        return files, description
 
     def check_finite(self) -> None:
         """Refuse to save parameters that are not finite. Called on every rank.
@@ -195,13 +202,7 @@ class TrainState:
             DamagedCheckpoint: its files have changed since they were verified.
         """
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
-        if description["shapes"] != shapes:
-            stored = description["shapes"]
-            other = sorted(name for name in {**shapes, **stored} if shapes.get(name) != stored.get(name))
-            raise UserError(
-                f"{folder} belongs to a model with other trainable parameters: {', '.join(other[:4])}"
-                f"{', ...' if len(other) > 4 else ''} differ."
-            )
+        _check_shapes(folder, description["shapes"], shapes)
         own, groups = self.optimizer.group_values(), description["groups"]
         if len(own) != len(groups) or not all(map(_fits, own, groups)):
             raise UserError(f"{folder} belongs to an optimizer with other settings: {json.dumps(groups)[:200]}.")
@@ -265,6 +266,63 @@ class TrainState:
             else:
                 value = buffer.copy_(value)
         self.optimizer.state_of(parameter)[key] = value
+
+
+class StoredValues:
+    """The trained values of a checkpoint, for a model without weights: first_values.Values.
+
+    Args:
+        description: as `TrainState.write` returned it.
+        optimizer: its name; a schedule-free one's weights are averaged as for an evaluation.
+    Raises:
+        UserError: the checkpoint belongs to another model.
+        DamagedCheckpoint: from any method, if its files cannot be read.
+    """
+
+    keeps = True
+
+    def __init__(self, model: nn.Module, folder: Path, description: Mapping[str, Any], *, optimizer: str) -> None:
+        named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        _check_shapes(folder, description["shapes"], {name: list(value.shape) for name, value in trained.items()})
+        self._names = {id(parameter): name for name, parameter in trained.items()}
+        self._layout, self._optimizer = description["layout"], optimizer
+        self._readers = [TensorReader(folder / _file(index)) for index in range(description["files"])]
+        self._start = TensorReader(folder / START) if (folder / START).is_file() else None
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        name = self._names.get(id(tensor))
+        if name is None:
+            raise UserError("The model has tensors that do not train and are in no checkpoint: resume the run instead.")
+        value = self._read(name, _PARAMETER)
+        z = self._read(name, "z") if "z" in self._layout[name] else None
+        return value if z is None else averaged_value(self._optimizer, value, z)
+
+    def _read(self, name: str, key: str) -> torch.Tensor:
+        parts = [reader.whole(_file_name(name, key)) for reader in self._readers]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return self._start.whole(self._names[id(parameter)]) if self._start else None
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the checkpoint has what was subtracted from the base."""
+        return self._start is not None
+
+    def close(self) -> None:
+        for reader in (*self._readers, *([self._start] if self._start else [])):
+            reader.close()
+
+
+def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise UserError if a checkpoint's parameters are not the model's."""
+    other = sorted(name for name in {**own, **stored} if own.get(name) != stored.get(name))
+    if other:
+        raise UserError(
+            f"{folder} belongs to a model with other trainable parameters: {', '.join(other[:4])}"
+            f"{', ...' if len(other) > 4 else ''} differ."
+        )
 
 
 def _fits(own: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:

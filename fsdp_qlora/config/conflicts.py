@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from fsdp_qlora.adapters.targets import ALL, is_regex
 from fsdp_qlora.config.marks import OF_ADAPTER, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
-from fsdp_qlora.storage.locations import folder_error, mirror_error
+from fsdp_qlora.storage.locations import folder_error, is_repository, mirror_error
 from fsdp_qlora.train_types import TRAIN_TYPES
 
 _PATH_MAX, _NAME_MAX = 4096, 255  # bytes; what Linux takes
@@ -186,10 +186,12 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.eval_dataset is not None and c.eval_fraction > 0:
+    if c.eval_dataset and c.eval_fraction > 0:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
-    if c.eval_steps > 0 and c.eval_dataset is None and c.eval_fraction == 0:
+    if c.eval_steps > 0 and not c.eval_dataset and c.eval_fraction == 0:
         yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
+    if c.early_stopping and not c.eval_steps:
+        yield "--early_stopping counts the evaluations during training: it needs --eval_steps (such as 50)."
 
 
 def _streaming_conflicts(c: TrainConfig) -> Iterator[str]:
@@ -216,6 +218,17 @@ def _location_errors(c: TrainConfig) -> Iterator[str]:
         yield from filter(None, [folder_error(name, getattr(c, name))])
     if c.mirror is not None:
         yield from filter(None, [mirror_error(c.mirror)])
+
+
+def _hub_errors(c: TrainConfig) -> Iterator[str]:
+    for name in ("base_name", "push_to_hub"):
+        value = getattr(c, name)
+        if value is not None and not is_repository(value):
+            yield f"--{name} is {value!r}, but a name on the hub is OWNER/NAME."
+    if c.push_public and c.push_to_hub is None:
+        yield "--push_public says how --push_to_hub uploads: give that too."
+    if c.push_to_hub and not c.save_model:
+        yield "--push_to_hub uploads what is saved: it needs --save_model true."
 
 
 def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
@@ -268,5 +281,6 @@ _RULES = (
     _streaming_conflicts,
     _budget_conflicts,
     _location_errors,
+    _hub_errors,
     _profiling_conflicts,
 )

@@ -5,7 +5,7 @@ A field of `TrainConfig` is the flag, the YAML key and the attribute. Its type i
 conflicts.py lists the options that exclude each other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -236,10 +236,14 @@ class TrainConfig:
     fills the context are not counted."""
     eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
     """Share of the rows that is held out for evaluation."""
-    eval_dataset: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
-    """Dataset for evaluation, one, named as in dataset: rows.jsonl, folder[test], owner/name[validation]."""
+    eval_dataset: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
+    """Rows for evaluation, named as in dataset: rows.jsonl, folder[test], owner/name[validation]. Several are measured
+    one by one, as in chat=chat.jsonl code=code.jsonl; the first one's loss decides which checkpoint is the best."""
     eval_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Evaluate every this many optimizer steps; 0 evaluates only before and after training."""
+    early_stopping: Annotated[int, at_least(0), MAY_DIFFER] = 0
+    """End the training after this many evaluations in a row without a lower loss; 0 is never. The adapter of the lowest
+    is in best/."""
 
     # == output ==
     save_model: Annotated[bool, MAY_DIFFER] = True
@@ -250,6 +254,14 @@ class TrainConfig:
     overwrite_output_dir: Annotated[bool, MAY_DIFFER, PER_NODE] = False
     """Replace the results of a finished run or of another run in output_dir; an unfinished run with the same options is
     resumed anyway, unless resume is off."""
+    base_name: Annotated[str | None, MAY_DIFFER] = None
+    """Name of the base model on the Hugging Face hub, OWNER/NAME, for the adapter's adapter_config.json and card; by
+    default model_name's, which loaders do not find if it is a local folder."""
+    push_to_hub: Annotated[str | None, MAY_DIFFER] = None
+    """Upload the result to this repository on the Hugging Face hub, OWNER/NAME, which is made if it is not there, at
+    the end of the run or of its budget; it stays in output_dir whatever comes of that."""
+    push_public: Annotated[bool, MAY_DIFFER] = False
+    """Make the repository of push_to_hub public; by default it is private."""
     log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = ("tqdm",)
     """Where metrics go, one or more; metrics.jsonl in output_dir is always written. With wandb alone the terminal has a
     progress bar too; jsonl and wandb leave it silent."""
@@ -414,6 +426,14 @@ def resolved_options(config: TrainConfig) -> dict[str, Any]:
 def resolved_yaml(config: TrainConfig) -> str:
     """`resolved_options` as YAML that `--config` accepts for the same run."""
     return yaml.safe_dump(resolved_options(config), sort_keys=False, allow_unicode=True)
+
+
+def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of stored options those that make a run this run, none of which is a path; and of these the changed ones."""
+    may_differ, defaults = names_marked(MAY_DIFFER), resolved_options(DEFAULTS)
+    settings = {name: value for name, value in options.items() if name in defaults and name not in may_differ}
+    changed = {name: value for name, value in settings.items() if value != defaults[name] or name == "train_type"}
+    return settings, changed
 
 
 def pairs(items: Iterable[str]) -> list[tuple[str, str]]:

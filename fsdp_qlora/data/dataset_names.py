@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,3 +68,23 @@ def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
     if ":" in name and "://" not in name and not Path(name).expanduser().exists():
         name, _, config = name.partition(":")
     return DatasetName(name, config or None, split, start, stop, weight)
+
+
+def parse_eval_names(words: Sequence[str]) -> dict[str, str]:
+    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}: the names of the evaluation's datasets.
+
+    Raises:
+        UserError: two have the same name.
+    """
+    named: dict[str, str] = {}
+    for word in words:
+        match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", word)
+        dataset = match[2] if match else word
+        name = match[1] if match else Path(parse_name(dataset, weighted=False).name).name.partition(".")[0]
+        if name in named:
+            raise UserError(
+                f"eval_dataset: {named[name]} and {dataset} are both called {name}. Give them names: "
+                f"{name}={named[name]} {name}_2={dataset}."
+            )
+        named[name] = dataset
+    return named

@@ -4,18 +4,20 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data import tokenization
 from fsdp_qlora.data.cache import cache_path, locked, read_cache, tokenizer_identity, write_cache
-from fsdp_qlora.data.dataset_names import parse_name
+from fsdp_qlora.data.dataset_names import parse_eval_names, parse_name
 from fsdp_qlora.data.formats import FORMATS, choose_format, given_names, parse_columns, used_columns
 from fsdp_qlora.data.mixture import Mixture, check_weights, concatenate, mix, split_rows
+from fsdp_qlora.data.prompt_record import prompt_record
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import NO_ROOM, NUMBERS_SHOWN, DataReport, Rows, TokenizedRows
@@ -36,7 +38,7 @@ class DataOptions:
     """The options that decide a run's rows. Each is the option of the same name, and its help says what it means."""
 
     dataset: tuple[str, ...]
-    eval_dataset: str | None
+    eval_dataset: tuple[str, ...]
     eval_fraction: float
     context_length: int
     dataset_format: str
@@ -66,6 +68,11 @@ class RunData:
     """One row as text, its masked and learned parts marked."""
     rejected: list[tuple[str, str]]
     """(place, reason) of every row that was left out."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """For the result's card, as JSON. data: name, format and number of rows of each dataset; eval_data: the same;
+    prompt: as `prompt_record`, of the first dataset."""
+    eval_sets: dict[str, np.ndarray] = field(default_factory=dict)
+    """The parts of `eval_rows` by name, the first one first, where there are several."""
     mixture: Mixture | None = None
     """The datasets' parts in an epoch, where they have weights."""
     stream: RowStream | None = None
@@ -106,32 +113,55 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
             rows, report = prepare_rows(tokenizer, one, cache_dir=cache_folder() / "tokenized", show_progress=True)
             tokenization.check_vocabulary(rows, vocab_size)
             rejected.extend(report.places())
+            reports.append(_about(dataset, report, report.num_used))
             parts.append(rows)
         return parts
 
     rejected: list[tuple[str, str]] = []
+    reports: list[dict[str, Any]] = []
+    eval_names = parse_eval_names(options.eval_dataset)
     shares = check_weights([parse_name(dataset) for dataset in options.dataset])
+    stream = mixture = None
     if options.streaming:
-        train, stream = _open_stream(tokenizer, options, vocab_size)
-        [evaluation] = prepare([options.eval_dataset], None) if options.eval_dataset is not None else [train]
-        num_eval = len(evaluation) if options.eval_dataset is not None else 0
-        sample = tokenization.describe_sample(train, 0, tokenizer)
-        return RunData(train, np.arange(len(train)), evaluation, np.arange(num_eval), sample, rejected, stream=stream)
-    parts = prepare(options.dataset, options.dataset_samples)
+        first, report, stream = _open_stream(tokenizer, options, vocab_size)
+        reports.append(_about(options.dataset[0], report, stream.num_rows))
+        parts, train_rows, eval_rows = [first], np.arange(len(first)), np.arange(0)
+    else:
+        parts = prepare(options.dataset, options.dataset_samples)
+        train_rows, eval_rows = split_eval(sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed)
+        mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
     train = evaluation = concatenate(parts)
-    train_rows, eval_rows = split_eval(len(train), fraction=options.eval_fraction, seed=options.seed)
-    mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
-    if options.eval_dataset is not None:
-        [evaluation] = prepare([options.eval_dataset], None)
+    eval_sets = {}
+    if eval_names:
+        eval_parts = prepare(list(eval_names.values()), None)
+        evaluation = concatenate(eval_parts)
         eval_rows = np.arange(len(evaluation))
+        ends = np.cumsum([len(part) for part in eval_parts])
+        eval_sets = dict(zip(eval_names, np.split(eval_rows, ends[:-1]), strict=True))
+    about = {
+        "prompt": prompt_record(reports[0]["format"], find_template(options.prompt_template)),
+        "data": reports[: len(options.dataset)],
+        "eval_data": reports[len(options.dataset) :],
+    }
     sample = tokenization.describe_sample(train, int(train_rows[0]), tokenizer)
-    return RunData(train, train_rows, evaluation, eval_rows, sample, rejected, mixture)
+    several = eval_sets if len(eval_sets) > 1 else {}
+    return RunData(train, train_rows, evaluation, eval_rows, sample, rejected, about, several, mixture, stream)
+
+
+def _about(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:
+    return {"name": _public(dataset), "format": report.dataset_format, "rows": num_rows}
+
+
+def _public(dataset: str) -> str:
+    """A dataset's name without the local path."""
+    name = parse_name(dataset).name
+    return Path(name).expanduser().resolve().name if Path(name).expanduser().exists() else dataset
 
 
 def _open_stream(
     tokenizer: PreTrainedTokenizerBase, options: DataOptions, vocab_size: int
-) -> tuple[TokenizedRows, RowStream]:
-    """The first rows of a dataset, which are checked as others are, and the stream of all."""
+) -> tuple[TokenizedRows, DataReport, RowStream]:
+    """The first rows of a dataset, which are checked as others are, their report, and the stream of all."""
     [dataset] = map(parse_name, options.dataset)
     template, renames = find_template(options.prompt_template), parse_columns(options.columns)
     parts, identity = find_parts(dataset)
@@ -176,7 +206,7 @@ def _open_stream(
         dataset.name,
         f"{options.shuffle_buffer:,}",
     )
-    return first, stream
+    return first, report, stream
 
 
 def count_streamed(parts: Sequence[Part]) -> int:

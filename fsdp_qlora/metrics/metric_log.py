@@ -88,13 +88,15 @@ class MetricLog:
             )
 
     def evaluation(self, record: Record) -> None:
-        """Log one evaluation: step, epoch, eval_loss, num_target_tokens."""
+        """Log one evaluation: step, epoch, eval_loss, perplexity, num_target_tokens, and eval_sets by name."""
         if not self._sinks:
             return
         record = plain(record)
         for sink in self._sinks:
             sink.evaluation(record)
         self.say(_line(record, ("step", *EVALUATION_COLUMNS)))
+        for name, result in record.get("eval_sets", {}).items():
+            self.say(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
 
     def say(self, text: str) -> None:
         """Print a line without breaking the progress bar. Rank 0 only."""
@@ -164,6 +166,7 @@ COLUMNS: dict[str, str] = {
     "epoch": "epoch {:.2f}",
     "loss": "loss {:7.4f}",
     "eval_loss": "eval_loss {:.4f}",
+    "perplexity": "perplexity {:.2f}",
     "grad_norm": "grad_norm {:8.4f}",
     "lr": "lr {:.2e}",
     "tokens_per_second": "{:>8,.0f} tokens/s",
@@ -175,7 +178,7 @@ STEP_COLUMNS = ("epoch", "loss", "grad_norm", "lr", "tokens_per_second", "step_s
 BAR_COLUMNS = ("loss", "lr", "tokens_per_second")
 # In a narrow terminal the bar is cut first and then the end, where the time is.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
-EVALUATION_COLUMNS = ("epoch", "eval_loss", "num_target_tokens")
+EVALUATION_COLUMNS = ("epoch", "eval_loss", "perplexity", "num_target_tokens")
 
 
 def _line(record: Record, columns: Sequence[str]) -> str:

@@ -246,6 +246,22 @@ class ShardedOptimizer:
         )
 
 
+def averaged_value(name: str, value: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """The value to evaluate and save of a parameter as it is in training: for schedule-free optimizers the average.
+
+    Args:
+        z: the optimizer's state of that name for the parameter.
+    """
+    if OPTIMIZERS[name] is not _schedule_free:
+        return value
+    parameter = nn.Parameter(value)
+    optimizer = _schedule_free([parameter], lr=1.0)
+    optimizer.train()  # type: ignore[attr-defined]
+    optimizer.state[parameter]["z"] = z
+    optimizer.eval()  # type: ignore[attr-defined]
+    return parameter.detach()
+
+
 def _norms(gradients: Iterable[torch.Tensor]) -> Sequence[float]:
     """Total L2 norm per device: offloaded gradients are on the CPU, the others on the GPU."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}

@@ -1,6 +1,7 @@
 """Describes a planned run in a few lines, from the model on the meta device."""
 
 import itertools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,10 @@ def describe_result(summary: dict[str, float], output_dir: Path, seconds: float,
     """The end of a run: losses, speed and where the files are."""
     lines = [f"Finished in {seconds:.0f} s: last training loss {summary['loss']:.4f}"]
     if "eval_loss" in summary:
-        lines.append(f"  held-out loss {summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}")
+        ends = f"{summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}"
+        if summary.get("best_eval_loss", math.inf) < summary["eval_loss"]:
+            ends += f", lowest {summary['best_eval_loss']:.4f} at step {summary['best_eval_step']:.0f}"
+        lines.append(f"  held-out loss {ends}")
     rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
     lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")
     entries = output_dir.iterdir() if output_dir.is_dir() else ()

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config.help import needless_lines
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
@@ -275,6 +277,21 @@ def lora_options(config: TrainConfig) -> LoraOptions:
         init=config.init_lora_weights,
         rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
         alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
+    )
+
+
+def adapter_config(config: TrainConfig, plan: ModelPlan) -> LoraConfig | None:
+    """The configuration of the saved adapter, in PEFT's format; None where a whole model is saved."""
+    if plan.train_type.adapter is None:
+        return None
+    return peft_config(
+        plan.meta.linears,
+        plan.meta.targets,
+        plan.meta.target_parameters,
+        plan.train_type.adapter,
+        lora_options(config),
+        base_model=config.base_name or hub.public_name(config.model),
+        model_config=plan.config,
     )
 
 

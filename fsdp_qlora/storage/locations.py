@@ -16,11 +16,15 @@ def mirror_error(target: str) -> str | None:
     if kind == "rclone":
         return None if ":" in rest else "--mirror rclone:REMOTE:PATH needs a remote's name, which ends with a colon."
     if kind == "hf":
-        is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", rest)
-        return None if is_repository else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
+        return None if is_repository(rest) else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
     if (begin := _remote(target)) is None:
         return None
     return f"--mirror begins with {begin!r}, which is not a kind of mirror. Give {_FORMS} or a folder. {_COLON}"
+
+
+def is_repository(name: str) -> bool:
+    """Whether this is a repository's name on the hub, OWNER/NAME."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
 
 
 def folder_error(option: str, text: str) -> str | None:

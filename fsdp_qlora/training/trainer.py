@@ -74,6 +74,8 @@ def train(trainer: "Trainer", data: RunData, progress: Progress, observer: Obser
         _evaluate(trainer, data, progress, observer)
         _stop_if_asked(control, progress, observer)
     for step, rows in _rows_of_steps(trainer, data, progress):
+        if _is_no_longer_improving(trainer, progress):  # also where the previous start was killed at its end
+            break
         try:
             record = trainer.train_step(step, rows)
         except NotFinite:
@@ -112,19 +114,38 @@ def _rows_of_steps(trainer: "Trainer", data: RunData, progress: Progress) -> Ite
         trainer.heartbeat.beat(step + 1, "rows")
 
 
+def _is_no_longer_improving(trainer: "Trainer", progress: Progress) -> bool:
+    """Whether early stopping ends the run here."""
+    most = trainer.options.early_stopping
+    if not 0 < most <= progress.num_evals_without_best:
+        return False
+    log.info(
+        "Stopped early after step %d: %d evaluations without a lower loss than %.4f of step %d.",
+        progress.step, progress.num_evals_without_best, progress.best_eval_loss, progress.best_eval_step,
+    )  # fmt: skip
+    return True
+
+
 def _is_eval_due(trainer: "Trainer", data: RunData, step: int) -> bool:
     every, is_at_an_end = trainer.options.eval_steps, step in (0, trainer.schedule.total_steps)
     return len(data.eval_rows) > 0 and (is_at_an_end or (every > 0 and step % every == 0))
 
 
 def _evaluate(trainer: "Trainer", data: RunData, progress: Progress, observer: Observer) -> bool:
-    """Evaluate; returns whether the result is the best so far. False if all ranks have agreed to stop instead."""
-    result = trainer.evaluate(progress.step, data.evaluation, data.eval_rows)
-    if result is None:
-        return False
-    epoch = progress.step / trainer.schedule.steps_per_epoch
-    observer.evaluated(progress, {"step": progress.step, "epoch": epoch, **result})
-    return progress.add_evaluation(result["eval_loss"])
+    """Evaluate; returns whether the result is the best so far. False if all ranks have agreed to stop instead.
+
+    Of several sets the first one counts.
+    """
+    results = {}
+    for name, rows in (data.eval_sets or {"": data.eval_rows}).items():
+        result = trainer.evaluate(progress.step, data.evaluation, rows)
+        if result is None:
+            return False
+        results[name] = result
+    first, *others = results.values()
+    record = {"step": progress.step, "epoch": progress.step / trainer.schedule.steps_per_epoch, **first}
+    observer.evaluated(progress, {**record, **({"eval_sets": results} if others else {})})
+    return progress.add_evaluation(first["eval_loss"])
 
 
 def _stop_if_asked(control: Control, progress: Progress, observer: Observer) -> None:
@@ -143,7 +164,7 @@ class TrainerOptions:
     learning_rate: of a step, counted from 0. max_grad_norm: gradients are clipped to it; inf disables clipping.
     num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
     if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps between evaluations,
-    0 for none.
+    0 for none. early_stopping: evaluations in a row without a lower loss that end the run, 0 for no end.
     """
 
     precision: Precision
@@ -155,6 +176,7 @@ class TrainerOptions:
     on_nonfinite: str = "halt"
     eval_steps: int = 0
     attention: str | None = None
+    early_stopping: int = 0
 
 
 class Trainer:
@@ -328,7 +350,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:
-        """Mean loss over the target tokens of `rows`, in nats; None if all ranks have agreed to stop instead.
+        """Mean loss over the target tokens of `rows`, in nats, and its exponential, the perplexity.
+
+        None if all ranks have agreed to stop instead.
 
         Called on every rank.
         """
@@ -346,7 +370,10 @@ class Trainer:
             return None
         num_targets = int(data.num_targets[rows].sum())
         total = gather_numbers([local_sum], self.ranks.device).sum().item()
-        return {"eval_loss": total / num_targets, "num_target_tokens": num_targets}
+        loss = total / num_targets
+        # exp(709) is the largest that a float holds.
+        perplexity = math.exp(loss) if loss < 709 else math.inf
+        return {"eval_loss": loss, "perplexity": perplexity, "num_target_tokens": num_targets}
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         if enabled != self.gradient_sync:  # it walks all modules

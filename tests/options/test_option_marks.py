@@ -77,7 +77,7 @@ LIMITS: dict[str, tuple[list[Any], list[Any]]] = {
     "active_steps profiling_frequency shuffle_buffer": ([1, 2], [0, -1]),
     "context_length": ([2], [1, 0]),
     "warmup_steps": ([-1, 0], [-2]),
-    "eval_steps show_samples save_steps wait_steps profiling_warmup_steps repeat": ([0, 1], [-1]),
+    "eval_steps early_stopping show_samples save_steps wait_steps profiling_warmup_steps repeat": ([0, 1], [-1]),
     "save_minutes hang_minutes": ([0.0, 0.5, math.inf], [-0.5, math.nan]),
     "lora_dropout eval_fraction": ([0.0, 0.99], [-0.1, 1.0, math.nan]),
     "warmup_ratio max_bad_rows": ([0.0, 1.0], [-0.1, 1.01, math.nan]),

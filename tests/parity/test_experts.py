@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora import export
+from fsdp_qlora.adapters.first_values import LiveValues
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
 from fsdp_qlora.quantizers.experts import expert_parameters, router_linears
 from tests.reference import batch_loss, encode, load_adapter
@@ -302,11 +303,11 @@ def test_a_model_of_experts_saved_in_several_files_is_read_back(
     export.save_model(
         model,
         model.config,
-        tokenizer,
+        export.Companions(tokenizer),
         tmp_path,
         base_folder=folder,
         dtype=torch.float32,
-        is_rank_0=True,
+        values=LiveValues(model, keeps=True),
     )
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora import export
+from fsdp_qlora.adapters.first_values import LiveValues
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
@@ -116,12 +117,12 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_ref
     def save() -> set[str]:
         """The names of what was gathered."""
         gathered.clear()
-        common = {"dtype": torch.float32, "is_rank_0": True}
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        common = {"dtype": torch.float32, "values": LiveValues(model, keeps=True)}
+        companions = export.Companions(AutoTokenizer.from_pretrained(folder))
         if new_blocks:
-            export.save_new_blocks(model, tokenizer, output, base=WeightFiles(folder), **common)
+            export.save_new_blocks(model, companions, output, base=WeightFiles(folder), **common)
         else:
-            export.save_model(model, model.config, tokenizer, output, base_folder=folder, **common)
+            export.save_model(model, model.config, companions, output, base_folder=folder, **common)
         return set(gathered)
 
     def write_while_there_is_room(*args: object, **kwargs: object) -> None:

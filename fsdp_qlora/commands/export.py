@@ -1,0 +1,111 @@
+"""Makes an adapter (or a model) for PEFT and transformers of a checkpoint, without a GPU or the base's weights."""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora import distributed, models
+from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
+from fsdp_qlora.checkpointing.layout import CHECKPOINTS
+from fsdp_qlora.checkpointing.resume import verified_state
+from fsdp_qlora.checkpointing.saving import best_step
+from fsdp_qlora.commands.model_folder import check_is_new
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.loading import hub
+from fsdp_qlora.planning.plan import build_plan
+from fsdp_qlora.results.upload import upload
+from fsdp_qlora.run import result_form
+from fsdp_qlora.storage.files import staged_folder
+from fsdp_qlora.train_types import TRAIN_TYPES
+
+log = logging.getLogger("fsdp_qlora")
+
+
+def export_checkpoint(
+    source: Path,
+    out: Path,
+    *,
+    best: bool = False,
+    model_name: str | None = None,
+    base_name: str | None = None,
+    push_to_hub: str | None = None,
+    push_public: bool = False,
+) -> None:
+    """Write the result that the run itself would have saved at a checkpoint's step.
+
+    Args:
+        source: a checkpoint, or a run, of which the newest is taken, or the `best`, of the lowest held-out loss.
+        out: absent or empty.
+        model_name, base_name: replace the run's.
+    Raises:
+        UserError: there is no such checkpoint, it is damaged, the model's configuration cannot be found or is not the
+            run's, `out` cannot be written, or the upload failed.
+    """
+    check_is_new(out)
+    folder = find_checkpoint(source, best=best)
+    try:
+        state = verified_state(folder)
+    except DamagedCheckpoint as error:
+        raise UserError(f"{folder} is damaged: {error}. Give another checkpoint.") from error
+    about = state["about"]
+    config = stored_config(about)
+    config = dataclasses.replace(
+        config, model_name=model_name or config.model_name, base_name=base_name or config.base_name
+    )
+    form = result_form(config, _plan(config))
+    try:
+        with staged_folder(out, out.with_name(f"{out.name}.{os.getpid()}.partial")) as partial:
+            form.save_checkpoint(folder, state, partial)
+    except (OSError, TrainingError) as error:
+        raise UserError(f"--out {out} cannot be written: {error}.") from error
+    log.info("Step %d of %s: %s", state["progress"]["step"], source, out)
+    if advice := form.describe_loading(out):
+        log.info(advice)
+    if push_to_hub and (failure := upload(out, push_to_hub, public=push_public)):
+        raise UserError(failure)
+
+
+def find_checkpoint(source: Path, *, best: bool) -> Path:
+    """The checkpoint that `source` is, or the newest or best one of the run that it is."""
+    if (source / checkpoint.STATE).is_file() or (source / checkpoint.MANIFEST).is_file():
+        return source
+    if not source.is_dir():
+        raise UserError(f"{source}: there is no such folder. Give a checkpoint's or a run's.")
+    root = source / CHECKPOINTS if (source / CHECKPOINTS).is_dir() else source
+    folders = checkpoint.published(root)
+    if not folders:
+        raise UserError(f"{source} has no checkpoint in it. Give a checkpoint's folder, or that of a run.")
+    step = best_step(folders) if best else max(folders)
+    if step is None:
+        raise UserError(f"{source}: no checkpoint was evaluated, so none is known to be the best. Leave out --best.")
+    return folders[step]
+
+
+def stored_config(about: Mapping[str, Any]) -> TrainConfig:
+    """The options of the run that a checkpoint belongs to, for this machine's CPU."""
+    fields = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    given = {name: value for name, value in about["options"].items() if name in fields}
+    options: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+    if isinstance(options.get("eval_dataset"), str | None):  # in earlier versions there was one
+        options["eval_dataset"] = tuple(filter(None, [options.get("eval_dataset")]))
+    options |= {"device": "cpu", "attn_implementation": "auto", "precision": about["facts"].get("precision") or "auto"}
+    return TrainConfig(**options)
+
+
+def _plan(config: TrainConfig) -> Any:
+    """The run's model without weights, from the small files of its base."""
+    needs_weights = TRAIN_TYPES[config.train_type].trains_new_blocks  # the result has the base's tensors beside them
+    try:
+        folder = hub.find_model_folder(config.model, with_weights=needs_weights, with_code=config.trust_remote_code)
+    except UserError as error:
+        raise UserError(f"{error} --model_name says where the run's base model is now.") from error
+    model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    return build_plan(config, distributed.read_ranks("cpu"), folder, model_config, tokenizer, world_size=1)

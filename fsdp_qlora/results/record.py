@@ -1,0 +1,183 @@
+"""What a result's folder says of itself: training.json for programs and README.md, the model card, for people."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from fsdp_qlora.data.prompt_record import CHAT, TEMPLATE, example_prompts
+from fsdp_qlora.redact import redact_values
+
+RECORD, CARD = "training.json", "README.md"
+_PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes", "hqq")
+
+
+class Base(NamedTuple):
+    """The base model as a result names it. is_on_hub: whether loaders find it by this name."""
+
+    name: str
+    is_on_hub: bool
+
+
+def training_record(
+    about: Mapping[str, Any], progress: Mapping[str, Any], base: Base, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The content of training.json.
+
+    Args:
+        about: the run's identity, as in its run.json and checkpoints. progress: of the step, as in the checkpoint.
+        settings: the options that make the run this run, without paths.
+    """
+    step = progress["step"]
+    losses = {"loss": progress.get("loss")}
+    if progress.get("first_eval_loss") is not None:
+        losses["first_eval_loss"] = progress["first_eval_loss"]
+    if progress.get("last_eval_step") == step:
+        losses["eval_loss"] = progress.get("eval_loss")
+    shown = _PACKAGES if str(settings.get("train_type")).startswith("hqq") else _PACKAGES[:-1]
+    record = {
+        "format": 1,
+        "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")},
+        "run_id": about["run_id"],
+        "parent": about.get("parent"),
+        "step": step,
+        "num_tokens": progress.get("num_tokens"),
+        "losses": losses,
+        "precision": about["facts"].get("precision"),
+        "prompt": about.get("prompt"),
+        "data": about.get("data", []),
+        "eval_data": about.get("eval_data", []),
+        "settings": dict(settings),
+        "versions": {name: version for name in shown if (version := _version(name))},
+    }
+    # As in a checkpoint's JSON, so that a run and `export` write the same.
+    return dict(json.loads(json.dumps(redact_values(record))))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # a clone that is not installed
+        return None
+
+
+def documents(record: Mapping[str, Any], *, kind: str | None, changed: Mapping[str, Any]) -> dict[str, str]:
+    """File name -> text: training.json and the model card.
+
+    Args:
+        kind: of the adapter; None for a whole model.
+        changed: the settings that are not the program's defaults.
+    """
+    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    return {RECORD: text, CARD: "\n".join(_card(record, kind, changed)) + "\n"}
+
+
+def how_to_load(base: Base, folder: str) -> list[str]:
+    """Python lines that load an adapter."""
+    if base.is_on_hub:
+        return [
+            "from peft import AutoPeftModelForCausalLM",
+            "",
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="auto")',
+        ]
+    return [
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM",
+        "",
+        f'base = AutoModelForCausalLM.from_pretrained("PATH_OF/{base.name}", dtype="auto")',
+        f'model = PeftModel.from_pretrained(base, "{folder}")',
+    ]
+
+
+# --- the card ---
+
+
+def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any]) -> Iterator[str]:
+    base = Base(record["base"]["name"], record["base"]["is_on_hub"])
+    what = {"lora": "LoRA adapter", "dora": "DoRA adapter"}.get(kind or "", "model")
+    yield from _front_matter(base, kind)
+    yield f"# {what[0].upper()}{what[1:]} {'for' if kind else 'made from'} {base.name}"
+    yield ""
+    yield (
+        f"{'A' if kind else 'The'} {what}, trained with fsdp_qlora as `{record['settings'].get('train_type')}` to step "
+        f"{record['step']}."
+    )
+    yield ""
+    yield from _facts(record, base)
+    yield from ["", "## Prompt format", "", *_prompt(record["prompt"])]
+    yield from ["", "## How to load", "", "```python"]
+    if kind:
+        yield from how_to_load(base, "PATH_OF/THIS_FOLDER")
+    else:
+        yield from ["from transformers import AutoModelForCausalLM", ""]
+        yield 'model = AutoModelForCausalLM.from_pretrained("PATH_OF/THIS_FOLDER", dtype="auto")'
+    yield from ["```", ""]
+    if kind and not base.is_on_hub:
+        yield (
+            f"The base was a local folder called `{base.name}`, which no loader can find by that name: give its path. "
+            "`--base_name OWNER/NAME` writes a name on the hub into the adapter."
+        )
+        yield ""
+    yield from ["## Settings", "", "Those that differ from the program's defaults; `training.json` has them all.", ""]
+    yield from [f"- `{name}`: {_shown(value)}" for name, value in changed.items()] or ["- none"]
+    yield from ["", "## Versions", ""]
+    yield ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+
+
+def _front_matter(base: Base, kind: str | None) -> Iterator[str]:
+    yield "---"
+    if base.is_on_hub:
+        yield f"base_model: {base.name}"
+    yield f"library_name: {'peft' if kind else 'transformers'}"
+    yield "pipeline_tag: text-generation"
+    yield "tags:"
+    yield from [f"- {tag}" for tag in ([kind, "fsdp_qlora"] if kind else ["fsdp_qlora"])]
+    yield "---"
+
+
+def _facts(record: Mapping[str, Any], base: Base) -> Iterator[str]:
+    losses = record["losses"]
+    yield f"- Base: {base.name}"
+    for title, name in (("Data", "data"), ("Held-out data", "eval_data")):
+        if record[name]:
+            yield f"- {title}: {', '.join(_dataset(item) for item in record[name])}"
+    if record["num_tokens"]:
+        yield f"- Trained on: {record['num_tokens']:,} tokens in {record['step']:,} steps"
+    if losses["loss"] is not None:
+        yield f"- Training loss of the last step: {losses['loss']:.4f}"
+    if losses.get("eval_loss") is not None:
+        perplexity = f" (perplexity {math.exp(losses['eval_loss']):.2f})" if losses["eval_loss"] < 100 else ""
+        yield f"- Held-out loss: {losses['first_eval_loss']:.4f} before, {losses['eval_loss']:.4f} after{perplexity}"
+    if parent := record["parent"]:
+        at = f" at step {parent['step']}" if parent.get("step") is not None else ""
+        run = f", run {parent['run_id']}" if parent.get("run_id") else ""
+        yield f"- Goes on from: the adapter {parent['name']}{run}{at}"
+
+
+def _dataset(item: Mapping[str, Any]) -> str:
+    return f"{item['name']} ({item['rows']:,} rows, format {item['format']})"
+
+
+def _prompt(prompt: Mapping[str, Any] | None) -> Iterator[str]:
+    if prompt is None:
+        yield "Not noted down: the checkpoint was made by an earlier version."
+    elif prompt["kind"] == CHAT:
+        yield (
+            "The chat template of this folder's tokenizer: "
+            "`tokenizer.apply_chat_template(messages, add_generation_prompt=True)`."
+        )
+    elif prompt["kind"] == TEMPLATE:
+        yield (
+            "This text, to the letter, and the answer directly behind it. `tokenizer(prompt)` encodes it, with the "
+            "tokens that the model wants in front."
+        )
+        for title, text in example_prompts(prompt).items():
+            yield from ["", f"For a row {title}:" if title != "without" else "For a row without an input:", ""]
+            yield from ["```text", *text.split("\n"), "```"]
+    else:
+        yield "None: the rows are text as it stands."
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,129 @@
+"""Writes a run's result from the model in training, or from a checkpoint."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+
+from fsdp_qlora import export
+from fsdp_qlora.adapters.first_values import Values, reduces_base
+from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.layout import BEST, CHECKPOINTS
+from fsdp_qlora.checkpointing.saving import best_step
+from fsdp_qlora.checkpointing.train_state import StoredValues
+from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.planning.plan import ModelPlan
+from fsdp_qlora.results.record import Base, documents, how_to_load, training_record
+from fsdp_qlora.storage.files import read_json
+
+log = logging.getLogger("fsdp_qlora")
+
+
+@dataclass(frozen=True)
+class ResultForm:
+    """The form of a run's results, whatever the step.
+
+    peft: the adapter's configuration, None for a whole model. settings: the options that make the run this run;
+    changed: those that differ from the defaults.
+    """
+
+    plan: ModelPlan
+    peft: LoraConfig | None
+    base: Base
+    settings: Mapping[str, Any]
+    changed: Mapping[str, Any]
+
+    def save(self, values: Values, output_dir: Path, *, about: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
+        """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
+
+        Args:
+            about, progress: as in a checkpoint of the step.
+        Raises:
+            TrainingError: it could not be written, on rank 0.
+        """
+        plan, dtype = self.plan, self.plan.precision.compute_dtype
+        record = training_record(about, progress, self.base, self.settings)
+        texts = documents(record, kind=plan.train_type.adapter, changed=self.changed)
+        companions = export.Companions(self._tokenizer(record), texts)
+        model = plan.meta.model
+        if self.peft is not None:
+            export.save_adapter(model, self.peft, companions, output_dir, values=values)
+        elif plan.train_type.trains_new_blocks:
+            base = WeightFiles(plan.folder)
+            export.save_new_blocks(model, companions, output_dir, base=base, dtype=dtype, values=values)
+        else:
+            export.save_model(
+                model, plan.config, companions, output_dir, base_folder=plan.folder, dtype=dtype, values=values
+            )
+
+    def _tokenizer(self, record: Mapping[str, Any]) -> Any:
+        """The tokenizer, with the chat template that was trained with."""
+        template = (record["prompt"] or {}).get("chat_template")
+        if template:
+            self.plan.tokenizer.chat_template = template
+        return self.plan.tokenizer
+
+    def save_checkpoint(self, folder: Path, state: Mapping[str, Any], output_dir: Path) -> None:
+        """Save the result of a checkpoint. For one process; a model in training must not be needed meanwhile.
+
+        Args:
+            state: its state.json.
+        Raises:
+            UserError: the checkpoint is of another model, or of an earlier version that did not keep what is needed.
+            TrainingError: the result could not be written.
+            DamagedCheckpoint: the checkpoint cannot be read.
+        """
+        options = state["about"]["options"]
+        values = StoredValues(
+            self.plan.meta.model, folder, state["tensors"], optimizer=options.get("optimizer", "adamw")
+        )
+        init = options.get("init_lora_weights", "true")
+        if self.peft is not None and reduces_base(init) and not values.has_start:
+            raise UserError(
+                f"{folder} was saved by an earlier version, without the first values of {init} that its adapter "
+                "needs. Resume the run, which saves them too."
+            )
+        try:
+            self.save(values, output_dir, about=state["about"], progress=state["progress"])
+        finally:
+            values.close()
+
+    def leave_adapters(self, output_dir: Path, *, newest: bool, best: bool) -> None:
+        """Save the newest checkpoint's adapter in the run's folder, and the best one's in best/. For rank 0.
+
+        A failure is told in a line: the checkpoints have everything.
+        """
+        folders = checkpoint.published(output_dir / CHECKPOINTS)
+        wanted = {output_dir: max(folders, default=None)} if newest else {}
+        if best and (step := best_step(folders)) is not None:
+            wanted[output_dir / BEST] = step
+        for target, step in wanted.items():
+            if step is None:
+                continue
+            try:
+                state = read_json(folders[step] / checkpoint.STATE)
+                self.save_checkpoint(folders[step], state, target)
+            except (OSError, KeyError, ValueError, TrainingError) as error:
+                log.warning("The adapter of step %d was not saved in %s: %s", step, target, error)
+            else:
+                loss = state["progress"]["eval_loss"] if target.name == BEST else None
+                what = f", the lowest held-out loss ({loss:.4f})" if loss is not None else ""
+                log.info("Adapter of step %d%s: %s", step, what, target)
+
+    def describe_loading(self, output_dir: Path) -> str | None:
+        """How to load an adapter whose base no loader finds by its name; None where that is not needed."""
+        if self.peft is None or self.base.is_on_hub:
+            return None
+        path = self.plan.folder.resolve()
+        lines = [
+            line.replace(f"PATH_OF/{self.base.name}", str(path)) for line in how_to_load(self.base, str(output_dir))
+        ]
+        return (
+            f"The base is a local folder, so the adapter names it {self.base.name}, which no loader can find "
+            "(--base_name OWNER/NAME gives it a name on the hub). It is loaded with:\n  "
+            + "\n  ".join(filter(None, lines))
+        )

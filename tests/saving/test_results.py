@@ -1,0 +1,185 @@
+"""Each end of a run leaves an adapter, and `export` makes the same of any checkpoint."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftConfig
+from safetensors.torch import load_file
+
+from fsdp_qlora.__main__ import main
+from fsdp_qlora.checkpointing.checkpoint import published
+from tests.chaos.harness import Job, adapter, ended, numbers, run, status
+from tests.reference import load_adapter, load_decoded_base
+from tests.tiny import PROBE, make_rows, train_ok, write_rows
+
+Models = Callable[..., Path]
+OPTIONS = {
+    "precision": "fp32",
+    "lora_rank": 4,
+    "lr": 1e-2,
+    "lr_scheduler": "constant",
+    "warmup_steps": 0,
+    "eval_fraction": 0.1,
+    "save_minutes": 0,
+    "quant_cache": "off",
+    "context_length": 256,
+}
+STOPPED_AT = 3
+
+
+@pytest.fixture(scope="module")
+def inputs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    rows = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", make_rows(24))
+    return {**OPTIONS, "model_name": models(), "dataset": rows}
+
+
+@pytest.fixture(scope="module")
+def finished_at(inputs: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """finished_at(3): the folder of a run on two ranks that had no more than 3 steps, with its model's logits."""
+    made: dict[int, Path] = {}
+
+    def get(steps: int) -> Path:
+        if steps not in made:
+            made[steps] = folder = tmp_path_factory.mktemp("finished") / "out"
+            train_ok(2, folder, **{**inputs, "max_steps": steps}, logits_file=folder.parent / "logits")
+        return made[steps]
+
+    return get
+
+
+def stop_at_step(how: str) -> None:
+    """Let every rank be told to stop, or meet a loss that is not finite, in its step after STOPPED_AT - 1."""
+    from fsdp_qlora.control.stops import Budget
+    from fsdp_qlora.training.trainer import Trainer
+
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, step: int, rows: object) -> object:
+        if step == STOPPED_AT - 1 and how == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif step == STOPPED_AT - 1 and how == "--max_hours":
+            Budget.exceeded = lambda *_: 1  # type: ignore[method-assign]
+        elif step == STOPPED_AT and how == "not finite":
+            loss = self._loss
+            self._loss = lambda batch: loss(batch) * torch.nan  # type: ignore[method-assign]
+        return original(self, step, rows)  # type: ignore[arg-type]
+
+    Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The result's files by name, as result.json lists them."""
+    names = json.loads((folder / "result.json").read_text())["files"]
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md", "training.json"} <= set(names)
+    return {name: (folder / name).read_bytes() for name in [*names, "result.json"]}
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("SIGTERM", 75), ("--max_hours", 3), ("not finite", 1)])
+def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads_and_export_makes_again(
+    how: str, exit_code: int, inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
+) -> None:
+    options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "max_hours": 1}
+    with ended(Job(options, tmp_path / "logs", fault=stop_at_step, arguments=(how,))) as job:
+        assert job.wait() == [exit_code] * 2, job.output()
+    out, reference = tmp_path / "out", finished_at(STOPPED_AT)
+    assert status(out)["saved_step"] == STOPPED_AT
+    assert f"Adapter of step {STOPPED_AT}: {out}" in job.output()
+    assert adapter(out) == adapter(reference)
+    with torch.no_grad():
+        logits = load_adapter(load_decoded_base(Path(str(inputs["model_name"]))), out)(input_ids=PROBE).logits
+    torch.testing.assert_close(logits, load_file(reference.parent / "logits")["logits"], atol=1e-4, rtol=1e-4)
+    newest = out / "checkpoints" / f"step_{STOPPED_AT:06d}"
+    assert main(["export", str(newest), "--out", str(tmp_path / "again")]) == 0
+    assert files_of(tmp_path / "again") == files_of(out)
+    run(options, tmp_path / "logs_resumed")
+    assert adapter(out) == adapter(finished_at(6)) and json.loads((out / "training.json").read_text())["step"] == 6
+
+
+def evaluate_to(losses: dict[int, float], is_killed: bool) -> None:
+    """Let evaluations give these losses, by step; with `is_killed` rank 0 dies before it saves the result."""
+    from fsdp_qlora import export
+    from fsdp_qlora.training.trainer import Trainer
+
+    def evaluate(self: Trainer, step: int, *_: object) -> dict[str, float]:
+        return {"eval_loss": losses[step], "perplexity": 1.0, "num_target_tokens": 1}
+
+    Trainer.evaluate = evaluate  # type: ignore[method-assign, assignment]
+    if is_killed:
+        export.save_adapter = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is_the_best(
+    inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
+) -> None:
+    losses = {0: 5.0, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}
+    options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "eval_steps": 1, "early_stopping": 2}
+    with ended(Job(options, tmp_path / "logs0", fault=evaluate_to, arguments=(losses, True))) as job:
+        job.wait()
+    out = tmp_path / "out"
+    assert not (out / "adapter_model.safetensors").exists() and max(published(out / "checkpoints")) == 5
+    assert "Stopped early after step 5: 2 evaluations without a lower loss than 4.0000 of step 3." in job.output()
+    before = numbers(out)
+    output = run(options, tmp_path / "logs1", fault=evaluate_to, arguments=(losses, False))
+    assert "Stopped early after step 5" in output and "4.1000, lowest 4.0000 at step 3" in output
+    assert numbers(out) == before and status(out)["state"] == "finished"
+    assert adapter(out) == adapter(finished_at(5)) and adapter(out / "best") == adapter(finished_at(3))
+    assert main(["export", str(out), "--best", "--out", str(tmp_path / "best")]) == 0
+    assert files_of(tmp_path / "best") == files_of(out / "best")
+    assert "finished already" in run(options, tmp_path / "logs2")
+
+
+CASES = {
+    "pissa": {"init_lora_weights": "pissa", "train_type": "lora"},
+    "DoRA and a trained head": {"train_type": "bnb_dora", "modules_to_save": "lm_head", "rank_pattern": "q_proj=2"},
+    "averaged weights": {"optimizer": "schedule_free_adamw"},
+    "8-bit states, which are per rank": {"optimizer": "adamw_8bit"},
+    "a whole model": {"train_type": "full", "lora_rank": 16},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_of_the_last_checkpoint_gives_the_bytes_of_the_run(
+    case: str, inputs: dict[str, object], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    train_ok(2, out, **{**inputs, "max_steps": 2, "base_name": "owner/base", **CASES[case]})
+    assert main(["export", str(out), "--out", str(tmp_path / "again")]) == 0
+    again = tmp_path / "again"
+    names = json.loads((out / "result.json").read_text())["files"]
+    assert {path.name for path in again.iterdir()} == {*names, "result.json"}
+    for name in [*names, "result.json"]:
+        assert (again / name).read_bytes() == (out / name).read_bytes(), name
+    if case != "a whole model":
+        assert PeftConfig.from_pretrained(again).base_model_name_or_path == "owner/base"
+        assert "base_model: owner/base" in (again / "README.md").read_text()
+
+
+def test_export_says_what_it_cannot_use(
+    inputs: dict[str, object],
+    finished_at: Callable[[int], Path],
+    models: Models,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damaged = tmp_path / "damaged"
+    newest = finished_at(3) / "checkpoints" / "step_000003"
+    damaged.mkdir()
+    for path in newest.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes()[: -8 if path.suffix == ".safetensors" else None])
+    other = models("qwen2", num_hidden_layers=1)
+    cases = [
+        ([str(tmp_path / "none")], "there is no such folder"),
+        ([str(other)], "has no checkpoint in it"),
+        ([str(damaged)], "is damaged: state_00000.safetensors has"),
+        ([str(newest), "--model_name", str(other)], "belongs to a model with other trainable parameters"),
+        ([str(newest), "--base_name", "x"], "a name on the hub is OWNER/NAME"),
+    ]
+    for words, reason in cases:
+        assert main(["export", *words, "--out", str(tmp_path / "out")]) == 2
+        assert reason in capsys.readouterr().err
+        assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
