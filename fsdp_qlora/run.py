@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora import distributed
+from fsdp_qlora.adapters.earlier import parent_of, read_adapter
 from fsdp_qlora.adapters.first_values import LiveValues, start_values
 from fsdp_qlora.attention import leave_out_cudnn
-from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
+from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, record_of
 from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.result import changed_error
 from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.stores import open_store
@@ -21,7 +23,7 @@ from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, identity_settings, names_marked, resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits, restarts
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.errors import NotFinite, RankError, RunStopped, TrainingError
+from fsdp_qlora.errors import NotFinite, RankError, RunStopped, TrainingError, UserError
 from fsdp_qlora.load_model import build_trainer, load_model
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
@@ -194,6 +196,8 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         UserError: they differ; the same on every rank.
     """
     options, per_node, facts = resolved_options(config), names_marked(PER_NODE), known_facts(plan)
+    base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
+    parent, digest = agree_on_parent(config, ranks, base)
     distributed.check_agreement(
         {
             "the options": {name: value for name, value in options.items() if name not in per_node},
@@ -202,10 +206,10 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         },
         ranks.device,
     )
-    base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
     return {
         "options": options,
-        "facts": {"base": base, **facts},
+        "facts": {"base": base, **facts, "adapter": digest},
+        **({"parent": parent} if parent else {}),
         "world_size": ranks.world_size,
         "global_batch_size": plan.schedule.global_batch_size,
         **plan.data.about,
@@ -218,6 +222,31 @@ def memory_settings(config: TrainConfig, plan: ModelPlan, ranks: Ranks) -> str:
     is_all = (recompute == "auto" and ranks.device.type == "cpu") or recompute == "all"
     chosen = {"recompute": "all" if is_all else recompute, **plan.placement.options}
     return exits.memory_settings(resolved_options(config) | chosen)
+
+
+def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tuple[dict[str, Any], str | None]:
+    """Whom the run descends from by --adapter, empty without, and a hash of it, which rank 0 has checked.
+
+    Args:
+        base: fingerprint of the base's weights, on rank 0.
+    Raises:
+        UserError: the adapter has changed since it was saved, or belongs to other weights; the same on every rank.
+    """
+    if config.adapter is None:
+        return {}, None
+    adapter, failure, digest = read_adapter(Path(config.adapter).expanduser()), None, None
+    if ranks.is_rank_0:
+        digest = record_of(adapter.weights).sha256
+        failure = changed_error(adapter.folder, [adapter.weights.name])
+        trained_on = adapter.record.get("base", {}).get("weights")
+        if failure is None and config.base_name is None and trained_on not in (None, base):
+            failure = (
+                f"it was trained on other weights than those of --model_name {config.model}. If they are the same in "
+                "other bits or files, say so by naming them: --base_name OWNER/NAME"
+            )
+    if failure := distributed.first_failure(failure, ranks.device):
+        raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")
+    return parent_of(adapter), digest
 
 
 def restore(state: TrainState, guard: Supervision) -> Progress:

@@ -49,6 +49,11 @@ def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, con
         )
 
 
+def _as_int(alpha: float) -> int:
+    """A whole number as one, which is what PEFT's type says and other readers want."""
+    return int(alpha) if alpha == int(alpha) else alpha  # type: ignore[return-value]
+
+
 def peft_config(
     linears: Sequence[str],
     targets: Sequence[str],
@@ -76,7 +81,7 @@ def peft_config(
     rank_ratio, alpha_ratio = (2, math.sqrt(2) if options.use_rslora else 2) if reduces_base(options.init) else (1, 1)
     return LoraConfig(
         r=rank_ratio * options.rank,
-        lora_alpha=alpha_ratio * options.alpha,
+        lora_alpha=_as_int(alpha_ratio * options.alpha),
         # Only training uses dropout, and PEFT refuses it together with target_parameters.
         lora_dropout=0.0 if target_parameters else options.dropout,
         target_modules=sorted(leaves) if len(named) == len(targets) else list(targets),
@@ -84,7 +89,7 @@ def peft_config(
         use_dora=kind == "dora",
         use_rslora=options.use_rslora,
         rank_pattern={name: rank_ratio * rank for name, rank in options.rank_pattern.items()},
-        alpha_pattern={name: alpha_ratio * alpha for name, alpha in options.alpha_pattern.items()},
+        alpha_pattern={name: _as_int(alpha_ratio * alpha) for name, alpha in options.alpha_pattern.items()},
         modules_to_save=list(options.modules_to_save) or None,
         bias="none",
         task_type=TaskType.CAUSAL_LM,

@@ -55,5 +55,21 @@ def result_error(output_dir: Path) -> str | None:
     return None
 
 
+def changed_error(folder: Path, names: Iterable[str]) -> str | None:
+    """How files of a result differ from those that were saved; None if they do not, or nothing is known of them."""
+    try:
+        files = json.loads((folder / RESULT).read_text())["files"]
+        for name in names:
+            if name in files:
+                check_file(folder / name, FileRecord(**files[name]))
+    except FileNotFoundError:
+        return None
+    except DamagedCheckpoint as error:
+        return str(error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{RESULT} cannot be read ({error})"
+    return None
+
+
 def _has_weights(output_dir: Path) -> bool:
     return any((output_dir / name).is_file() and (output_dir / name).stat().st_size for name in _WEIGHTS)

@@ -292,7 +292,10 @@ def _from_path(run: Run, path: Path) -> Start:
         root = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
         newest = _newest_whole(run, root)
         if newest is None:
-            raise UserError(f"--resume {path}: there is no checkpoint in it.")
+            raise UserError(
+                f"--resume {path}: there is no checkpoint in it. It goes on with a run of the same options and rows; "
+                f"to train an adapter further, give --adapter {path}."
+            )
         start = newest
     if Path(str(start.folder)).resolve().parent != (output_dir / CHECKPOINTS).resolve():
         return dataclasses.replace(start, run_id=secrets.token_hex(4), is_new=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from fsdp_qlora.checkpointing.layout import CHECKPOINTS
 from fsdp_qlora.checkpointing.stores import Store
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import UserError
@@ -15,6 +16,7 @@ FACTS = {
     "model": "the model's config.json",
     "rows": "the rows (--dataset, --eval_dataset)",
     "precision": "the precision",
+    "adapter": "the adapter to start from (--adapter)",
 }
 
 
@@ -89,8 +91,12 @@ def _shown(value: object) -> str:
 
 
 def refuse(folder: Path | str, differences: list[str], *, is_finished: bool) -> NoReturn:
+    advice = "Give the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
+    if isinstance(folder, Path):
+        run = folder.parents[1] if folder.parent.name == CHECKPOINTS else folder
+        advice += f" To train its adapter further, as a new run, give another --output_dir and --adapter {run}."
     raise UserError(
         f"{folder} belongs to {'a finished run' if is_finished else 'an unfinished run'} with other settings:\n  "
-        + "\n  ".join(differences)
-        + "\nGive the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
+        + "\n  ".join([*differences, ""]).rstrip(" ")
+        + advice
     )

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 import yaml
 
 from fsdp_qlora.config.conflicts import check, out_of_range
+from fsdp_qlora.config.from_adapter import take_adapter
 from fsdp_qlora.config.help import option_help, type_text, value_text
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, option_types
 from fsdp_qlora.config.other_names import OTHER_NAMES, UNSUPPORTED
@@ -55,10 +56,11 @@ def parse_train_config(argv: list[str]) -> TrainConfig:
     settings = _read_yaml(Path(path), errors) if path is not None else []
     settings += [_Setting(f"--{name}", name, values) for name, values in flags.items()]
     errors += _unknown_flags(unknown)
-    config = TrainConfig(**_convert(settings, errors))
+    given = _convert(settings, errors)
+    config = TrainConfig(**given)
     # What is not known, or was not understood, may be what another option needs.
     _raise([*errors, *out_of_range(config)] if errors else check(config))
-    return config
+    return take_adapter(config, given)
 
 
 def _raise(errors: list[str]) -> None:

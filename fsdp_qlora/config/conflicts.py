@@ -214,8 +214,8 @@ def _budget_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _location_errors(c: TrainConfig) -> Iterator[str]:
     """A URL would silently become a folder of this machine, with a password as its name."""
-    for name in ("output_dir", "resume", "quant_cache", "profiling_output"):
-        yield from filter(None, [folder_error(name, getattr(c, name))])
+    for name in ("output_dir", "resume", "quant_cache", "profiling_output", "adapter"):
+        yield from filter(None, [folder_error(name, getattr(c, name) or "")])
     if c.mirror is not None:
         yield from filter(None, [mirror_error(c.mirror)])
 

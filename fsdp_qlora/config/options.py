@@ -82,9 +82,12 @@ class TrainConfig:
     (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), the blocks that
     block_expansion.py added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
     names of the 2024 program mean the same as those without it."""
+    adapter: Annotated[str | None, OF_ADAPTER, MAY_DIFFER, PER_NODE] = None
+    """Folder of an adapter in PEFT's format to start from, of an earlier run or another trainer. Its rank, scale and
+    layers are taken; optimizer and rows are new. To resume an interrupted run, leave it as it was: see resume."""
     lora_rank: Annotated[int, at_least(1), OF_ADAPTER] = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
-    lora_alpha: Annotated[int, at_least(1), OF_ADAPTER] = 32
+    lora_alpha: Annotated[float, POSITIVE, OF_ADAPTER] = 32
     """Scale of the adapter: its output is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[float, SHARE_BELOW_1, OF_ADAPTER] = 0.0
     """Dropout on the adapter's input; try 0.05 to 0.1 when a small dataset is overfitted."""
@@ -282,7 +285,8 @@ class TrainConfig:
     # == never losing a run ==
     resume: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
     """Where to start: auto resumes this run from its newest intact checkpoint in output_dir, off starts from scratch,
-    and the folder of a checkpoint or of another run starts from there."""
+    and the folder of a checkpoint or of another run of the same options and rows starts from there. To train an adapter
+    further, with other options or rows, give adapter instead."""
     save_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Save a checkpoint every this many optimizer steps, besides save_minutes; 0 saves by the clock only. One is always
     saved at the end, at a stop, and after each evaluation that is the best so far."""

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora import distributed, models
+from fsdp_qlora.adapters.earlier import differences, is_other_base, read_adapter
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.adapters.peft_format import peft_config
@@ -30,6 +31,7 @@ from fsdp_qlora.documents import choose, describe_kernel
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
+from fsdp_qlora.loading.earlier_adapter import wanted_shapes
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
 from fsdp_qlora.optimizers.sharded import check_optimizer
@@ -204,6 +206,8 @@ def build_plan(
         attn_implementation="auto" if is_gpu_elsewhere else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
+    if config.adapter:
+        check_adapter(config, meta.model)
     if train_type.quantizer:
         memory.check_quantized_share(meta.model, allow_unquantized=config.allow_unquantized)
     plan = ModelPlan(
@@ -278,6 +282,26 @@ def lora_options(config: TrainConfig) -> LoraOptions:
         rank_pattern={name: int(value) for name, value in pairs(config.rank_pattern)},
         alpha_pattern={name: float(value) for name, value in pairs(config.alpha_pattern)},
     )
+
+
+def check_adapter(config: TrainConfig, model: PreTrainedModel) -> None:
+    """Refuse an adapter to start from that is not one for this model, before weights are downloaded.
+
+    Raises:
+        UserError: its base has another name on the hub, or its tensors are not those of this model's adapter.
+    """
+    adapter = read_adapter(Path(str(config.adapter)).expanduser())
+    own = hub.public_name(config.model)
+    if is_other_base(adapter, own=own, said_to_be=config.base_name):
+        raise UserError(
+            f"--adapter {config.adapter} was trained on {adapter.base_name}, and --model_name is {own}. If they are "
+            f"the same weights, in other bits or under another name, say so: --base_name {adapter.base_name}."
+        )
+    if found := differences(adapter, wanted_shapes(model, init=config.init_lora_weights)):
+        raise UserError(
+            f"--adapter {config.adapter} is none for this model and these options (its base is "
+            f"{adapter.base_name or 'not named'}):\n  " + "\n  ".join(found)
+        )
 
 
 def adapter_config(config: TrainConfig, plan: ModelPlan) -> LoraConfig | None:

@@ -29,7 +29,7 @@ IDENTITY = """
 """
 DIFFERS_BETWEEN_NODES = """
     model_name dataset prompt_template eval_dataset output_dir profiling_output overwrite_output_dir quant_cache
-    loading_buffer_mib world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path
+    loading_buffer_mib world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path adapter
 """
 
 
@@ -73,7 +73,7 @@ LIMITS: dict[str, tuple[list[Any], list[Any]]] = {
     "n_bits": ([8, 4, 3, 2], [1, 5, 16]),
     "group_size": ([32, 96], [0, 16, 48]),
     "int8_threshold wd": ([0.0, 6.0], [-1.0, math.inf, math.nan]),
-    "lora_rank lora_alpha batch_size loading_buffer_mib gradient_accumulation_steps num_epochs save_total_limit "
+    "lora_rank batch_size loading_buffer_mib gradient_accumulation_steps num_epochs save_total_limit "
     "active_steps profiling_frequency shuffle_buffer": ([1, 2], [0, -1]),
     "context_length": ([2], [1, 0]),
     "warmup_steps": ([-1, 0], [-2]),

@@ -1,0 +1,222 @@
+"""An adapter to start from: the options that it decides, and its tensors. Without torch or PEFT: the options need it.
+
+Its folder is one in PEFT's format, of this program (then training.json says more of it), of PEFT or of another trainer.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from fsdp_qlora.errors import UserError
+
+CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "training.json"
+_PREFIX = "base_model.model."
+# Properties of an adapter that cannot be trained here -> their neutral values besides null.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    **dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False,)),
+    **dict.fromkeys(("layer_replication", "trainable_token_indices", "alora_invocation_tokens"), ([], {})),
+    **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config"), ({},)),
+}
+# First values that leave a changed base behind, to which the adapter belongs.
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class EarlierAdapter:
+    """An adapter in PEFT's format.
+
+    kind: lora or dora. base_name: of its base, as its configuration has it. options: option -> the value that it
+    decides. names: a tensor's name as this program calls it -> its name in the file. shapes: by this program's names.
+    record: the content of training.json, empty without one.
+    """
+
+    folder: Path
+    kind: str
+    base_name: str
+    options: Mapping[str, Any]
+    names: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Path:
+        return self.folder / WEIGHTS
+
+
+def read_adapter(folder: Path) -> EarlierAdapter:
+    """Read an adapter's configuration and the names and shapes of its tensors.
+
+    Raises:
+        UserError: it is no adapter of a kind that can be trained, or a file of it is missing or damaged.
+    """
+    config = _read_config(folder)
+    names, shapes = _read_header(folder / WEIGHTS)
+    record = _read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+    return EarlierAdapter(
+        folder=folder,
+        kind="dora" if config.get("use_dora") else "lora",
+        base_name=str(config.get("base_model_name_or_path") or ""),
+        options=_options(folder, config, shapes, record),
+        names=names,
+        shapes=shapes,
+        record=record,
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"--adapter {folder}: {_what_it_is(folder)}")
+    config = _read_json(folder / CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"--adapter {folder} is of PEFT's type {config.get('peft_type')}; only LORA can be trained.")
+    for name, neutral in _UNSUPPORTED.items():
+        if config.get(name) is not None and config[name] not in neutral:
+            raise UserError(f"--adapter {folder} has {name} {config[name]!r}, which cannot be trained here.")
+    kinds: dict[str, Any] = {
+        "r": int,
+        "lora_alpha": (int, float),
+        "rank_pattern": dict,
+        "alpha_pattern": dict,
+        "target_modules": (list, str),
+    }
+    for name, kind in kinds.items():
+        if config.get(name) is not None and not isinstance(config[name], kind):
+            raise UserError(f"--adapter {folder}: {CONFIG} has {name} {config[name]!r}. Restore the file.")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(_CHANGE_BASE):
+        raise UserError(
+            f"--adapter {folder} was made with init_lora_weights {init}, so it belongs to a base that was changed. "
+            "Save it for the original one: PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+        )
+    return config
+
+
+def _what_it_is(folder: Path) -> str:
+    """What a folder is that is no adapter, and what to do."""
+    if not folder.is_dir():
+        return "there is no such folder. Give one with adapter_config.json and adapter_model.safetensors."
+    names = {path.name for path in folder.iterdir()}
+    if names & {"manifest.json", "checkpoints"}:
+        what = "a checkpoint" if "manifest.json" in names else "a run without an adapter"
+        return f"it is {what}. Make an adapter of it: python -m fsdp_qlora export {folder} --out DIR."
+    if "config.json" in names:
+        return "it is a whole model, which is given as --model_name."
+    return f"it has no {CONFIG}. Give a folder with an adapter in PEFT's format."
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"--adapter: {path} cannot be read ({error}). Restore the file.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--adapter: {path} is no table. Restore the file.")
+    return content
+
+
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """The names of the tensors as this program calls them -> in the file, and -> their shapes."""
+    if not path.is_file():
+        pickled = path.with_suffix(".bin").is_file()
+        advice = "Save it with PEFT as safetensors: pickled files can run code." if pickled else "Restore the file."
+        raise UserError(f"--adapter {path.parent} has no {path.name}. {advice}")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--adapter: {path} is damaged ({error}). Restore the file.") from error
+    names = {_plain(name): name for name in stored}
+    return names, {plain: stored[name] for plain, name in names.items()}
+
+
+def _plain(name: str) -> str:
+    """A tensor's name without what some versions of PEFT, and some trainers, add."""
+    name = name.replace(".default.", ".").removesuffix(".default")
+    return name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
+
+
+def _options(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, Any], record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Option -> the value that the adapter decides."""
+    options = {
+        "lora_rank": config.get("r", 8),
+        "lora_alpha": config.get("lora_alpha", 8),
+        "use_rslora": bool(config.get("use_rslora")),
+        "rank_pattern": _pattern(config.get("rank_pattern")),
+        "alpha_pattern": _pattern(config.get("alpha_pattern")),
+        "init_lora_weights": "true",
+        "lora_target_modules": _targets(config, shapes),
+        "lora_target_parameters": tuple(
+            name for name in config.get("target_parameters") or () if not name.endswith(".weight")
+        ),
+        "modules_to_save": tuple(config.get("modules_to_save") or ()),
+    }
+    settings = record.get("settings", {})
+    if str(settings.get("init_lora_weights", "true")).startswith(("pissa", "olora")):
+        # Half of the rank is what was subtracted from the base: training goes on with the other half.
+        names = ("lora_rank", "lora_alpha", "rank_pattern", "alpha_pattern", "init_lora_weights")
+        own = {name: settings.get(name) for name in names}
+        if own["lora_rank"] is None or options["lora_rank"] != 2 * own["lora_rank"]:
+            raise UserError(f"--adapter {folder}: {CONFIG} and {RECORD} do not fit together. Restore the files.")
+        options |= {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+    return options
+
+
+def _pattern(pattern: Mapping[str, Any] | None) -> tuple[str, ...]:
+    return tuple(f"{name}={value:g}" for name, value in (pattern or {}).items())
+
+
+def _targets(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[str, ...]:
+    """The adapted layers: as the configuration names them, or path by path where it does so in other ways too."""
+    targets = config.get("target_modules")
+    by_weight = [name.removesuffix(".weight") for name in config.get("target_parameters") or () if ".weight" in name]
+    chosen_otherwise = any(config.get(name) for name in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+    if isinstance(targets, list) and targets and not chosen_otherwise:
+        return (*sorted(targets), *by_weight)
+    if isinstance(targets, str) and not by_weight and not chosen_otherwise:
+        return (targets,)
+    ends = ".lora_A.weight"
+    inside = {name for name in shapes if ".base_layer." in name or ".experts." in name}
+    return tuple(
+        name.removeprefix(_PREFIX).removesuffix(ends) for name in shapes if name.endswith(ends) and name not in inside
+    )
+
+
+def differences(adapter: EarlierAdapter, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """How an adapter's tensors differ from those that a model's adapter has, by name -> shape; empty if they do not."""
+    missing = [name for name in wanted if name not in adapter.shapes]
+    extra = [name for name in adapter.shapes if name not in wanted]
+    other = [
+        f"{name} is {list(adapter.shapes[name])} and must be {list(shape)}"
+        for name, shape in wanted.items()
+        if name in adapter.shapes and tuple(adapter.shapes[name]) != tuple(shape)
+    ]
+    found = []
+    for what, names in (("it lacks", missing), ("this model's adapter has no", extra), ("", other)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            found.append(f"{what} {', '.join(names[:3])}{more}".strip())
+    return found
+
+
+def is_other_base(adapter: EarlierAdapter, *, own: str, said_to_be: str | None) -> bool:
+    """Whether both bases are named as on the hub, and not the same.
+
+    Args:
+        own: the name of this run's base. said_to_be: --base_name.
+    """
+    name = adapter.base_name
+    both = [word.count("/") == 1 and not word.startswith(("/", ".", "~")) for word in (name, own)]
+    return all(both) and name.lower() not in (own.lower(), (said_to_be or "").lower())
+
+
+def parent_of(adapter: EarlierAdapter) -> dict[str, Any]:
+    """Whom a run descends from that starts from the adapter."""
+    parent: dict[str, Any] = {"name": adapter.folder.resolve().name}
+    return parent | {name: adapter.record[name] for name in ("run_id", "step") if name in adapter.record}

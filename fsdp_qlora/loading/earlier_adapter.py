@@ -1,0 +1,100 @@
+"""Fills a sharded model's adapter from an earlier one's file: each rank reads its own rows."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_qlora.adapters.earlier import EarlierAdapter
+from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
+from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
+from fsdp_qlora.adapters.lora import KeptShard
+from fsdp_qlora.distributed import first_failure, own_rows, store_rows
+from fsdp_qlora.errors import UserError
+
+log = logging.getLogger("fsdp_qlora")
+
+
+def wanted_shapes(model: nn.Module, *, init: str) -> dict[str, tuple[int, ...]]:
+    """Name in PEFT's file -> shape, of every tensor that the adapter of a model is saved as."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
+    if reduces_base(init):  # saved in twice the rank
+        shapes = {name: _doubled(name, shape) for name, shape in shapes.items()}
+    return shapes | {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
+
+
+def _doubled(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (2 * shape[0], shape[1]) if name.endswith("lora_A.weight") else (shape[0], 2 * shape[1])
+
+
+@torch.no_grad()
+def keep_start(model: nn.Module, adapter: EarlierAdapter, mesh: DeviceMesh, device: torch.device) -> None:
+    """Take from an adapter of twice the rank what is to be subtracted from the base, before the base is loaded.
+
+    Called on every rank.
+    """
+    with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
+        parameters = dict(adapter_parameters(model))
+        for name, parameter in parameters.items():
+            store_rows(parameter, _rows(file, adapter, name, parameter, mesh, half=1))
+    for layer in adapted_weights(model).values():
+        layer.is_decomposed = True
+        layer.subtracted = KeptShard(layer.lora.lora_A.weight), KeptShard(layer.lora.lora_B.weight)
+
+
+@torch.no_grad()
+def fill_from(model: nn.Module, adapter: EarlierAdapter, mesh: DeviceMesh, device: torch.device, *, init: str) -> None:
+    """Give the adapter of a loaded model the values of an earlier one. Called on every rank.
+
+    Raises:
+        UserError: a value is not finite, or the file cannot be read; the same on every rank.
+    """
+    half = 0 if reduces_base(init) else None
+    count = 0
+    with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
+        for name, parameter in (*adapter_parameters(model), *full_parameters(model)):
+            store_rows(parameter, _rows(file, adapter, name, parameter, mesh, half=half))
+            count += 1
+    log.info("The adapter starts from %s (%d tensors).", adapter.folder, count)
+
+
+def _rows(
+    file: Any, adapter: EarlierAdapter, name: str, parameter: torch.Tensor, mesh: DeviceMesh, *, half: int | None
+) -> torch.Tensor:
+    """This rank's rows of a tensor, float32.
+
+    Args:
+        half: of a tensor of twice the rank, 0 for what trains, [A; ...] and [B, ...], or 1 for what was subtracted,
+            [...; A0] and [..., -B0]; None for all of it.
+    """
+    first, last = own_rows(parameter, mesh)
+    tensor = file.get_slice(adapter.names[name])
+    if half is None or ".lora_" not in name:
+        rows = tensor[first:last]
+    elif name.endswith("lora_A.weight"):
+        start = half * parameter.shape[0]
+        rows = tensor[start + first : start + last]
+    else:
+        rank = parameter.shape[1]
+        rows = tensor[first:last][:, half * rank : (half + 1) * rank] * (1 - 2 * half)
+    rows = rows.float()
+    if not rows.isfinite().all():
+        raise UserError(f"{name} has values that are not finite")
+    return rows
+
+
+@contextlib.contextmanager
+def _agreed(adapter: EarlierAdapter, device: torch.device) -> Iterator[None]:
+    """Raise the same error on every rank if one of them fails in the block, which has no collectives."""
+    failure = None
+    try:
+        yield
+    except (OSError, SafetensorError, UserError) as error:
+        failure = str(error)
+    if failure := first_failure(failure, device):
+        raise UserError(f"--adapter {adapter.folder} cannot be used: {failure}. Restore the file.")

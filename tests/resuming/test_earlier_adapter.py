@@ -1,0 +1,228 @@
+"""Training goes on from an adapter: a new run whose model is, before its first step, the earlier run's at its end."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from fsdp_qlora.adapters.earlier import read_adapter
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.errors import UserError
+from tests.reference import load_adapter, load_base
+from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+# What identifies a run besides what the adapter decides.
+COMMON = {"precision": "fp32", "lr": 1e-2, "max_steps": 2, "context_length": 256, "save_minutes": 0}
+KINDS: dict[str, dict[str, object]] = {
+    "qlora, with patterns, embeddings and head": {
+        "modules_to_save": "embed_tokens,lm_head",
+        "lora_rank": 4,
+        "rank_pattern": "q_proj=2,down_proj=6",
+        "alpha_pattern": "v_proj=5",
+    },
+    "bnb_dora": {"train_type": "bnb_dora", "lora_rank": 4, "lora_target_modules": "q_proj,down_proj"},
+    "hqq_lora": {"train_type": "hqq_lora", "use_rslora": True, "lora_rank": 5},
+    "pissa, saved in twice the rank": {"init_lora_weights": "pissa", "lora_rank": 3, "lora_alpha": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("rows")
+    rows = write_rows(folder / "rows.jsonl", make_rows(16))
+    return {**COMMON, "dataset": rows, "eval_dataset": write_rows(folder / "held_out.jsonl", make_rows(5, seed=3))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_held_out_loss_is_the_earlier_runs_last(
+    kind: str, models: Models, data: dict[str, object], tmp_path: Path
+) -> None:
+    options = {"model_name": models(), **data, **KINDS[kind]}
+    train_ok(2, tmp_path / "first", **options)
+    first = read_metrics(tmp_path / "first", "eval_loss")
+    assert abs(first[0] - first[-1]) > 1e-3
+    rows = write_rows(tmp_path / "others.jsonl", make_rows(12, seed=7))
+    train_type = {"train_type": KINDS[kind].get("train_type", "qlora")}
+    for ranks in (1, 2):
+        output = train_ok(
+            ranks,
+            tmp_path / f"second_{ranks}",
+            **{"model_name": models(), **data, **train_type, "dataset": rows, "adapter": tmp_path / "first"},
+        )
+        second = read_metrics(tmp_path / f"second_{ranks}", "eval_loss")
+        assert abs(second[0] - first[-1]) < 1e-6 and second[-1] != second[0], (ranks, first, second)
+        assert f"The adapter starts from {tmp_path / 'first'}" in output
+    # The second stage's result is one for the original base too, of the same form, and names its parent.
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    one, two = ([(tmp_path / run / name) for name in names] for run in ("first", "second_2"))
+    assert json.loads(one[0].read_text()) == json.loads(two[0].read_text())
+    shapes = [{name: value.shape for name, value in load_file(file).items()} for file in (one[1], two[1])]
+    assert shapes[0] == shapes[1]
+    record = json.loads((tmp_path / "second_2" / "training.json").read_text())
+    run_id = json.loads((tmp_path / "first" / "run.json").read_text())["run_id"]
+    assert record["parent"] == {"name": "first", "run_id": run_id, "step": 2}
+    assert f"run {run_id} at step 2" in (tmp_path / "second_2" / "README.md").read_text()
+
+
+def peft_adapter(folder: Path, model: Path, **options: object) -> torch.Tensor:
+    """An adapter that PEFT made, with values in A and B, in `folder`; returns its logits of PROBE."""
+    torch.manual_seed(1)
+    adapted = get_peft_model(load_base(model, four_bit=False), LoraConfig(task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+        adapted.save_pretrained(folder)
+        logits: torch.Tensor = adapted.eval()(input_ids=PROBE).logits
+    return logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": "all-linear",
+            "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 7},
+        },
+        {"r": 3, "target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "use_dora": True},
+    ],
+)
+def test_an_adapter_that_peft_made_is_trained_further(
+    options: dict[str, object], models: Models, data: dict[str, object], tmp_path: Path
+) -> None:
+    expected = peft_adapter(tmp_path / "made", models(), **options)
+    train_type = "dora" if "use_dora" in options else "lora"
+    given = {**data, "model_name": models(), "train_type": train_type, "adapter": tmp_path / "made", "lr": 1e-30}
+    train_ok(2, tmp_path / "out", **given, logits_file=tmp_path / "logits")
+    torch.testing.assert_close(load_file(tmp_path / "logits")["logits"], expected, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        again = load_adapter(load_base(models(), four_bit=False), tmp_path / "out")(input_ids=PROBE).logits
+    torch.testing.assert_close(again, expected, atol=1e-4, rtol=1e-4)
+
+
+def damage(folder: Path, how: str) -> None:
+    """Spoil an adapter in one way."""
+    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    state, about = load_file(weights), json.loads(config.read_text())
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    if how == "missing":
+        del state[name]
+    elif how == "extra":
+        state["base_model.model.lm_head.lora_A.weight"] = state[name].clone()
+    elif how == "shape":
+        state[name] = state[name][:, :-1].contiguous()
+    elif how == "not finite":
+        state[name][2, 5] = torch.nan
+    elif how == "pissa":
+        about["init_lora_weights"] = "pissa"
+    elif how == "bias":
+        about["bias"] = "all"
+    elif how == "other base":
+        about["base_model_name_or_path"] = "owner/other"
+    elif how == "targets":
+        about["target_modules"] = ["q_proj", "w1"]
+    save_file(state, weights)
+    config.write_text(json.dumps(about))
+    if how == "cut":
+        weights.write_bytes(weights.read_bytes()[:-100])
+
+
+REFUSED = {
+    "missing": "it lacks base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight",
+    "extra": "this model's adapter has no base_model.model.lm_head.lora_A.weight",
+    "shape": "layers.1.self_attn.q_proj.lora_A.weight is [4, 63] and must be [4, 64]",
+    "not finite": "layers.1.self_attn.q_proj.lora_A.weight has values that are not finite",
+    "pissa": "was made with init_lora_weights pissa",
+    "bias": "has bias 'all', which cannot be trained here",
+    "other base": "was trained on owner/other, and --model_name is owner/this. If they are the same",
+    "targets": "no linear layer of the decoder blocks is named w1",
+    "cut": "adapter_model.safetensors is damaged",
+}
+
+
+@pytest.fixture(scope="module")
+def good(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "adapter"
+    peft_adapter(folder, models(), r=4, target_modules=["q_proj", "up_proj"])
+    return folder
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_an_adapter_that_does_not_fit_is_refused_by_name(
+    how: str, good: Path, models: Models, data: dict[str, object], tmp_path: Path
+) -> None:
+    folder, model = tmp_path / "adapter", models()
+    shutil.copytree(good, folder)
+    damage(folder, how)
+    if how == "other base":  # a copy in the hub's cache has a name there
+        model = tmp_path / "models--owner--this" / "snapshots" / "0"
+        shutil.copytree(models(), model)
+    if how != "not finite":
+        (spare := tmp_path / "without_weights").mkdir()
+        for path in model.iterdir():  # no weight is needed to refuse it
+            if path.suffix != ".safetensors" and how != "other base":
+                shutil.copy(path, spare / path.name)
+        model = model if how == "other base" else spare
+    given = {**data, "model_name": model, "adapter": folder, "output_dir": tmp_path / "out"}
+    statuses, output = run_ranks(2, flags(**given), tmp_path / "logs")
+    assert statuses == [2, 2] and REFUSED[how] in output, output[-3000:]
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_weights_and_a_changed_file_are_refused(models: Models, data: dict[str, object], tmp_path: Path) -> None:
+    train_ok(1, tmp_path / "first", model_name=models(), **data, lora_rank=2)
+    other = tmp_path / "other"
+    shutil.copytree(models(), other)
+    state = load_file(other / "model.safetensors")
+    state["model.norm.weight"] += 1
+    save_file(state, other / "model.safetensors", metadata={"format": "pt"})
+    given = {**data, "adapter": tmp_path / "first", "output_dir": tmp_path / "out"}
+    statuses, output = run_ranks(2, flags(**given, model_name=other), tmp_path / "logs0")
+    assert statuses == [2, 2] and "it was trained on other weights than those of --model_name" in output
+    weights = tmp_path / "first" / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 1
+    weights.write_bytes(content)
+    statuses, output = run_ranks(2, flags(**given, model_name=models()), tmp_path / "logs1")
+    assert statuses == [2, 2] and "adapter_model.safetensors has changed: its SHA-256 differs" in output
+
+
+def test_options_that_contradict_the_adapter_are_refused_and_the_others_are_its_own(good: Path, tmp_path: Path) -> None:
+    words = ["--adapter", str(good), "--output_dir", str(tmp_path / "out")]
+    config = parse_train_config(words)
+    assert (config.lora_rank, config.lora_alpha, set(config.lora_target_modules)) == (4, 8, {"q_proj", "up_proj"})
+    assert parse_train_config([*words, "--lora_rank", "4"]) == config
+    cases = {
+        ("--lora_rank", "16"): r"--lora_rank is 16, but the adapter's is 4: leave it out",
+        ("--train_type", "bnb_dora"): r"is LoRA and --train_type bnb_dora trains DoRA. Give one of lora, qlora",
+        ("--train_type", "full"): r"full has no adapter: leave out --adapter",
+        ("--output_dir", str(good)): r"is in output_dir",
+        ("--adapter", str(tmp_path)): r"has no adapter_config.json",
+    }
+    for more, reason in cases.items():
+        with pytest.raises(UserError, match=reason):
+            parse_train_config([*words, *more])
+
+
+def test_a_finished_run_says_how_its_adapter_is_trained_further(
+    models: Models, data: dict[str, object], tmp_path: Path
+) -> None:
+    given = {**data, "model_name": models(), "lora_rank": 2, "output_dir": tmp_path / "out"}
+    train_ok(1, **{**given, "output_dir": tmp_path / "out"})
+    advice = f"give another --output_dir and --adapter {tmp_path / 'out'}"
+    statuses, output = run_ranks(1, flags(**{**given, "max_steps": 4}), tmp_path / "logs0")
+    assert statuses == [2] and "--max_steps was 2 and is 4" in output and advice in output
+    other = {**given, "resume": tmp_path / "out", "output_dir": tmp_path / "more", "lora_rank": 3}
+    statuses, output = run_ranks(1, flags(**other), tmp_path / "logs1")
+    assert statuses == [2] and advice in output
+    checkpoint = tmp_path / "out" / "checkpoints" / "step_000002"
+    with pytest.raises(UserError, match=r"it is a checkpoint. Make an adapter of it: python -m fsdp_qlora export"):
+        read_adapter(checkpoint)
