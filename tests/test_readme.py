@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from fsdp_qlora import __main__ as beside
 from fsdp_qlora.config.options import option_types
 from scripts import update_docs
-from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, write_rows
+from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
 DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
@@ -40,7 +42,7 @@ BY_HAND = {
 # Flags in the documents that are not options of train.py.
 OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle"),  # torchrun
-    *("out", "prune", "expansion_rate"),  # our commands
+    *("out", "prune", "expansion_rate", "best"),  # our commands
     *("config", "help", "dry_run"),
 }
 
@@ -86,6 +88,10 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
     tiny, expanded = models(), tmp_path / "expanded"
     assert beside.main(["expand", str(tiny), *flags(out=expanded, expansion_rate=0.5)]) == 0
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(200))
+    adapter = tmp_path / "adapter"
+    get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    ).save_pretrained(adapter)
     argvs = []
     for argv in PLANNED.values():
         # The last of two flags wins: the model, the rows and the folder that a reader has are replaced.
@@ -97,6 +103,8 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
             "dry_run": True,
             "show_samples": 0,
             **({"llama_pro_path": expanded} if "--llama_pro_path" in argv else {}),
+            **({"adapter": adapter} if "--adapter" in argv else {}),
+            **({"eval_dataset": rows} if "--eval_dataset" in argv else {}),
         }
         argvs.append([*argv, *flags(**stand_ins)])
     assert len(argvs) >= 10
@@ -111,9 +119,12 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     lines = [shlex.split(line) for line in COMMANDS if line.startswith("python -m fsdp_qlora ")]
     assert lines
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
+    train_ok(1, tmp_path / "run", model_name=models(), dataset=rows, max_steps=1, eval_fraction=0.1)
     for number, (_, _, _, command, *words) in enumerate(lines):
         if "--out" in words:  # MODEL --out DIR
-            words[0], words[words.index("--out") + 1] = str(models()), str(tmp_path / str(number))
+            source = tmp_path / "run" if command == "export" else models()
+            words[0], words[words.index("--out") + 1] = str(source), str(tmp_path / str(number))
         if command == "expand":
             words += flags(expansion_rate=0.5)  # of two blocks
         assert beside.main([command, *words]) == 0

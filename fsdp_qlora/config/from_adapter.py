@@ -25,6 +25,8 @@ def take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """
     if config.adapter is None:
         return config
+    if config.adapter.lower() in TRAIN_TYPES and not Path(config.adapter).exists():  # axolotl's name for it
+        raise UserError(f"--adapter is a folder to start from; did you mean --train_type {config.adapter.lower()}?")
     folder, output = Path(config.adapter).expanduser(), Path(config.output_dir).expanduser()
     if output.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise UserError(

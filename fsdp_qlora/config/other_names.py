@@ -30,7 +30,9 @@ OTHER_NAMES = {
     "bnb_4bit_use_double_quant": "double_quant",
     # axolotl
     "base_model": "model_name",
-    "adapter": "train_type qlora",
+    "lora_model_dir": "adapter",
+    "early_stopping_patience": "early_stopping",
+    "hub_model_id": "push_to_hub",
     "datasets": "dataset",
     "sequence_len": "context_length",
     "micro_batch_size": "batch_size",
@@ -42,6 +44,7 @@ OTHER_NAMES = {
     "wandb_entity": "entity",
     "flash_attention": "attn_implementation flash_attention_2",
     # LLaMA-Factory
+    "adapter_name_or_path": "adapter",
     "finetuning_type": "train_type qlora",
     "cutoff_len": "context_length",
     "lora_target": "lora_target_modules",
@@ -55,7 +58,5 @@ OTHER_NAMES = {
 UNSUPPORTED = {
     "packing": "several rows are never packed into one",
     "sample_packing": "several rows are never packed into one",
-    "push_to_hub": "nothing is uploaded at the end; `hf upload OWNER/NAME OUTPUT_DIR` does that, and --mirror "
-    "hf:OWNER/NAME keeps the checkpoints there",
     "logging_steps": "every step is logged",
 }

@@ -231,7 +231,8 @@ PEERS = {  # name of axolotl, LLaMA-Factory or the Hugging Face trainer -> what 
     "base_model": "model_name",
     "sequence_len": "context_length",
     "micro_batch_size": "batch_size",
-    "adapter": "train_type: qlora",
+    "lora_model_dir": "adapter",
+    "hub_model_id": "push_to_hub",
     "lora_r": "lora_rank",
     "datasets": "dataset",
     "val_set_size": "eval_fraction",
@@ -249,6 +250,10 @@ def test_the_names_of_other_programs_are_understood(yaml_file):
     message = error_of("--config", yaml_file("".join(f"{name}: 1\n" for name in PEERS)))
     for name, ours in PEERS.items():
         assert f'unknown key "{name}"; did you mean "{ours}"?' in message
+
+
+def test_an_adapter_that_is_called_as_a_train_type_is_meant_as_one():
+    assert error_of("--adapter", "qlora").endswith("did you mean --train_type qlora?")
 
 
 def test_every_other_name_stands_for_an_option_and_its_value():

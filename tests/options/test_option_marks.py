@@ -82,7 +82,7 @@ LIMITS: dict[str, tuple[list[Any], list[Any]]] = {
     "lora_dropout eval_fraction": ([0.0, 0.99], [-0.1, 1.0, math.nan]),
     "warmup_ratio max_bad_rows": ([0.0, 1.0], [-0.1, 1.01, math.nan]),
     "lr max_hours max_cost_usd price_per_hour": ([None, 1e-9], [0.0, -1.0, math.inf, math.nan]),
-    "grad_norm loraplus_lr_ratio": ([0.1], [0.0, math.inf, math.nan]),
+    "grad_norm loraplus_lr_ratio lora_alpha": ([0.1], [0.0, math.inf, math.nan]),
     "seed": ([0, 2**32 - 1], [-1, 2**32]),
     "dataset_samples": ([None, 1], [0]),
     "recompute": (["auto", "none", 0, 7], [-1]),

@@ -111,6 +111,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_ref
     gather, write = export._gather_all, PackedFiles.write if new_blocks else export.save_file
 
     def gather_all(named: list[tuple[str, torch.Tensor]], *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
+        named = list(named)
         gathered.extend(name for name, _ in named)
         return gather(named, *args, **kwargs)  # type: ignore[arg-type]
 
