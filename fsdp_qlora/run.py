@@ -290,7 +290,7 @@ def save_result(form: ResultForm, trainer: Trainer, guard: Supervision, progress
     except TrainingError as error:
         failure = str(error)
     if is_rank_0 and failure is None:
-        form.leave_adapters(guard.folder.path, newest=False, best=progress.best_eval_step >= 0)
+        form.leave_adapters(guard.folder.path, newest=False, best=progress.best_eval_loss is not None)
         if advice := form.describe_loading(guard.folder.path):
             log.info(advice)
     if failure := distributed.first_failure(failure, trainer.ranks.device):

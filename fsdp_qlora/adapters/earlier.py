@@ -4,6 +4,7 @@ Its folder is one in PEFT's format, of this program (then training.json says mor
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +99,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _what_it_is(folder: Path) -> str:
     """What a folder is that is no adapter, and what to do."""
+    if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
+        return f"there is no such folder. If it is on the hub: hf download {folder} --local-dir DIR, and give DIR."
     if not folder.is_dir():
         return "there is no such folder. Give one with adapter_config.json and adapter_model.safetensors."
     names = {path.name for path in folder.iterdir()}

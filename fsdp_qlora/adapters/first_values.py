@@ -117,8 +117,12 @@ def start_values(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
 
     The values have been rounded to bf16. Called on every rank; empty without `keep`.
     """
-    values = {canonical_name(name): kept.whole() for name, kept in _kept_shards(model).values()}
-    return {name: value.to("cpu", torch.bfloat16) for name, value in values.items()} if keep else {}
+    values = {}
+    for name, kept in _kept_shards(model).values():  # one at a time on the device
+        whole = kept.whole()
+        if keep:
+            values[canonical_name(name)] = whole.to("cpu", torch.bfloat16)
+    return values
 
 
 def _kept_shards(model: nn.Module) -> dict[int, tuple[str, KeptShard]]:

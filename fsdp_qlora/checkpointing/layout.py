@@ -16,6 +16,7 @@ from fsdp_qlora.storage.files import is_partial, open_own
 log = logging.getLogger("fsdp_qlora")
 
 CHECKPOINTS = "checkpoints"
+CARD, RECORD = "README.md", "training.json"  # what a result says of itself
 BEST = "best"  # the adapter of the lowest held-out loss
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
 FETCHED = ".from_mirror"  # files being copied from a mirror
@@ -27,7 +28,7 @@ RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
-    "checkpoints", BEST, "README.md", "training.json", FETCHED,
+    "checkpoints", BEST, CARD, RECORD, FETCHED,
 )  # fmt: skip
 # Files that a start killed before it has written run.json may leave. They are no results.
 _LEFTOVERS = {LOCK, ".saving", FETCHED}

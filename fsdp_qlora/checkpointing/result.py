@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_file, record_of
-from fsdp_qlora.checkpointing.layout import RESULT
+from fsdp_qlora.checkpointing.layout import CARD, RESULT
 from fsdp_qlora.storage.files import FileRecord, open_own
 
 log = logging.getLogger("fsdp_qlora")
@@ -34,7 +34,7 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
 
 
 def result_error(output_dir: Path) -> str | None:
-    """How the result in a folder differs from the one that was saved; None if it does not."""
+    """How the result in a folder differs from the one that was saved; None if it does not. The card may be edited."""
     try:
         with open(open_own(output_dir / RESULT, 0), "rb") as file:
             content: dict[str, Any] = json.loads(file.read().decode())
@@ -49,7 +49,8 @@ def result_error(output_dir: Path) -> str | None:
         log.info("The %.0f GiB of the result in %s are compared with %s.", size / 2**30, output_dir, RESULT)
     try:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            list(pool.map(lambda name: check_file(output_dir / name, files[name]), files))
+            checked = [name for name in files if name != CARD]
+            list(pool.map(lambda name: check_file(output_dir / name, files[name]), checked))
     except DamagedCheckpoint as error:
         return str(error)
     return None

@@ -1,6 +1,7 @@
 """Makes an adapter (or a model) for PEFT and transformers of a checkpoint, without a GPU or the base's weights."""
 
 import dataclasses
+import importlib.util
 import logging
 import os
 from collections.abc import Mapping
@@ -101,6 +102,8 @@ def stored_config(about: Mapping[str, Any]) -> TrainConfig:
 
 def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
+    if TRAIN_TYPES[config.train_type].quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
+        raise UserError(f"The run's train type is {config.train_type}, which needs the package hqq: pip install hqq.")
     needs_weights = TRAIN_TYPES[config.train_type].trains_new_blocks  # the result has the base's tensors beside them
     try:
         folder = hub.find_model_folder(config.model, with_weights=needs_weights, with_code=config.trust_remote_code)

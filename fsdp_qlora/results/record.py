@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from fsdp_qlora.checkpointing.layout import CARD, RECORD
 from fsdp_qlora.data.prompt_record import CHAT, TEMPLATE, example_prompts
 from fsdp_qlora.redact import redact_values
 
-RECORD, CARD = "training.json", "README.md"
 _PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes", "hqq")
 
 

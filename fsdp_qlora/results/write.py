@@ -105,7 +105,9 @@ class ResultForm:
             if step is None:
                 continue
             try:
-                state = read_json(folders[step] / checkpoint.STATE)
+                # The newest one has just been written; the best may have been there for days.
+                is_old = target != output_dir
+                state = checkpoint.verify(folders[step]) if is_old else read_json(folders[step] / checkpoint.STATE)
                 self.save_checkpoint(folders[step], state, target)
             except (OSError, KeyError, ValueError, TrainingError) as error:
                 log.warning("The adapter of step %d was not saved in %s: %s", step, target, error)

@@ -1,5 +1,6 @@
 """Whole runs of train.py on several ranks, against independent references and against each other."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,15 +94,18 @@ def test_every_family_trains_on_two_ranks_and_its_adapter_is_loaded_by_peft(
     assert len(read_metrics(tmp_path / "out")) == 3 and abs(after - before) > 1e-3
 
 
-def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tmp_path: Path) -> None:
+def test_full_training_leaves_a_model_that_transformers_loads_and_measures_each_held_out_set(
+    models: Models, tmp_path: Path
+) -> None:
     folder, rows = models("llama", tie_word_embeddings=True), make_rows(4, seed=3)
-    held_out = make_rows(3, seed=2)
+    held_out, others = make_rows(3, seed=2), make_rows(4, seed=5)
+    first, second = (write_rows(tmp_path / f"{name}.jsonl", held) for name, held in (("a", held_out), ("b", others)))
     train_ok(
         2,
         tmp_path / "out",
         model_name=folder,
         dataset=write_rows(tmp_path / "rows.jsonl", rows),
-        eval_dataset=write_rows(tmp_path / "held_out.jsonl", held_out),
+        eval_dataset=f"{first},more={second}",
         train_type="full",
         num_epochs=3,
         **FULL_BATCH,
@@ -109,8 +113,12 @@ def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tm
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     AutoTokenizer.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        loss = batch_loss(model, encode(folder, held_out)).item()
-    assert loss == pytest.approx(read_metrics(tmp_path / "out", "eval_loss")[-1], rel=1e-5)
+        losses = [batch_loss(model, encode(folder, held)).item() for held in (held_out, others)]
+    last = {name: read_metrics(tmp_path / "out", name)[-1] for name in ("eval_loss", "perplexity", "eval_sets")}
+    by_name = {name: (result["eval_loss"], result["perplexity"]) for name, result in last["eval_sets"].items()}
+    assert by_name["a"] == (last["eval_loss"], last["perplexity"])
+    for name, loss in zip(("a", "more"), losses, strict=True):
+        assert by_name[name] == (pytest.approx(loss, rel=1e-5), pytest.approx(math.exp(loss), rel=1e-4))
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_a_result_is_uploaded_with_the_best_adapter_and_a_failure_is_one_sentenc
     done = start(hub, tmp_path, "train.py", *flags(**options, **more))
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "The upload to owner/result failed: " in said and "You have no right to write here" in said
+    assert "The upload to owner/result failed: " in said and "You have no right to write here" in said, said
     assert (out / "adapter_model.safetensors").is_file() and not hub.files and TOKEN not in said
     hub.fails = False
     made = tmp_path / "made"
