@@ -4,6 +4,7 @@ torch is imported by a command that needs it, so that --help and the cache's lis
 """
 
 import argparse
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -24,12 +25,13 @@ class _Command(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 2 for bad input."""
-    lines = [f"  {name:12}{command.summary}" for name, command in COMMANDS.items()]
+    summaries = {name: command.summary for name, command in COMMANDS.items()} | PROGRAMS
+    lines = [f"  {name:12}{summary}" for name, summary in summaries.items()]
     usage = "\n".join(["usage: python -m fsdp_qlora COMMAND [--help]", *lines, "To train: python train.py --help"])
     if argv[:1] in (["--help"], ["-h"]):
         print(usage)
         return 0
-    if not argv or argv[0] not in COMMANDS:
+    if not argv or argv[0] not in summaries:
         print(
             f"error: {f'no command is named {argv[0]!r}' if argv else 'a command is needed'}.\n{usage}", file=sys.stderr
         )
@@ -38,6 +40,8 @@ def main(argv: list[str]) -> int:
     if name == "quantize" and {"--list", "--prune"} & set(words):
         print("The cache has a command of its own: python -m fsdp_qlora cache", file=sys.stderr)
         name = "cache"
+    if name in PROGRAMS:
+        return int(importlib.import_module(f"fsdp_qlora.program.{name}").main(words))
     command = COMMANDS[name]
     parser = argparse.ArgumentParser(prog=f"python -m fsdp_qlora {name}", description=command.description)
     command.add_options(parser)
@@ -175,6 +179,11 @@ COMMANDS = {
         _cache_options,
         _cache,
     ),
+}
+
+# Commands whose modules in fsdp_qlora/program have a main(argv) of their own.
+PROGRAMS = {
+    "merge": "make an adapter and its base one model",
 }
 
 

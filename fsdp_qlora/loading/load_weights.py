@@ -78,6 +78,25 @@ def load_weights(
     )  # fmt: skip
 
 
+def load_quantized(
+    name: str,
+    layer: QuantizedWeight,
+    weights: Weights,
+    mesh: DeviceMesh,
+    device: torch.device,
+    change: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """Fill one quantized layer, which has memory already, from the weight `name`.
+
+    Args:
+        change: makes the flat weights that are quantized from those in the files.
+    """
+    targets = _stored_parts(name, layer) if weights.packed else {name: _quantized(layer)}
+    for tensor, target in targets.items():
+        values = weights.files.read_flat(*_part(weights.files, weights.sources[tensor], target, mesh))
+        _store(target, change(values) if change else values, mesh, device, tensor)
+
+
 class _Target(NamedTuple):
     """Something to fill from the weight files.
 

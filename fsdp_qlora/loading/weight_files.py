@@ -59,6 +59,7 @@ class WeightFiles:
 
     Args:
         as_bytes: present every tensor as flat bytes, not only those of bitsandbytes' 4-bit weights.
+        file: this file of the folder alone, whatever its name.
     Attributes:
         files: tensor name -> file that holds it, or its first part.
         bytes_read: bytes of tensors that this process has read.
@@ -66,12 +67,12 @@ class WeightFiles:
         UserError: there are no safetensors files, or one is missing or damaged.
     """
 
-    def __init__(self, folder: Path, *, as_bytes: bool = False) -> None:
+    def __init__(self, folder: Path, *, as_bytes: bool = False, file: str | None = None) -> None:
         self.folder = folder
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._descriptors: dict[Path, int] = {}
-        entries = self._index()
+        entries = _read_header(folder / file) if file else self._index()
         self._entries = _as_bytes(entries, entries if as_bytes else _packed_names(entries))
         self._joined: dict[str, _Joined] = {}
         self._decoded: dict[str, DecodedTensor] = {}
@@ -165,6 +166,10 @@ class WeightFiles:
             origin for part in parts for origin in (self._decoded[part].parts if part in self._decoded else [part])
         ]
         return {origin: self._entries[origin].file for origin in stored}
+
+    def parts(self, name: str) -> list[TensorSlice]:
+        """The tensors of the files, decoded, whose concatenation is the flattened tensor `name`."""
+        return list(self._whole_tensors(name, 0, self.shape(name).numel()))
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of dim 0, on the CPU, in the file's dtype."""

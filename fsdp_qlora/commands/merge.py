@@ -1,0 +1,221 @@
+"""Merges an adapter into its base: a model folder that needs no PEFT, made a piece of a tensor at a time."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from tqdm import tqdm
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_qlora import distributed, models
+from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.commands.model_folder import check_is_new, new_model_folder, new_weights
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading import hub
+from fsdp_qlora.loading.decoded import take_format
+from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
+from fsdp_qlora.loading.weight_files import open_weight_files
+from fsdp_qlora.merging.base import DequantizedBase, OriginalBase
+from fsdp_qlora.merging.changes import Changes
+from fsdp_qlora.merging.merged_model import MergedModel, split_ends
+from fsdp_qlora.merging.peft_folder import PeftFolder, read_peft_folder
+from fsdp_qlora.precision import Precision
+from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings, take_settings
+from fsdp_qlora.sharding.build_model import LayerOptions, build_model
+from fsdp_qlora.train_types import TrainType
+
+log = logging.getLogger("fsdp_qlora")
+
+BASES = ("original", "dequantized")
+# Files of a tokenizer, which the adapter's folder has as the run used them.
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+class TrainedOn(NamedTuple):
+    """The base of an adapter, and how the run stored it.
+
+    quantizer: a key of QUANTIZERS; None if the base was not quantized, or nothing says how. options: of its layers.
+    reduces_base: the run's first values were removed from the base (PiSSA, OLoRA).
+    """
+
+    model_name: str
+    trust_remote_code: bool
+    quantizer: str | None
+    options: Mapping[str, Any]
+    precision: Precision
+    reduces_base: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """An adapter and its base, before anything is computed."""
+
+    folder: Path
+    config: PretrainedConfig
+    adapter: PeftFolder
+    original: MergedModel
+    layers: Mapping[str, Any]
+    trained_on: TrainedOn
+    is_decoded: bool
+
+    def on(self, base: str, ranks: Ranks, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> MergedModel:
+        """The merged model.
+
+        Args:
+            base: one of BASES. dtype: None for that of the base's files.
+            mesh: of this one process; needed for `dequantized`.
+        """
+        if base == "original" or not self.layers:
+            return dataclasses.replace(self.original, dtype=dtype)
+        assert mesh is not None
+        changes, halves = self.original.changes, self.trained_on.reduces_base
+
+        def first_updates(name: str) -> Any:
+            change = changes.low_rank(name) if halves else None
+            return change.reduced if change else None
+
+        quantized = DequantizedBase(self.original.weights, self.layers, mesh, ranks.device, first_updates)
+        return dataclasses.replace(self.original, dtype=dtype, base=quantized, is_reduced=halves)
+
+
+def open_merge(adapter_path: Path, trained_on: TrainedOn) -> Merge:
+    """Read an adapter's configuration and match it with its base.
+
+    Raises:
+        UserError: one of them cannot be used, or they do not fit together.
+    """
+    adapter = read_peft_folder(adapter_path)
+    name, with_code = trained_on.model_name, trained_on.trust_remote_code
+    folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
+    config = models.load_config(folder, name, trust_remote_code=with_code)
+    stored = take_format(config)
+    packed = take_settings(config, name)
+    changes = Changes(_plain_model(config, trained_on), adapter)
+    model = _plain_model(config, trained_on)
+    quantized = _quantized_model(config, trained_on, packed) if trained_on.quantizer else None
+    if packed and quantized is None:
+        raise UserError(f"model_name {name} is quantized to 4 bits: give --train_type qlora, or the original model.")
+    files = open_weight_files(folder, stored)
+    names = list(files.files)
+    weights = match_tensors(quantized if packed and quantized is not None else model, files, packed=packed is not None)
+    kept = {name for name, _ in (*model.named_parameters(), *models.persistent_buffers(model))}
+    parts = {source for name, source in weights.sources.items() if name not in kept}  # statistics of packed weights
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+    merged = MergedModel(
+        weights, adapter, changes, OriginalBase(weights), shapes, [name for name in names if name not in parts],
+        None, split_ends(model, changes),
+    )  # fmt: skip
+    layers = quantized_layers(quantized) if quantized is not None else {}
+    return Merge(folder, config, adapter, merged, layers, trained_on, is_decoded=bool(stored or packed))
+
+
+def _plain_model(config: PretrainedConfig, trained_on: TrainedOn) -> PreTrainedModel:
+    return models.build_meta_model(
+        config,
+        attn_implementation="auto",
+        dtype=torch.float32,
+        compute_dtype=torch.float32,
+        device=torch.device("cpu"),
+        experts_implementation="eager",
+        trust_remote_code=trained_on.trust_remote_code,
+    )
+
+
+def _quantized_model(
+    config: PretrainedConfig, trained_on: TrainedOn, packed: Bnb4bitSettings | None
+) -> PreTrainedModel:
+    frozen = TrainType(adapter=None, quantizer=trained_on.quantizer, trains="adapter")
+    layers = LayerOptions(lora=LoraOptions(), quantizer=trained_on.options, prequantized=packed)
+    return build_model(
+        config, frozen, trained_on.precision, torch.device("cpu"), layers, attn_implementation="auto",
+        trust_remote_code=trained_on.trust_remote_code,
+    ).model  # fmt: skip
+
+
+@contextlib.contextmanager
+def one_process(ranks: Ranks) -> Iterator[DeviceMesh]:
+    """The mesh of this process alone."""
+    distributed.start_process_group(ranks)
+    try:
+        yield distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    finally:
+        distributed.stop_process_group()
+
+
+def check_base(merge: Merge, base: str) -> None:
+    """Refuse a base that cannot be had. Raises UserError."""
+    if base == "original" and merge.original.weights.packed:
+        raise UserError(
+            f"model_name {merge.trained_on.model_name} has 4-bit weights only. Give --base dequantized, or the model "
+            "with 16-bit weights in --model_name."
+        )
+    if base == "dequantized" and not merge.layers:
+        raise UserError(
+            f"--base dequantized: {merge.adapter.path} was not trained on a quantized base, or nothing says how it was "
+            "quantized. Give --base original, or the run's --train_type (and --quant_type and the like)."
+        )
+
+
+def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
+    """Write a folder that transformers and vLLM load. It gets its name when it is complete.
+
+    Raises:
+        UserError: it cannot be written, or a weight is not finite.
+    """
+    check_is_new(out)
+    with_code = (merge.folder / "config.json").read_text(encoding="utf-8").count('"auto_map"') > 0
+    with new_model_folder(out, merge.folder, with_code=with_code) as partial:
+        for name in _TOKENIZER:
+            if (merge.adapter.path / "tokenizer_config.json").is_file() and (merge.adapter.path / name).is_file():
+                shutil.copyfile(merge.adapter.path / name, partial / name)
+        _write_weights(merged, partial)
+        content = _config_of(merge, merged)
+        (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_weights(merged: MergedModel, folder: Path) -> None:
+    forms = merged.forms()
+    total = sum(form.num_bytes for form in forms.values())
+    hidden = not sys.stderr.isatty()
+    with (
+        new_weights(folder, forms, merged.files()) as files,
+        tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=hidden) as bar,
+    ):
+        for name, start, values in merged.pieces():
+            if values.is_floating_point() and not values.isfinite().all():
+                raise UserError(
+                    f"The merged {name} has values that are not finite in {str(forms[name].dtype)[6:]}. Give "
+                    "--dtype bf16 or fp32, or check the adapter."
+                )
+            files.write(name, start * values.element_size(), values)
+            bar.update(values.nbytes)
+
+
+def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
+    """The base's config.json as the merged model needs it."""
+    content: dict[str, Any] = json.loads((merge.folder / "config.json").read_text(encoding="utf-8"))
+    text = content.get("text_config", content)
+    if merge.is_decoded:
+        content.pop("quantization_config", None)
+    if merged.dtype or merge.is_decoded:
+        for part in (content, text):
+            part.pop("torch_dtype", None)
+            part["dtype"] = str(merged.dtype or torch.bfloat16).removeprefix("torch.")
+    if merged.copies:
+        content["tie_word_embeddings"] = text["tie_word_embeddings"] = False
+    sizes = {shape[0] for name in merged.changes.names() if (shape := merged.resized(name))}
+    if sizes:
+        text["vocab_size"] = max(sizes)
+    return content

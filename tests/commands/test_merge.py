@@ -1,0 +1,233 @@
+"""Merged models compute what the base and its adapter compute under PEFT; bases are compared with what was trained."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_qlora.__main__ import main
+from fsdp_qlora.merging import merged_model
+from tests.parity.test_experts import FAMILIES
+from tests.reference import LINEARS
+from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+# What PEFT is given -> the base it is for.
+KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
+    "lora": ("qwen2", {}, {"lora_alpha": 12}),
+    "rslora with patterns": (
+        "llama",
+        {},
+        {"use_rslora": True, "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8}, "alpha_pattern": {"v_proj": 3}},
+    ),
+    "dora": ("qwen2", {}, {"use_dora": True, "bias": "all"}),
+    "modules_to_save": ("llama", {}, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "modules_to_save of tied embeddings": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"modules_to_save": ["embed_tokens"]},
+    ),
+    "lora of a tied head": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["lm_head", "q_proj"]}),
+    "tied embeddings": ("qwen2", {"tie_word_embeddings": True}, {}),
+    "lora of embeddings": ("llama", {}, {"target_modules": ["embed_tokens", "o_proj"]}),
+    "weights stored as [in, out]": (
+        "gpt2",
+        {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "hidden_size": 64},
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+    ),
+    "experts": (
+        "mixtral",
+        FAMILIES["mixtral"],
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+    "transposed experts": (
+        "gpt_oss",
+        FAMILIES["gpt_oss"],
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+}
+
+
+def make_adapter(base: Path, folder: Path, **options: object) -> Path:
+    """An adapter that PEFT saves, all its values random."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(**{"r": 4, "target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options})
+    adapted = get_peft_model(model, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * (0.3 if "magnitude" in name else 0.1))
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(input_ids=PROBE).logits
+    return logits
+
+
+def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return logits_of(PeftModel.from_pretrained(model, adapter))
+
+
+def merge(*argv: object) -> int:
+    return main(["merge", *map(str, argv)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merged_model_computes_what_peft_does(
+    kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, sizes, options = KINDS[kind]
+    base = models(family, **sizes)
+    adapter, out = make_adapter(base, tmp_path / "adapter", **options), tmp_path / "out"
+    monkeypatch.setattr(merged_model, "_PIECE", 300)  # several pieces of every weight
+    assert merge("--adapter", adapter, "--out", out, "--model_name", base) == 0
+    expected = peft_logits(base, adapter)
+    assert (expected - logits_of(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))).abs().max() > 0.1
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(merged), expected, atol=1e-5, rtol=1e-5)
+    before, after = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    more = {"lm_head.weight"} if "tied" in kind and kind != "tied embeddings" else set()
+    assert after.keys() == before.keys() | more
+    assert {name: after[name].shape for name in before} == {name: value.shape for name, value in before.items()}
+    assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(base)("sort the list")
+
+
+def test_files_are_those_of_the_base_in_sixteen_bits(models: Models, tmp_path: Path) -> None:
+    base, split = models("llama"), tmp_path / "split"
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(split, max_shard_size="100KB")
+    adapter, out = make_adapter(split, tmp_path / "adapter"), tmp_path / "out"
+    assert merge("--adapter", adapter, "--out", out, "--dtype", "bf16") == 0  # the base that the adapter names
+    index = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
+    assert json.loads((out / "model.safetensors.index.json").read_text())["weight_map"] == index
+    assert len(set(index.values())) > 1 and json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert merged.dtype == torch.bfloat16
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(merged.state_dict()[name], value.bfloat16(), atol=0, rtol=2**-7)
+
+
+def test_embeddings_that_peft_saved_with_new_tokens_are_merged(models: Models, tmp_path: Path) -> None:
+    base, adapter, out = models("llama"), tmp_path / "adapter", tmp_path / "out"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(328)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    nn.init.normal_(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight)
+    adapted.save_pretrained(adapter, save_embedding_layers=True)
+    assert merge("--adapter", adapter, "--out", out, "--model_name", base) == 0
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    assert merged.config.vocab_size == 328
+    torch.testing.assert_close(logits_of(merged), logits_of(adapted), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"train_type": "qlora", "init_lora_weights": "pissa", "use_rslora": True},
+        {"train_type": "hqq_dora", "n_bits": 3},
+    ],
+    ids=lambda options: str(options["train_type"]),
+)
+def test_verify_finds_the_loss_of_the_run_and_the_better_base(
+    options: dict[str, object], models: Models, tmp_path: Path, lines: list[str]
+) -> None:
+    rows, held_out = write_rows(tmp_path / "rows.jsonl", make_rows(8)), make_rows(6, seed=1)
+    verify, run = write_rows(tmp_path / "held_out.jsonl", held_out), tmp_path / "run"
+    common = {"model_name": models("llama"), "dataset": rows, "precision": "fp32", "lr": 1e-2, "num_epochs": 3}
+    train_ok(2, run, eval_dataset=verify, batch_size=2, logits_file=tmp_path / "logits", **common, **options)
+    assert merge("--adapter", run, "--out", tmp_path / "out", "--verify", verify) == 0
+    said = "\n".join(lines)
+    loss, *others = [float(found) for found in re.findall(r": loss ([\d.]+)", said)]
+    assert loss == pytest.approx(read_metrics(run, "eval_loss")[-1], abs=2e-5)
+    original, dequantized = [float(found) for found in re.findall(r"the trained model ([\d.e+-]+)", said)]
+    assert dequantized < 1e-6 < original and len(others) == 2
+    base = re.findall(r"Recommended: --base (\w+)", said)[0]
+    assert base == ("dequantized" if "by chance" in said or others[1] < others[0] else "original")
+    assert merge("--adapter", run, "--out", tmp_path / "same", "--base", "dequantized") == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "same", dtype=torch.float32)
+    torch.testing.assert_close(logits_of(merged), load_file(tmp_path / "logits")["logits"], atol=1e-4, rtol=1e-4)
+    if base == "dequantized":
+        saved = [load_file(tmp_path / name / "model.safetensors") for name in ("same", "out")]
+        assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_what_cannot_be_merged_is_refused_by_name(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = models("llama"), tmp_path / "out"
+    adapter = make_adapter(base, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = next(iter(tensors))
+
+    def changed(folder: str, **content: torch.Tensor | None) -> Path:
+        path = tmp_path / folder
+        path.mkdir()
+        kept = {key: value for key, value in (tensors | content).items() if value is not None}
+        save_file(kept, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
+        return path
+
+    pissa = changed("pissa")
+    config = json.loads((pissa / "adapter_config.json").read_text())
+    (pissa / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    torn = changed("torn")
+    (torn / "adapter_model.safetensors").write_bytes(b"\0" * 100)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "theirs").touch()
+    for argv, words in {
+        ("--adapter", changed("less", **{name: None})): f"missing: {name} [4, 128]",
+        ("--adapter", changed("more", x=torch.zeros(1))): "not in this base: x",
+        ("--adapter", changed("shape", **{name: torch.zeros(4, 60)})): f"wrong shape: {name} is [4, 60]",
+        ("--adapter", changed("nan", **{name: tensors[name] * torch.nan})): "has values that are not finite",
+        ("--adapter", pissa): "init_lora_weights pissa",
+        ("--adapter", torn): "not a readable safetensors file",
+        ("--adapter", base): "has no adapter_config.json",
+        ("--adapter", adapter, "--base", "dequantized"): "was not trained on a quantized base",
+        ("--adapter", adapter, "--out", tmp_path / "full"): "full exists already and is not empty",
+        ("--adapter", adapter, "--model_name", models("qwen2", num_hidden_layers=1)): "does not fit this base",
+        ("--adapter", adapter, "--ot", "x"): "Unknown option --ot",
+    }.items():
+        assert merge("--model_name", base, "--out", out, *argv) == 2, words
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*")) and [path.name for path in (tmp_path / "full").iterdir()] == ["theirs"]
+
+
+def test_a_killed_merge_leaves_nothing_that_looks_finished(models: Models, tmp_path: Path) -> None:
+    adapter, out = make_adapter(models("llama"), tmp_path / "adapter"), tmp_path / "out"
+    code = (
+        "import time, sys\nfrom fsdp_qlora.storage.safetensors_files import PackedFiles\n"
+        "PackedFiles.write = lambda *args: time.sleep(60)\n"
+        "from fsdp_qlora.__main__ import main\nmain(sys.argv[1:])"
+    )
+    argv = ["merge", *flags(adapter=adapter, out=out)]
+    with subprocess.Popen([sys.executable, "-c", code, *argv], cwd=ROOT, env=os.environ) as process:
+        while not list(tmp_path.glob("out.*/*.safetensors")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+    (left,) = tmp_path.glob("out*")
+    assert left.suffix == ".partial" and not (left / "config.json").exists()
+    assert merge("--adapter", adapter, "--out", out) == 0 and (out / "config.json").exists()
