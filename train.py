@@ -1,65 +1,11 @@
 """Fine-tune a language model whose quantized weights are sharded over all ranks: `python train.py --help`.
 
-Options, then one process per GPU, then the run itself: `run` in fsdp_qlora/run.py. It calls `train` in
-fsdp_qlora/training/trainer.py, where the optimizer step is.
+The same as `fsdp-qlora train`, for a clone that is not installed: `main` is in fsdp_qlora/program/train.py.
 """
 
-import os
 import sys
 
-from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.control import restarts
-from fsdp_qlora.errors import (
-    ENDINGS,
-    Crashed,
-    LostRank,
-    RunStopped,
-    TrainingError,
-    UserError,
-    how_it_ends,
-    note_reason,
-    print_error,
-)
-from fsdp_qlora.launch import relaunch_if_needed
-from fsdp_qlora.redact import guard_output, redact_values
-from fsdp_qlora.terminal import quiet_libraries
-
-
-def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 only when the run is finished, else as in errors.ENDINGS."""
-    guard_output()
-    # Steps differ in length, and would cut fixed segments up. Before an import of bitsandbytes initializes CUDA.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # A rank that is gone is one sentence from us; torch would add pages of C++ frames.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if (end := restarts.previous_exit()) is not None:
-        status, message = end
-        print_error(RuntimeError(f"not restarted, since the end of the attempt before was final: {message}"))
-        return status
-    try:
-        config = parse_train_config(argv)
-        if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
-            return status_of_workers
-        sys.argv = redact_values(sys.argv)  # wandb keeps a copy
-        quiet_libraries()
-        # Imported here so that --help and wrong options answer at once.
-        from fsdp_qlora.run import run
-
-        run(config)
-    except (UserError, TrainingError, RunStopped) as error:
-        ending = how_it_ends(error)
-        restarts.record_exit(ending, str(error))
-        print_error(error)
-        return ending.exit_code
-    except (LostRank, Crashed) as error:
-        print_error(error)
-        return ENDINGS["failed"].exit_code
-    except Exception as error:
-        note_reason(f"{type(error).__name__}: {error}")
-        raise
-    return 0
-
+from fsdp_qlora.program.train import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,35 @@
+"""Fine-tune large language models on small GPUs: `from fsdp_qlora import train`.
+
+The names below are loaded when they are used, so that `import fsdp_qlora` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fsdp_qlora.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from fsdp_qlora.api import TrainResult, train
+    from fsdp_qlora.config.options import TrainConfig
+    from fsdp_qlora.errors import RunStopped, TrainingError, UserError
+
+__all__ = ["RunStopped", "TrainConfig", "TrainResult", "TrainingError", "UserError", "__version__", "train"]
+
+_MODULES = {
+    "train": "api",
+    "TrainResult": "api",
+    "TrainConfig": "config.options",
+    "RunStopped": "errors",
+    "TrainingError": "errors",
+    "UserError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

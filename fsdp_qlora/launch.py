@@ -1,4 +1,4 @@
-"""Starts one process per visible GPU when train.py is started as a single process.
+"""Starts one process per visible GPU when training is started as a single process.
 
 A process that torchrun has started with others, or that was told to be the only one, continues as a worker. Any other
 becomes a launcher: it starts the workers through torchrun's own agent and waits for them.
@@ -11,12 +11,13 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.restarts import AUTO_RESTART, NOTE_FILE, forward_exit, is_restart
@@ -33,6 +34,7 @@ _STATUS_OF_SIGNAL = {
     signal.SIGINT: ENDINGS["interrupted"].exit_code,
 }
 _LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
+WORKER = ("-u", "-m", "fsdp_qlora", "train")
 
 # Variables that an agent sets for its workers, besides those that start with TORCHELASTIC_. Those of an outer agent
 # would give ours, and its workers, a wrong rank or port.
@@ -50,6 +52,13 @@ _AGENT_VARIABLES = (
     "MASTER_PORT",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
+
+
+class WorkersEnd(NamedTuple):
+    """How the workers have ended. reason: of the one that failed first, empty if none has."""
+
+    status: int
+    reason: str
 
 
 def is_from_an_agent(name: str) -> bool:
@@ -80,7 +89,24 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
     # print and not the logger, which is set up in the workers.
     with _listen(config.master_addr, config.master_port) as meeting_point:
         print(f"Starting {processes} processes, {reason}.", flush=True)
+        return _run_workers(processes, argv, config.master_addr, meeting_point).status
+
+
+def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
+    """Start the workers, even if it is one, and wait for them: nothing of the run stays behind in this process.
+
+    Args and Raises: as for `relaunch_if_needed`.
+    """
+    processes, reason = (1, "") if config.is_preview else _processes_wanted(config)
+    with _listen(config.master_addr, config.master_port) as meeting_point:
+        if processes > 1:
+            print(f"Starting {processes} processes, {reason}.", flush=True)
         return _run_workers(processes, argv, config.master_addr, meeting_point)
+
+
+def is_started_by_others() -> bool:
+    """Whether torchrun, or somebody else, has made this process one rank of a run."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
 def planned_processes(config: TrainConfig) -> int:
@@ -109,7 +135,7 @@ def _torchrun_was_told_processes(argv: list[str]) -> bool:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
     except OSError:
         return True  # no /proc: keep the single process that torchrun started
-    # Parent: python torchrun OPTIONS train.py ARGV. In ARGV the same flag is ours.
+    # Parent: python torchrun OPTIONS train.py ARGV, or -m fsdp_qlora train ARGV. In ARGV the same flag is ours.
     torchrun, arguments = command[: len(command) - len(argv)], command[len(command) - len(argv) :]
     # torchrun's parser takes abbreviations; no other option of it starts with --np.
     return arguments != argv or any(word.replace("_", "-").startswith("--np") for word in torchrun)
@@ -123,7 +149,7 @@ def _check_started_by_another(config: TrainConfig) -> None:
     if config.nproc_per_node not in (-1, local) or config.world_size not in (-1, local, total):
         started = f"{local} process{'es' if local > 1 else ''}"
         raise UserError(
-            f"torchrun has started {started} on this machine, but train.py's options ask for "
+            f"torchrun has started {started} on this machine, but the options of the training ask for "
             f"{config.requested_processes}. Leave out --world_size and --nproc_per_node after train.py."
         )
 
@@ -165,14 +191,14 @@ def _listen(address: str, port: int) -> socket.socket:
         raise UserError(
             f"--master_addr {address} --master_port {port}: the processes cannot meet there: "
             f"{getattr(error, 'strerror', error)}. Give an address of this machine and a free port, or leave both out. "
-            "To train on several machines, start train.py with torchrun on each."
+            "To train on several machines, start the training with torchrun on each."
         ) from error
 
 
 # --- the launcher ---
 
 
-def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_point: socket.socket) -> int:
+def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_point: socket.socket) -> WorkersEnd:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -186,15 +212,17 @@ def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_poin
             descriptor = meeting_point.detach()
             server = TCPStore(master_addr, port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
             try:
-                elastic_launch(launch, sys.executable)("-u", str(Path(sys.argv[0]).absolute()), *argv)
+                elastic_launch(launch, sys.executable)(*WORKER, *argv)
             finally:
                 del server  # as long as the workers may need it
     except ChildFailedError as error:
-        return _report_failure(*_cause(error.failures))
+        rank, exit_code, reason = _cause(error.failures)
+        return WorkersEnd(_report_failure(rank, exit_code, reason), reason)
     except SignalException as error:
-        write_line(f"Stopped by {error.sigval.name}; all processes have ended.")
-        return _STATUS_OF_SIGNAL.get(error.sigval, 128 + error.sigval)
-    return 0
+        reason = f"Stopped by {error.sigval.name}; all processes have ended."
+        write_line(reason)
+        return WorkersEnd(_STATUS_OF_SIGNAL.get(error.sigval, 128 + error.sigval), reason)
+    return WorkersEnd(0, "")
 
 
 @contextlib.contextmanager
@@ -245,12 +273,21 @@ def _prepare_environment() -> None:
     for name in filter(is_from_an_agent, list(os.environ)):
         del os.environ[name]
     os.environ[_LAUNCHER_PID] = str(os.getpid())
+    _let_workers_find_us()
     # As torchrun does: several processes with a thread per core each would compete.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The agent logs each failed or stopped worker; our one line replaces that.
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
+
+
+def _let_workers_find_us() -> None:
+    """Let `-m fsdp_qlora` find this package from any folder, and nothing else in the folder that it is started in."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # of Python 3.11
+    ours = str(Path(__file__).resolve().parent.parent)
+    if ours not in map(sysconfig.get_path, ("purelib", "platlib")):  # a clone
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
 
 
 def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:

@@ -43,6 +43,11 @@ def redact(text: str) -> str:
     return text
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether an environment variable of this name holds a secret."""
+    return _SECRET_VARIABLE.search(name) is not None
+
+
 def redact_values(values: T) -> T:
     """Nested dicts and lists with all strings redacted."""
     if isinstance(values, str):
@@ -83,7 +88,7 @@ class _RedactedStream:
 @functools.cache
 def _secrets() -> tuple[str, ...]:
     """The values of secret variables, the login of the hub, and the passwords of ~/.netrc; the longest first."""
-    found = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name)}
+    found = {value for name, value in os.environ.items() if is_secret_name(name)}
     with contextlib.suppress(OSError, UnicodeDecodeError):
         found.add(Path(os.environ.get("HF_TOKEN_PATH") or constants.HF_TOKEN_PATH).read_text().strip())
     with contextlib.suppress(OSError, UnicodeDecodeError, netrc.NetrcParseError):

@@ -13,7 +13,7 @@ import contextlib
 import difflib
 import os
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
@@ -24,6 +24,7 @@ from fsdp_qlora.config.from_adapter import take_adapter
 from fsdp_qlora.config.help import option_help, type_text, value_text
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, option_types
 from fsdp_qlora.config.other_names import OTHER_NAMES, UNSUPPORTED
+from fsdp_qlora.config.shipped import find_config, shipped_configs
 from fsdp_qlora.errors import UserError
 
 _HINTS = option_types()
@@ -53,11 +54,33 @@ def parse_train_config(argv: list[str]) -> TrainConfig:
     if path is not None and ("\0" in path or not path.isprintable()):
         raise UserError(f"--config {path[:80]!a} has characters that no path should have. Rename the file.")
     errors: list[str] = []
-    settings = _read_yaml(Path(path), errors) if path is not None else []
+    settings = _read_yaml(find_config(path), errors) if path is not None else []
     settings += [_Setting(f"--{name}", name, values) for name, values in flags.items()]
     errors += _unknown_flags(unknown)
-    given = _convert(settings, errors)
-    config = TrainConfig(**given)
+    return _checked(TrainConfig(**(given := _convert(settings, errors))), errors, given)
+
+
+def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str, object]) -> TrainConfig:
+    """The options of a run from Python values, by the rules and with the messages of the command line.
+
+    Args:
+        base: options that those in `given` replace: a YAML file, a name of `shipped_configs`, or made before.
+    Raises: as `parse_train_config`.
+    """
+    errors = [f"Unknown option {name}{_advice(name, _as_keyword)}" for name in given if name not in _HINTS]
+    known = {name: value for name, value in given.items() if name in _HINTS}
+    settings = [_Setting(name, name, words) for name, value in known.items() if (words := _as_words(name, value))]
+    # An empty list has no words; None leaves an option that is never None at its default.
+    values = {name: () for name, value in known.items() if isinstance(value, (list, tuple)) and not value}
+    if isinstance(base, TrainConfig):
+        values = vars(base) | values
+    elif base is not None:
+        settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
+    converted = _convert(settings, errors)
+    return _checked(TrainConfig(**{**values, **converted}), errors, converted)
+
+
+def _checked(config: TrainConfig, errors: list[str], given: Collection[str]) -> TrainConfig:
     # What is not known, or was not understood, may be what another option needs.
     _raise([*errors, *out_of_range(config)] if errors else check(config))
     return take_adapter(config, given)
@@ -181,6 +204,19 @@ def _as_key(option: str, value: str) -> str:
     return f'"{option}: {value}"' if value else f'"{option}"'
 
 
+def _as_keyword(option: str, value: str) -> str:
+    return f"{option}={value}" if value else option
+
+
+def _as_words(name: str, value: object) -> list[str]:
+    """A Python value as it would be given on the command line; no word for None where an option is never None."""
+    if isinstance(value, (list, tuple)):
+        return [str(item) for item in value]
+    if value is None:
+        return ["none"] if type(None) in get_args(_HINTS[name]) else []
+    return [str(value).lower() if isinstance(value, bool) else str(value)]
+
+
 def _is_switch(name: str) -> bool:
     """Whether an option is true or false."""
     return bool in (_HINTS.get(name), *get_args(_HINTS.get(name)))
@@ -234,7 +270,9 @@ def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         # The nodes and not the values: they keep the text as written, the lines, and keys given twice.
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
-        raise UserError(f"--config {path}: cannot read it: {error.strerror}.") from error
+        names = ", ".join(shipped_configs())
+        hint = f" It is no file, and not one of {names} either." if isinstance(error, FileNotFoundError) else ""
+        raise UserError(f"--config {path}: cannot read it: {error.strerror}.{hint}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path}: it is not a text file in UTF-8.") from error
     except RecursionError as error:
@@ -268,14 +306,16 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     """A parser that splits the command line into words per option, and knows the help."""
     parser = _Parser(
-        prog="train.py",
-        usage="torchrun [--nproc_per_node N] train.py [--config FILE] [--option value ...]",
+        prog="fsdp-qlora train",
+        usage="fsdp-qlora train [--config FILE] [--option value ...]",
         description="Fine-tune a language model with a sharded, 4-bit quantized base on one or more devices.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; flags win over it")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of options, or a name that `fsdp-qlora configs` lists; flags win"
+    )
     for heading, options in option_help().items():
         group = parser.add_argument_group(heading)
         for name, text in options.items():

@@ -26,7 +26,10 @@ ENTRY = """
 import os, signal, sys, time
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
+from fsdp_qlora import launch
 from fsdp_qlora.launch import relaunch_if_needed
+
+launch.WORKER = ("-u", __file__)
 
 config = parse_train_config(sys.argv[1:])
 try:
@@ -212,7 +215,7 @@ def test_a_final_end_of_a_launchers_workers_keeps_torchrun_from_restarting_it(mo
     monkeypatch.setattr(launch, "_ask_for_signal_on_death_of_parent", lambda: None)
     for attempt, message in enumerate(["killed", "loss is NaN"]):
         with launch._listen("localhost", 0) as meeting_point:
-            assert launch._run_workers(2, [], "localhost", meeting_point) == 1
+            assert launch._run_workers(2, [], "localhost", meeting_point).status == 1
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt + 1))
         assert restarts.previous_exit() == ((1, message) if attempt else None)
 

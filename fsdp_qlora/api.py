@@ -1,0 +1,135 @@
+"""Training from Python, as in a notebook: the options, rules and errors of the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from fsdp_qlora import launch
+from fsdp_qlora.config.cli import make_train_config
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.control.status import STATUS
+from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
+from fsdp_qlora.metrics.sinks import METRICS_FILE
+from fsdp_qlora.storage.files import read_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fsdp_qlora.config.keywords import TrainKeywords
+
+_MADE_TO_STOP = ("preempted", "interrupted")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run has left.
+
+    output_dir: its folder, with the adapter or the model. state: finished; over_budget, when max_hours or max_cost_usd
+    has ended it with a checkpoint, from which the same call goes on; planned, after dry_run or show_samples.
+    steps: optimizer steps done, those of earlier starts included. losses: the training loss of each, in nats.
+    eval_losses: step -> held-out loss, in nats.
+    """
+
+    output_dir: Path
+    state: str
+    steps: int
+    losses: list[float]
+    eval_losses: dict[int, float]
+
+    def records(self) -> list[dict[str, Any]]:
+        """metrics.jsonl: one dict per step and per evaluation."""
+        return _records(self.output_dir)
+
+
+def train(config: TrainConfig | str | Path | None = None, **options: Unpack[TrainKeywords]) -> TrainResult:
+    """Fine-tune a model: `fsdp-qlora train` with these options, `train(model_name="...", dataset="rows.jsonl")`.
+
+    The run has processes of its own, one per visible GPU (world_size=1 for one), which end with it: their memory is
+    free afterwards, and what ends them does not end this process. In a process that torchrun has started as one of
+    several ranks, it is one of them.
+
+    Args:
+        config: options that the others replace: a YAML file, a name that `fsdp-qlora configs` lists, or a TrainConfig.
+        options: the options of docs/options.md. Lists may be lists.
+    Raises:
+        UserError: bad input.
+        TrainingError: the run cannot continue, or a process of it has died.
+        RunStopped: a signal has stopped it, with a checkpoint.
+        KeyboardInterrupt: Ctrl-C, or the notebook's stop button, has stopped it, with a checkpoint.
+    """
+    chosen = make_train_config(config, options)
+    if launch.is_started_by_others():
+        from fsdp_qlora.run import run
+
+        run(chosen)
+    else:
+        _run_workers(chosen)
+    return read_result(Path(chosen.output_dir), is_preview=chosen.is_preview)
+
+
+def read_result(output_dir: Path, *, is_preview: bool = False) -> TrainResult:
+    """The result of the run in a folder."""
+    if is_preview:
+        return TrainResult(output_dir, "planned", 0, [], {})
+    status, records = read_json(output_dir / STATUS), _records(output_dir)
+    return TrainResult(
+        output_dir,
+        state=status.get("state", "finished"),
+        steps=status.get("step", 0),
+        losses=[record["loss"] for record in records if "loss" in record],
+        eval_losses={record["step"]: record["eval_loss"] for record in records if "eval_loss" in record},
+    )
+
+
+def _run_workers(config: TrainConfig) -> None:
+    """Run in processes of its own, and raise what has ended them."""
+    with tempfile.TemporaryDirectory(prefix="fsdp_qlora_") as folder, _signals_as_before():
+        path = Path(folder) / "options.yaml"
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
+        # The default of an option that is never None may be None: it is left out.
+        path.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
+        end = launch.run_in_workers(config, ["--config", os.fspath(path)])
+    states = {ending.exit_code: state for state, ending in ENDINGS.items()}
+    state = states.get(end.status, "failed")
+    if state == "interrupted":
+        raise KeyboardInterrupt(end.reason)
+    if state == "bad_input":
+        raise UserError(end.reason)
+    if state in _MADE_TO_STOP:
+        raise RunStopped(state, end.reason)
+    if state not in ("finished", "over_budget"):
+        raise TrainingError(end.reason)
+
+
+@contextmanager
+def _signals_as_before() -> Iterator[None]:
+    """Put back the handlers that torch's agent replaces: later, Ctrl-C must be what it was."""
+    if threading.current_thread() is not threading.main_thread():  # torch leaves them alone there
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+def _records(output_dir: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (output_dir / METRICS_FILE).read_text().splitlines()
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines]

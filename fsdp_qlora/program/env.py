@@ -1,0 +1,26 @@
+"""`fsdp-qlora env`."""
+
+import argparse
+import json
+
+DESCRIPTION = (
+    "Print what a bug report needs: versions, machine, GPUs, driver, and the environment variables that change a run. "
+    "Values of secret variables, tokens and passwords in addresses are left out."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> None:
+    from fsdp_qlora.environment import describe_environment
+
+    facts = describe_environment()
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return
+    for heading, values in facts.items():
+        print(f"{heading}:")
+        for name, text in values.items():
+            print(f"  {name}: {text}")

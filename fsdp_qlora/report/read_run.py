@@ -1,0 +1,160 @@
+"""Reads what a run has left in its folder, for a report: nothing in it is trusted, and anything may be missing."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_qlora.control.status import STATUS
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.metrics.sinks import METRICS_FILE, numbers_in
+from fsdp_qlora.redact import redact_values
+from fsdp_qlora.report.facts import FACTS_FILE
+from fsdp_qlora.storage.files import read_json, read_regular
+
+SAMPLES_FILE = "samples.jsonl"
+CONFIG_FILE = "config.yaml"
+
+_MOST_POINTS = 1200  # of a curve: more than a screen has
+_MOST_SAMPLES = 400
+_MOST_CHARACTERS = 4000  # of a sample
+_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder tells it; all values are JSON's.
+
+    steps: column -> its values, of all steps or of those that make the curves' shape. evaluations: the same, of all
+    evaluations. totals: of all steps. settings: config.yaml. facts: facts.json. samples: rows of samples.jsonl.
+    """
+
+    name: str
+    status: dict[str, Any]
+    steps: dict[str, list[Any]]
+    evaluations: dict[str, list[Any]]
+    totals: dict[str, Any]
+    settings: dict[str, Any]
+    facts: dict[str, Any]
+    samples: list[dict[str, Any]]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run's folder.
+
+    Raises:
+        UserError: no run has left its metrics there.
+    """
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise UserError(f"{folder} is not the folder of a run: it has no {METRICS_FILE}. Give a run's --output_dir.")
+    records = list(_lines(path))
+    steps = [record for record in records if "loss" in record]
+    evaluations = [record for record in records if "eval_loss" in record]
+    return RunRecord(
+        name=folder.name or str(folder),
+        status=read_json(folder / STATUS),
+        steps=_step_columns(steps),
+        evaluations={key: [record.get(key) for record in evaluations] for key in _keys(evaluations)},
+        totals=_totals(steps),
+        settings=_settings(folder / CONFIG_FILE),
+        facts=redact_values(read_json(folder / FACTS_FILE)),
+        samples=redact_values(_samples(folder / SAMPLES_FILE)),
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file's lines that have a step; others are left out, as in a file that is being written."""
+    try:
+        text = read_regular(path)
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield record
+
+
+def _keys(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the records' numbers."""
+    return [key for key in dict.fromkeys(key for record in records for key in record) if key != "memory_gib"]
+
+
+def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The curves by column, with tokens and hours since the run began, and the memory of the fullest rank."""
+    tokens = seconds = 0.0
+    rows = []
+    for record in records:
+        tokens += _number(record.get("num_tokens"))
+        seconds += _number(record.get("step_seconds"))
+        memory = record.get("memory_gib")
+        kinds = memory.items() if isinstance(memory, dict) else ()
+        fullest = {f"memory/{kind}": max(numbers_in(values).values(), default=None) for kind, values in kinds}
+        curves = {name: record[name] for name in ("step", "epoch", *_CURVES) if name in record}
+        rows.append({**curves, **fullest, "tokens": tokens, "hours": seconds / 3600})
+    kept = [rows[index] for index in _telling(rows)]
+    return {key: [_finite(row.get(key)) for row in kept] for key in dict.fromkeys(key for row in kept for key in row)}
+
+
+def _telling(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The rows that give curves their shape: of each of many parts the ends, and the lowest and highest values."""
+    if len(rows) <= _MOST_POINTS:
+        return list(range(len(rows)))
+    size = math.ceil(4 * len(rows) / _MOST_POINTS)
+    chosen = {len(rows) - 1}
+    for start in range(0, len(rows), size):
+        part = range(start, min(start + size, len(rows)))
+        chosen.add(start)
+        for name in ("loss", "grad_norm"):
+            ordered = sorted(part, key=lambda index: _number(rows[index].get(name)))
+            chosen |= {ordered[0], ordered[-1]}
+    return sorted(chosen)
+
+
+def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over all steps, and the padding's share if the steps have it."""
+    tokens = sum(_number(record.get("num_tokens")) for record in steps)
+    seconds = sum(_number(record.get("step_seconds")) for record in steps)
+    return {
+        "tokens": tokens,
+        "learned": sum(_number(record.get("num_target_tokens")) for record in steps),
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "skipped": sum(bool(record.get("skipped")) for record in steps),
+    }
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(read_regular(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return {str(key): value for key, value in settings.items()} if isinstance(settings, dict) else {}
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    """The first and the last samples; those between are left out where there are very many."""
+    rows = [
+        {"step": row["step"], **{key: str(row.get(key, ""))[:_MOST_CHARACTERS] for key in ("prompt", "text")}}
+        for row in _lines(path)
+    ]
+    half = _MOST_SAMPLES // 2
+    return rows if len(rows) <= _MOST_SAMPLES else rows[:half] + rows[-half:]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def _finite(value: object) -> object:
+    """Rounded to what a curve shows; None for what is no finite number."""
+    if isinstance(value, int) or not isinstance(value, float):
+        return value if isinstance(value, (int, type(None))) else None
+    return float(f"{value:.6g}") if math.isfinite(value) else None

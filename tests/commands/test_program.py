@@ -1,0 +1,114 @@
+"""The installed program: its table of commands, its settings by name, what it says of itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdp_qlora
+from fsdp_qlora import TrainConfig, UserError
+from fsdp_qlora.config.cli import make_train_config, parse_train_config
+from fsdp_qlora.config.shipped import shipped_configs
+from fsdp_qlora.program.main import main
+from fsdp_qlora.program.table import COMMANDS
+from tests.tiny import ROOT
+
+pytestmark = pytest.mark.quick
+
+ASK_ALL = """
+import contextlib, io, sys
+from fsdp_qlora.program.main import main
+from fsdp_qlora.program.table import COMMANDS
+assert not hasattr(__import__("fsdp_qlora"), "nothing")
+for name in COMMANDS:
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    assert f"usage: fsdp-qlora {name}" in said.getvalue(), (name, said.getvalue())
+print(sorted({"torch", "transformers", "datasets", "bitsandbytes"} & set(sys.modules)))
+"""
+
+
+def test_help_of_every_command_answers_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", ASK_ALL], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, said in (
+        (["trian"], "no command is named 'trian'. Did you mean train?"),
+        ([], "a command is needed."),
+        (["--lr", "1"], "the command comes first: fsdp-qlora train --lr ..."),
+    ):
+        assert main(argv) == 2
+        err = capsys.readouterr().err
+        assert said in err and all(f"  {name} " in err for name in COMMANDS)
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fsdp-qlora {fsdp_qlora.__version__}\n"
+
+
+def test_the_settings_that_come_along_are_listed_printed_and_used_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == [path.stem for path in sorted((ROOT / "configs").glob("*.yaml"))]
+    for name, path in shipped_configs().items():
+        assert main(["configs", name]) == 0
+        assert capsys.readouterr().out == path.read_text()
+        assert parse_train_config(["--config", name]) == parse_train_config(["--config", str(path)]) != TrainConfig()
+    assert main(["configs", "nothing"]) == 2
+    with pytest.raises(UserError, match="demo, lora_8b_2x24gb"):
+        parse_train_config(["--config", "nothing"])
+
+
+def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo").write_text("lr: 0.5\n")
+    assert parse_train_config(["--config", "demo"]).lr == 0.5
+
+
+def test_env_prints_versions_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "short")  # too short to be looked for in texts
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123")
+    monkeypatch.setenv("HTTPS_PROXY", "http://me:letmein@proxy:3128")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    assert main(["env", "--json"]) == 0
+    said = capsys.readouterr().out
+    facts = json.loads(said)
+    assert facts["versions"]["fsdp_qlora"] == fsdp_qlora.__version__ and "torch" in facts["versions"]
+    assert facts["variables"]["HF_TOKEN"] == "[secret]" and facts["variables"]["NCCL_DEBUG"] == "INFO"
+    assert facts["variables"]["HF_HOME"] == "~/hf"
+    assert not [secret for secret in ("short", "0123456789abcdef0123", "letmein", str(tmp_path)) if secret in said]
+
+
+def test_options_from_python_are_those_of_the_command_line() -> None:
+    values = {
+        "model_name": Path("a/model"), "dataset": ["a.jsonl", "b.jsonl"], "lr": 2e-4, "double_quant": False,
+        "eval_dataset": None, "lora_target_parameters": [], "quant_type": "NF4", "batch_size": 2,
+    }  # fmt: skip
+    argv = (
+        "--model_name a/model --dataset a.jsonl b.jsonl --lr 2e-4 --double_quant false --quant_type NF4 --batch_size 2"
+    )
+    config = make_train_config(None, values)
+    assert config == parse_train_config(argv.split())
+    assert make_train_config(config, {"batch_size": 3}) == parse_train_config([*argv.split(), "--batch_size", "3"])
+    demo = parse_train_config(["--config", "demo", "--max_steps", "2"])
+    assert make_train_config("demo", {"max_steps": 2}) == demo
+    assert make_train_config(Path("demo"), {"max_steps": 2}) == demo
+
+
+def test_wrong_options_from_python_are_all_named_at_once() -> None:
+    with pytest.raises(UserError) as error:
+        make_train_config(None, {"batch_sise": 2, "lr": "fast", "load_in_4bit": True, "max_steps": 0})
+    said = str(error.value)
+    assert "Unknown option batch_sise; did you mean batch_size?" in said
+    assert "lr: expected a number, got 'fast'." in said
+    assert "did you mean train_type=qlora?" in said
+    assert "--max_steps must be" in said
