@@ -29,6 +29,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import Weights, open_weight_files
 from fsdp_qlora.planning import describe
+from fsdp_qlora.planning.facts import run_facts
 from fsdp_qlora.planning.plan import (
     ModelPlan,
     Plan,
@@ -113,6 +114,7 @@ def train_and_export(
     distributed.release_loading_memory(ranks.device)
     files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
     guard.folder.prepare(files, identity, keep_run=not start.is_new)
+    guard.facts.describe(lambda: run_facts(plan, optimizer=config.optimizer))
 
     trainer = build_trainer(config, plan, ranks, guard.control)
     state = TrainState(

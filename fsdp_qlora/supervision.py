@@ -23,6 +23,8 @@ from fsdp_qlora.metrics.metric_log import MetricLog, copy_metrics, cut_metrics, 
 from fsdp_qlora.metrics.profiling import MemoryLog, Profiler, ProfilerOptions, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.redact import redact_values
+from fsdp_qlora.report.facts import Facts
+from fsdp_qlora.report.page import write_at_end
 
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
 
@@ -83,6 +85,8 @@ class Supervision:
             output_dir=folder.path,
             on_end=self.status.end,
         )
+        self.facts = Facts(folder.path, is_rank_0=self.ranks.is_rank_0, started=started, step=start.step)
+        self.facts.mark("planning")
         self.memory_settings = memory_settings
         self.memory = MemoryLog(self.ranks.device, enabled=config.profile_memory)
         self.control.heartbeat.step = start.step
@@ -137,8 +141,17 @@ class Supervision:
             metrics = open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
             self.metrics = closed_last.enter_context(metrics)
             self.mirror = closed_last.enter_context(contextlib.closing(Mirror(path, target)))
+            closed_last.push(self._report)  # first of all: the mirror's last copy may take minutes
+            self.facts.mark("loading")
             yield self
         self.status.end("finished", None)
+
+    def _report(self, error: object, *_: object) -> None:
+        """Write the report, however the run has ended."""
+        self.facts.mark("saving")
+        if self.ranks.is_rank_0:
+            self.facts.write()
+            write_at_end(self.folder.path, state=None if error else "finished")
 
     def _continue_metrics(self) -> None:
         """Cut metrics.jsonl at the checkpoint that the run starts from, before it is opened."""
@@ -155,6 +168,7 @@ class Supervision:
         if self.mirror is not None and self.start.saved_step >= 0:
             self.mirror.copy_later()  # the previous start may have been killed before it was copied
         self.profiler = open_profiler(self.config.pick(ProfilerOptions), rank=self.ranks.rank)
+        self.facts.mark("loading")
         try:
             with self.watchdog.watching():
                 yield
@@ -166,6 +180,7 @@ class Supervision:
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
         assert self.metrics is not None
         self.metrics.step(record)
+        self.facts.mark("steps")
         self.profiler.step()
         self.memory.record(f"after step {progress.step}")
         self._keep(progress)
@@ -173,6 +188,7 @@ class Supervision:
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
         assert self.metrics is not None
         self.metrics.evaluation(record)
+        self.facts.mark("evaluation")
 
     def is_save_due(self, step: int) -> bool:
         every = self.config.save_steps
@@ -190,6 +206,8 @@ class Supervision:
         self.metrics.flush()  # a checkpoint must not outlive the records before it
         self.saver.save(progress)
         self.control.saved(self.saver.seconds)
+        self.facts.mark("saving")
+        self.facts.write()
         if self.saver.saved_step != before:
             self.mirror.copy_later()
         self._keep(progress)

@@ -28,12 +28,12 @@ RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
-    "checkpoints", BEST, CARD, RECORD, FETCHED,
+    "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, FETCHED,
 )  # fmt: skip
 # Files that a start killed before it has written run.json may leave. They are no results.
 _LEFTOVERS = {LOCK, ".saving", FETCHED}
 # Files and folders opened under a fixed name; all others are written under a random name and renamed.
-_OPENED = (LOCK, FETCHED, RUN, STATUS, RESULT, "metrics.jsonl*", ".saving*", "hang_rank_*")
+_OPENED = (LOCK, FETCHED, RUN, STATUS, RESULT, "metrics.jsonl*", ".saving*", "hang_rank_*", "tensorboard")
 
 
 def is_leftover(path: Path) -> bool:

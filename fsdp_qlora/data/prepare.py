@@ -77,6 +77,8 @@ class RunData:
     """The datasets' parts in an epoch, where they have weights."""
     stream: RowStream | None = None
     """Where the rows to train on are streamed; `train` then has the first ones, to look at."""
+    reports: tuple[DataReport, ...] = ()
+    """What became of the rows of each dataset to train on; of a stream, of its first rows."""
 
     @property
     def rows_per_epoch(self) -> int | None:
@@ -106,25 +108,30 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         UserError: a dataset cannot be used, see `prepare_rows`, or has a token that the model does not have.
     """
 
-    def prepare(datasets: Sequence[str], samples: int | None) -> list[TokenizedRows]:
+    def prepare(
+        datasets: Sequence[str], samples: int | None, reports: list[DataReport] | None = None
+    ) -> list[TokenizedRows]:
         parts = []
         for dataset in datasets:
             one = dataclasses.replace(options, dataset=(dataset,), dataset_samples=samples)
             rows, report = prepare_rows(tokenizer, one, cache_dir=cache_folder() / "tokenized", show_progress=True)
             tokenization.check_vocabulary(rows, vocab_size)
             rejected.extend(report.places())
-            reports.append(_about(dataset, report, report.num_used))
+            described.append(_about(dataset, report, report.num_used))
+            reports.append(report)
             parts.append(rows)
         return parts
 
     rejected: list[tuple[str, str]] = []
-    reports: list[dict[str, Any]] = []
+    described: list[dict[str, Any]] = []
+    reports: list[DataReport] = []
     eval_names = parse_eval_names(options.eval_dataset)
     shares = check_weights([parse_name(dataset) for dataset in options.dataset])
     stream = mixture = None
     if options.streaming:
         first, report, stream = _open_stream(tokenizer, options, vocab_size)
-        reports.append(_about(options.dataset[0], report, stream.num_rows))
+        described.append(_about(options.dataset[0], report, stream.num_rows))
+        reports.append(report)
         parts, train_rows, eval_rows = [first], np.arange(len(first)), np.arange(0)
     else:
         parts = prepare(options.dataset, options.dataset_samples)
@@ -139,13 +146,16 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         ends = np.cumsum([len(part) for part in eval_parts])
         eval_sets = dict(zip(eval_names, np.split(eval_rows, ends[:-1]), strict=True))
     about = {
-        "prompt": prompt_record(reports[0]["format"], find_template(options.prompt_template)),
-        "data": reports[: len(options.dataset)],
-        "eval_data": reports[len(options.dataset) :],
+        "prompt": prompt_record(described[0]["format"], find_template(options.prompt_template)),
+        "data": described[: len(options.dataset)],
+        "eval_data": described[len(options.dataset) :],
     }
     sample = tokenization.describe_sample(train, int(train_rows[0]), tokenizer)
+    of_training = tuple(reports[: len(options.dataset)])
     several = eval_sets if len(eval_sets) > 1 else {}
-    return RunData(train, train_rows, evaluation, eval_rows, sample, rejected, about, several, mixture, stream)
+    return RunData(
+        train, train_rows, evaluation, eval_rows, sample, rejected, about, several, mixture, stream, of_training
+    )
 
 
 def _about(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:

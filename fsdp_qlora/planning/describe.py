@@ -50,16 +50,7 @@ def describe_memory(
     Args:
         on_gpu: whether the ranks are to compute on GPUs. gpu_bytes: memory of the GPU that is visible, if one is.
     """
-    counts = count_bytes(meta.model, num_shards)
-    trainable = counts["trainable"].largest_shard
-    parts = {
-        "quantized weights": counts["codes"].largest_shard if "codes" in counts else 0,
-        "their statistics": counts["statistics"].largest_shard if "statistics" in counts else 0,
-        "other frozen weights": counts["frozen"].largest_shard if "frozen" in counts else 0,
-        "trainable weights (fp32)": trainable,
-        "their gradients": trainable,
-        "optimizer state": trainable * OPTIMIZER_STATES[optimizer],
-    }
+    parts = memory_parts(meta, num_shards=num_shards, optimizer=optimizer)
     shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     total = needs.device + step.peak
     places = f"GPU about {format_bytes(total)}, host {format_bytes(needs.host)}"
@@ -97,6 +88,20 @@ def describe_step(step: StepBytes) -> str:
     }
     shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
     return f"{shown}; without recompute each block keeps {format_bytes(step.block)} more"
+
+
+def memory_parts(meta: MetaModel, *, num_shards: int, optimizer: str) -> dict[str, int]:
+    """Bytes of the fullest rank by category, on GPU and host together, without what comes and goes in a step."""
+    counts = count_bytes(meta.model, num_shards)
+    trainable = counts["trainable"].largest_shard
+    return {
+        "quantized weights": counts["codes"].largest_shard if "codes" in counts else 0,
+        "their statistics": counts["statistics"].largest_shard if "statistics" in counts else 0,
+        "other frozen weights": counts["frozen"].largest_shard if "frozen" in counts else 0,
+        "trainable weights (fp32)": trainable,
+        "their gradients": trainable,
+        "optimizer state": trainable * OPTIMIZER_STATES[optimizer],
+    }
 
 
 def describe_device(device: torch.device, world_size: int) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,14 @@ class Facts:
         self._starts: list[dict[str, Any]] | None = None
         self._about: dict[str, Any] = {}
 
-    def describe(self, **about: Any) -> None:
-        """Facts about the run, such as environment, data and memory; those of the last start are kept."""
-        self._about |= about
+    def describe(self, about: Callable[[], Mapping[str, Any]]) -> None:
+        """Facts about the run, by heading: environment, data, memory; those of the last start are kept."""
+        if self._path is None:
+            return
+        try:
+            self._about |= about()
+        except Exception as error:  # such as a driver's program that has gone wrong
+            log.debug("Facts for the report could not be found out: %s", error)
 
     def mark(self, phase: str) -> None:
         """The time since the last mark belongs to this phase."""

@@ -37,7 +37,7 @@ function short(value) {
 }
 const trim = (value) => String(Number(value.toPrecision(4)));
 const whole = (value) => (isNumber(value) ? Math.round(value).toLocaleString("en") : "–");
-const percent = (share) => (isNumber(share) ? `${trim(100 * share)}%` : "–");
+const percent = (share) => (isNumber(share) ? `${Number((100 * share).toPrecision(3))}%` : "–");
 function bytes(count) {
   for (const [unit, size] of [["GiB", GIB], ["MiB", 2 ** 20], ["KiB", 1024]])
     if (count >= size) return `${(count / size).toFixed(2)} ${unit}`;
@@ -45,7 +45,7 @@ function bytes(count) {
 }
 function time(seconds) {
   if (!isNumber(seconds)) return "–";
-  if (seconds < 100) return `${trim(seconds)} s`;
+  if (seconds < 100) return `${Number(seconds.toPrecision(3))} s`;
   const minutes = Math.round(seconds / 60);
   return minutes < 100 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
@@ -195,7 +195,7 @@ const section = (title, ...children) => {
 };
 function table(head, rows) {
   return el("div", { class: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, head.map((cell) => el("th", {}, cell)))), el("tbody", {}, rows)));
+    head ? el("thead", {}, el("tr", {}, head.map((cell) => el("th", {}, cell)))) : "", el("tbody", {}, rows)));
 }
 function summary() {
   const rows = [
@@ -259,10 +259,10 @@ function histogram(run) {
     ["padding", percent(data.padding_share)], ["left out", whole(data.rejected)],
   ].filter(([, text]) => !text.startsWith("–"));
   return el("section", { class: "card" }, el("h3", {}, RUNS.length > 1 ? named(run) : "Tokens per row"),
-    el("div", { class: "chart" }, draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "lengths of the rows" }, bars,
+    el("div", { class: "chart", style: { "max-width": "460px" } }, draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "lengths of the rows" }, bars,
       draw("line", { x1: 4, x2: width - 4, y1: height - 22, y2: height - 22, stroke: "var(--strong)" }),
       label(4, whole(edges[0]), "start"), label(width / 2, "tokens per row", "middle"), label(width - 4, whole(edges.at(-1)), "end"))),
-    table(["", ""], facts.map(([name, text]) => el("tr", {}, el("th", {}, name), el("td", {}, text)))));
+    table(null, facts.map(([name, text]) => el("tr", {}, el("th", {}, name), el("td", {}, text)))));
 }
 function samples() {
   const prompts = [...new Set(RUNS.flatMap((run) => run.samples.map((row) => row.prompt)))];
@@ -286,7 +286,7 @@ function comparison(get, isNotable) {
     return { differs, notable: differs || isNotable(name, texts),
       row: () => el("tr", { class: differs ? "differs" : null }, el("th", {}, name), texts.map((text) => el("td", {}, text))) };
   });
-  return { rows, head: ["", ...(RUNS.length > 1 ? RUNS.map(named) : [""])] };
+  return { rows, head: RUNS.length > 1 ? ["", ...RUNS.map(named)] : null };
 }
 function settings() {
   const { rows, head } = comparison((run) => run.settings, (name, texts) => !(name in DATA.defaults) || asText(DATA.defaults[name]) !== texts[0]);

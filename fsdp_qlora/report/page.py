@@ -87,15 +87,19 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def write_report(folders: Sequence[Path], out: Path) -> None:
+def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None) -> None:
     """Write the report of some runs' folders.
 
+    Args:
+        state: instead of that in status.json, which a run writes last.
     Raises:
         UserError: a folder is not a run's, or `out` is somebody else's file or cannot be written.
     """
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
         runs = [dataclasses.replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
+    if state is not None:
+        runs = [dataclasses.replace(run, status=run.status | {"state": state}) for run in runs]
     page = make_page(runs)
     try:
         if out.exists() and not _is_ours(out):
@@ -114,9 +118,9 @@ def _is_ours(path: Path) -> bool:
         return _MARK in file.read(200)
 
 
-def write_at_end(folder: Path) -> None:
-    """Write a run's report into its folder. A failure is logged and stops nothing."""
+def write_at_end(folder: Path, *, state: str | None) -> None:
+    """Write a run's report into its folder. A failure is logged and stops nothing. state: as for `write_report`."""
     try:
-        write_report([folder], folder / REPORT_FILE)
+        write_report([folder], folder / REPORT_FILE, state=state)
     except Exception as error:
         log.warning("No report was written: %s", error)

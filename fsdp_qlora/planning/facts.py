@@ -1,0 +1,57 @@
+"""What a report shows of a planned run: its environment, its data and its memory."""
+
+from typing import Any
+
+import numpy as np
+
+from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.schedule import Schedule, split_step
+from fsdp_qlora.environment import describe_environment
+from fsdp_qlora.planning.describe import memory_parts
+from fsdp_qlora.planning.plan import Plan
+
+_MOST_BARS = 40
+_MOST_STEPS = 100  # whose padding is counted
+
+
+def run_facts(plan: Plan, *, optimizer: str) -> dict[str, Any]:
+    """Heading -> facts, all of them JSON's."""
+    model = plan.model
+    return {
+        "environment": describe_environment(),
+        "data": data_facts(plan.data, plan.schedule),
+        "memory": memory_parts(model.meta, num_shards=model.num_shards, optimizer=optimizer),
+    }
+
+
+def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
+    """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what is computed."""
+    lengths = data.train.lengths[data.train_rows]
+    longest = int(lengths.max())
+    counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
+    return {
+        "rows": len(data.train_rows),
+        "held_out": len(data.eval_rows),
+        "tokens": int(lengths.sum()),
+        "learned": int(data.train.num_targets[data.train_rows].sum()),
+        "longest": longest,
+        "truncated": sum(report.num_truncated for report in data.reports),
+        "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
+        "rejected": len(data.rejected),
+        "padding_share": padding_share(data, schedule),
+        "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
+    }
+
+
+def padding_share(data: RunData, schedule: Schedule) -> float:
+    """The share of padding among the tokens that are computed, counted over the first steps."""
+    lengths, real, computed = data.train.lengths, 0, 0
+    for step, rows in schedule.rows_of_steps(data.train_rows):
+        if step == _MOST_STEPS:
+            break
+        for rank in range(schedule.world_size):
+            parts = split_step(rows, lengths, world_size=schedule.world_size, rank=rank, batch_size=schedule.batch_size)
+            for part in parts:
+                real += int(lengths[part].sum())
+                computed += len(part) * int(lengths[part].max(initial=0))
+    return 1 - real / max(computed, 1)
