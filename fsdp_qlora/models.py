@@ -256,7 +256,7 @@ def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
         return found
     raise UserError(
         f"{model_name}: its config.json does not say which blocks were added ({NEW_BLOCKS}: {found}). Make the model "
-        "with python -m fsdp_qlora expand MODEL --out FOLDER."
+        "with fsdp-qlora expand MODEL --out FOLDER."
     )
 
 

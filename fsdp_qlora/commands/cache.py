@@ -50,7 +50,7 @@ def prune(root: Path, keys: list[str]) -> None:
     present = {entry["key"] for entry in list_entries(root)}
     chosen = present if keys == ["all"] else set(keys)
     if unknown := chosen - present:
-        raise UserError(f"The cache {root} has no entry {', '.join(sorted(unknown))}. See: python -m fsdp_qlora cache")
+        raise UserError(f"The cache {root} has no entry {', '.join(sorted(unknown))}. See: fsdp-qlora cache")
     freed = 0
     for key in sorted(chosen):
         lock = try_lock(root / key)

@@ -100,7 +100,7 @@ def memory_parts(meta: MetaModel, *, num_shards: int, optimizer: str) -> dict[st
         "other frozen weights": counts["frozen"].largest_shard if "frozen" in counts else 0,
         "trainable weights (fp32)": trainable,
         "their gradients": trainable,
-        "optimizer state": trainable * OPTIMIZER_STATES[optimizer],
+        "optimizer state": int(trainable * OPTIMIZER_STATES[optimizer]),
     }
 
 

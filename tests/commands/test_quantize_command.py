@@ -1,4 +1,4 @@
-"""`python -m fsdp_qlora quantize | cache`: what is saved against transformers' own; the cache listed and pruned."""
+"""`fsdp-qlora quantize | cache`: what is saved against transformers' own; the cache listed and pruned."""
 
 import json
 import subprocess
@@ -129,7 +129,7 @@ def test_the_cache_is_listed_with_its_sizes_and_pruned(
     with FileLock(cache / "alive.lock"):  # by the name that the command had
         assert main(["quantize", "--prune", "all", "--quant_cache", str(cache)]) == 0
     printed = capsys.readouterr()
-    assert "alive is being written by a run" in printed.out and "python -m fsdp_qlora cache" in printed.err
+    assert "alive is being written by a run" in printed.out and "fsdp-qlora cache" in printed.err
     assert list(listed()) == ["alive"] and not (cache / key).exists()
 
 
