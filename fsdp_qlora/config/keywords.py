@@ -81,7 +81,7 @@ class TrainKeywords(TypedDict, total=False):
     save_model: bool
     output_dir: Text
     overwrite_output_dir: bool
-    log_to: Literal["tqdm", "stdout", "wandb", "jsonl"] | Sequence[Literal["tqdm", "stdout", "wandb", "jsonl"]]
+    log_to: Literal["tqdm", "stdout", "wandb", "tensorboard", "trackio", "jsonl"] | Sequence[Literal["tqdm", "stdout", "wandb", "tensorboard", "trackio", "jsonl"]]
     project_name: Text
     name: Text | None
     group: Text | None

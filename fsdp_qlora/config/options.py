@@ -265,15 +265,18 @@ class TrainConfig:
     the end of the run or of its budget; it stays in output_dir whatever comes of that."""
     push_public: Annotated[bool, MAY_DIFFER] = False
     """Make the repository of push_to_hub public; by default it is private."""
-    log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = ("tqdm",)
-    """Where metrics go, one or more; metrics.jsonl in output_dir is always written. With wandb alone the terminal has a
-    progress bar too; jsonl and wandb leave it silent."""
+    log_to: Annotated[
+        tuple[Literal["tqdm", "stdout", "wandb", "tensorboard", "trackio", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER
+    ] = ("tqdm",)
+    """Where metrics go, one or more; metrics.jsonl and report.html in output_dir are always written. tensorboard writes
+    to tensorboard/ in output_dir, trackio to its own database. With these or wandb alone the terminal has a progress
+    bar too; jsonl leaves it silent."""
     project_name: Annotated[str, MAY_DIFFER] = "fsdp_qlora"
-    """Project of the run on wandb."""
+    """Project of the run on wandb and trackio."""
     name: Annotated[str | None, MAY_DIFFER] = None
-    """Name of the run on wandb."""
+    """Name of the run on wandb and trackio."""
     group: Annotated[str | None, MAY_DIFFER] = None
-    """Group of the run on wandb, for runs that belong together."""
+    """Group of the run on wandb and trackio, for runs that belong together."""
     entity: Annotated[str | None, MAY_DIFFER] = None
     """User or team on wandb that owns the run."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False

@@ -108,9 +108,7 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         UserError: a dataset cannot be used, see `prepare_rows`, or has a token that the model does not have.
     """
 
-    def prepare(
-        datasets: Sequence[str], samples: int | None, reports: list[DataReport] | None = None
-    ) -> list[TokenizedRows]:
+    def prepare(datasets: Sequence[str], samples: int | None) -> list[TokenizedRows]:
         parts = []
         for dataset in datasets:
             one = dataclasses.replace(options, dataset=(dataset,), dataset_samples=samples)
@@ -153,9 +151,6 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
     sample = tokenization.describe_sample(train, int(train_rows[0]), tokenizer)
     of_training = tuple(reports[: len(options.dataset)])
     several = eval_sets if len(eval_sets) > 1 else {}
-    return RunData(
-        train, train_rows, evaluation, eval_rows, sample, rejected, about, several, mixture, stream, of_training
-    )
 
 
 def _about(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:

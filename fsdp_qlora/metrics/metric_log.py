@@ -14,7 +14,7 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from tqdm import tqdm
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, METRICS_SET_ASIDE, Record, Sink, SinkOptions, numbers_in, plain
-from fsdp_qlora.metrics.wandb_sink import WANDB_FLOOR, WandbSink, wandb_problem
+from fsdp_qlora.metrics.tensorboard_sink import TensorBoardSink
+from fsdp_qlora.metrics.trackio_sink import TrackioSink
+from fsdp_qlora.metrics.wandb_sink import WandbSink
 from fsdp_qlora.storage.files import copy_regular, open_own, read_regular, staged_file
 
 log = logging.getLogger("fsdp_qlora")
@@ -135,8 +137,8 @@ def check_sinks(names: Sequence[str]) -> list[str]:
             close = difflib.get_close_matches(name, SINKS, n=1)
             hint = f" Did you mean {close[0]}?" if close else ""
             errors.append(f"log_to: there is no sink named {name!r}.{hint} Allowed: {', '.join(SINKS)}.")
-    if "wandb" in names and (problem := wandb_problem()):
-        errors.append(f"log_to: {problem}. Run `pip install 'wandb>={WANDB_FLOOR}'`, or take it out of log_to.")
+        elif problem := SINKS[name].problem():
+            errors.append(f"log_to: {problem}, or take it out of log_to.")
     return errors
 
 
@@ -152,8 +154,8 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     if not is_rank_0:
         return MetricLog([], total_steps=options.total_steps)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    # The record first; each sink once. wandb alone would leave the terminal without a sign of life.
-    names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) == {"wandb"})])
+    # The record first; each sink once. Those beyond the terminal alone would leave it without a sign of life.
+    names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) <= ELSEWHERE)])
     return MetricLog([SINKS[sink](options) for sink in names], total_steps=options.total_steps)
 
 
@@ -353,9 +355,13 @@ class StdoutSink(Sink):
             print(f"{step}  {_line(record, STEP_COLUMNS)}  ETA {eta}", flush=True)
 
 
-SINKS: dict[str, Callable[[SinkOptions], Sink]] = {
+SINKS: dict[str, type[Sink]] = {
     "tqdm": TqdmSink,
     "stdout": StdoutSink,
     "wandb": WandbSink,
+    "tensorboard": TensorBoardSink,
+    "trackio": TrackioSink,
     "jsonl": JsonlSink,
 }
+
+ELSEWHERE = {"wandb", "tensorboard", "trackio"}  # sinks that are looked at elsewhere

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,14 @@ class SinkOptions:
 
 class Sink:
     """A destination of the run's numbers. A sink overrides the methods it needs."""
+
+    def __init__(self, options: SinkOptions) -> None:
+        """Open it. The folder is there, and metrics.jsonl holds what earlier starts of the run have logged."""
+
+    @classmethod
+    def problem(cls) -> str | None:
+        """Why it cannot be used here, and the command that helps; found out without a slow import."""
+        return None
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
         """Log one optimizer step's record; `eta_seconds` is None until the pace is known."""
@@ -80,3 +89,18 @@ def numbers_in(value: object, name: str = "") -> dict[str, float]:
         for key, item in items
         for path, number in numbers_in(item, f"{name}/{key}" if name else key).items()
     }
+
+
+def named_numbers(record: Record) -> dict[str, float]:
+    """The numbers of a record by path. Those of an evaluation have names of their own: they share a step's row."""
+    numbers = numbers_in(record)
+    if "eval_loss" not in record:
+        return numbers
+    return {name if name.startswith("eval_") else f"eval_{name}": number for name, number in numbers.items()}
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl that was cut at the checkpoint from which a run goes on; none without a file."""
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -14,18 +14,16 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, numbers_in, plain
+from fsdp_qlora.metrics.background import within
+from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, named_numbers, plain
 from fsdp_qlora.storage.files import read_regular
 
 log = logging.getLogger("fsdp_qlora")
-
-T = TypeVar("T")
 
 # Measured with wandb 0.31: without a network `wandb.init` blocks for 101 s, and after the server has died
 # `finish` and wandb's own exit hook block for as long as they may. Hence a time limit on each.
@@ -55,7 +53,7 @@ class WandbSink(Sink):
         self._last_eval_step = -1  # the server's last when the run was resumed
         self._queue: queue.Queue[Callable[[], object]] = queue.Queue(WANDB_QUEUE_RECORDS)
         try:
-            self._run, line = _within(WANDB_INIT_SECONDS + 20, partial(_start_wandb, options))
+            self._run, line = within(WANDB_INIT_SECONDS + 20, partial(_start_wandb, options))
         except Exception as error:
             line = f"wandb: not used, it did not start ({_reason(error)}). All numbers are in {METRICS_FILE}."
         log.info(line)
@@ -65,6 +63,12 @@ class WandbSink(Sink):
         threading.Thread(target=self._send, name="wandb-records", daemon=True).start()
         if options.run_id and not self._run.offline:  # offline, the server's records are unknown
             self._post(partial(self._catch_up, read_regular(options.output_dir / METRICS_FILE).decode().splitlines()))
+
+    @classmethod
+    def problem(cls) -> str | None:
+        if found := wandb_problem():
+            return f"{found}. Run `pip install 'wandb>={WANDB_FLOOR}'`"
+        return None
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
         self._post(lambda: self._log(record))
@@ -78,7 +82,7 @@ class WandbSink(Sink):
     def close(self, exit_code: int) -> None:
         if self._run is not None:
             try:
-                _within(WANDB_FINISH_SECONDS, partial(self._finish, exit_code))
+                within(WANDB_FINISH_SECONDS, partial(self._finish, exit_code))
             except Exception as error:
                 self._problem = self._problem or _reason(error)
             self._report_problem()
@@ -109,9 +113,8 @@ class WandbSink(Sink):
         An evaluation's numbers get names of their own, because its step's numbers are in the same row. If a kill
         separated it from that row, it is sent in the next row; `eval_step` gives its step.
         """
-        numbers, first_step = numbers_in(record), self._run.starting_step
+        numbers, first_step = named_numbers(record), self._run.starting_step
         if "eval_loss" in record:
-            numbers = {name if name.startswith("eval_") else f"eval_{name}": n for name, n in numbers.items()}
             is_there = record["step"] <= self._last_eval_step or record["step"] < first_step - 1
         else:
             is_there = record["step"] < first_step
@@ -222,7 +225,7 @@ def _stop_wandb(exit_code: int) -> None:
     with contextlib.suppress(Exception):
         import wandb
 
-        _within(WANDB_TEARDOWN_SECONDS, partial(wandb.teardown, exit_code))
+        within(WANDB_TEARDOWN_SECONDS, partial(wandb.teardown, exit_code))
 
 
 def _why_offline(settings: Any) -> str | None:
@@ -240,7 +243,7 @@ def _why_offline(settings: Any) -> str | None:
         return _reason(error)
     try:
         connect = partial(socket.create_connection, (host, port), timeout=WANDB_CONNECT_SECONDS)
-        _within(WANDB_CONNECT_SECONDS, connect).close()  # the timeout does not cover the name lookup
+        within(WANDB_CONNECT_SECONDS, connect).close()  # the timeout does not cover the name lookup
     except Exception as error:
         return f"no connection to {host}:{port}: {_reason(error)}"
     return None
@@ -266,26 +269,3 @@ def _reason(error: BaseException) -> str:
     """The first line of an error, without the user and password that a URL in it may contain."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return re.sub(r"//[^/@\s]+@", "//***@", text)
-
-
-def _within(seconds: float, function: Callable[[], T]) -> T:
-    """Call `function` in a daemon thread and wait for its result at most `seconds`.
-
-    Raises:
-        TimeoutError: it is still running; its result is lost.
-        Exception: raised by `function`.
-    """
-    result: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # a SystemExit too: wandb.teardown raises one
-            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-    thread = threading.Thread(target=call, name="wandb-bounded", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return result.result()

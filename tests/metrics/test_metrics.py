@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics import metric_log as metrics
 from fsdp_qlora.metrics import wandb_sink
 from fsdp_qlora.metrics.metric_log import check_sinks, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.sinks import SinkOptions
+from fsdp_qlora.metrics.sinks import SinkOptions, named_numbers
 from fsdp_qlora.planning.plan import make_plan
 
 
@@ -214,12 +215,76 @@ def test_progress_bar_of_a_resumed_run_starts_where_the_run_is(tmp_path, capsys)
     assert "401/500" in capsys.readouterr().err.splitlines()[-1]
 
 
+# --- read back by their own readers --------------------------------------------------------------------
+
+
+def log_in_three_starts(tmp_path: Path, sink: str) -> dict[tuple[str, int], float]:
+    """Steps 1 to 9, killed after 6 and resumed from 4, the first two without the sink; (name, step) -> what is due."""
+    run = {"run_id": "0123456789", "total_steps": 9}
+    with open_log(tmp_path, "jsonl", **run) as log:
+        log.evaluation({"step": 0, "epoch": 0.0, "eval_loss": 3.0})
+        for step in (1, 2):
+            log.step(record(step))
+    killed = open_log(tmp_path, sink, "jsonl", **run)
+    for step in range(3, 7):
+        killed.step(record(step))
+    killed.close(exit_code=1)
+    cut_metrics(tmp_path / "out", 4, 0)
+    with open_log(tmp_path, sink, "jsonl", **run) as log:
+        for step in range(5, 10):
+            log.step(record(step))
+        log.evaluation({"step": 9, "epoch": 1.0, "eval_loss": 1.0 / 3})
+    rows = [(row["step"], named_numbers(row).items()) for row in read_jsonl(tmp_path)]
+    return {(name, step): number for step, numbers in rows for name, number in numbers if not name.endswith("step")}
+
+
+def test_tensorboard_reads_what_metrics_jsonl_has(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    due = log_in_three_starts(tmp_path, "tensorboard")
+    reader = accumulator.EventAccumulator(str(tmp_path / "out" / "tensorboard"), size_guidance={"scalars": 0})
+    reader.Reload()
+    found = [(name, event.step, event.value) for name in reader.Tags()["scalars"] for event in reader.Scalars(name)]
+    assert len(found) == len(due)
+    assert {(name, step): value for name, step, value in found} == {
+        key: np.float32(value) for key, value in due.items()
+    }
+
+
+def test_trackio_reads_what_metrics_jsonl_has(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    storage = pytest.importorskip("trackio.sqlite_storage")
+    for module in (storage, storage.utils):
+        monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
+    due = log_in_three_starts(tmp_path, "trackio")
+    rows = storage.SQLiteStorage.get_logs("a_project", "a_name-01234567")
+    found = [(name, row["step"], row[name]) for row in rows for name in row if name not in ("step", "timestamp")]
+    assert len(found) == len(due) and {(name, step): value for name, step, value in found} == due
+
+
+@pytest.mark.parametrize("sink", ["tensorboard", "trackio"])
+def test_a_sink_that_fails_says_so_once_and_stops_nothing(sink, tmp_path, lines, monkeypatch):
+    pytest.importorskip(sink)
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tensorboard").write_text("a file in the place of the folder")
+    with open_log(tmp_path, sink, "jsonl") as log:
+        for step in (1, 2):
+            log.step(record(step))
+        log.flush()
+    assert [line for line in lines if line.startswith(f"{sink}: no more is ")] == lines and len(lines) == 1
+    assert len(read_jsonl(tmp_path)) == 2
+
+
 # --- what cannot work is said before anything starts ---------------------------------------------------
 
 
 def test_unknown_sink_suggests_the_closest():
     (error,) = check_sinks(["tqdm", "wandbb"])
-    assert "'wandbb'" in error and "Did you mean wandb?" in error and "tqdm, stdout, wandb, jsonl" in error
+    assert (
+        "'wandbb'" in error
+        and "Did you mean wandb?" in error
+        and "tqdm, stdout, wandb, tensorboard, trackio, jsonl" in error
+    )
     assert check_sinks(["tqdm", "stdout", "wandb", "jsonl"]) == []
 
 
@@ -230,6 +295,14 @@ def test_missing_wandb_is_an_error_before_the_model_is_looked_for(tmp_path, monk
     monkeypatch.setattr(wandb_sink.importlib.metadata, "version", find_nothing)
     config = TrainConfig(log_to=("wandb",), model_name=str(tmp_path / "no_model"))
     with pytest.raises(UserError, match=r"wandb is not installed.*pip install 'wandb>=0.31'"):
+        make_plan(config, read_ranks(), None)
+
+
+@pytest.mark.parametrize("sink", ["tensorboard", "trackio"])
+def test_a_missing_package_is_an_error_before_the_model_is_looked_for(sink, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = TrainConfig(log_to=(sink,), model_name=str(tmp_path / "no_model"))
+    with pytest.raises(UserError, match=rf"log_to: {sink} is not installed. Run `pip install {sink}`, or take it out"):
         make_plan(config, read_ranks(), None)
 
 
