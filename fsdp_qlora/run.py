@@ -1,7 +1,8 @@
 """One rank's run from start to end: plan, claim the folder, load, train under supervision, export.
 
 Besides the command line, only this module, load_model.py, supervision.py and planning/plan.py read the options;
-everything else takes plain arguments. The training loop and the optimizer step are in training/trainer.py.
+everything else takes plain arguments. The training loop is in training/loop.py, the optimizer step in
+training/trainer.py.
 """
 
 import logging
@@ -45,7 +46,8 @@ from fsdp_qlora.results.upload import login_advice, upload
 from fsdp_qlora.results.write import ResultForm
 from fsdp_qlora.storage.fingerprint import fingerprint_files
 from fsdp_qlora.supervision import Supervision
-from fsdp_qlora.training.trainer import Trainer, train
+from fsdp_qlora.training.loop import train
+from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -30,7 +30,7 @@ _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 *
 
 
 class Supervision:
-    """What guards a run; also the training loop's observer (training.trainer.Observer).
+    """What guards a run; also the training loop's observer (training.loop.Observer).
 
     The rule: a rank that fails tells the others why before it closes anything. They wait for seconds only, while
     closing the mirror (its last copy) or wandb may take minutes. So `exits.reporting_failures` is the innermost block,

@@ -27,8 +27,9 @@ class TrainKeywords(TypedDict, total=False):
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"]
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"]
     train_type: Literal["full", "lora", "qlora", "dora", "bnb_dora", "custom_lora", "custom_qlora", "hqq_lora", "hqq_dora", "int8_lora", "bnb_llama_pro", "hqq_llama_pro"]
+    adapter: Text | None
     lora_rank: int
-    lora_alpha: int
+    lora_alpha: float
     lora_dropout: float
     lora_target_modules: Texts
     lora_target_parameters: Texts
@@ -40,6 +41,8 @@ class TrainKeywords(TypedDict, total=False):
     batch_size: int
     context_length: int
     gradient_accumulation_steps: int
+    padding: bool
+    packing: bool
     num_epochs: int
     max_steps: int
     lr: float | None
@@ -53,9 +56,10 @@ class TrainKeywords(TypedDict, total=False):
     grad_norm: float
     seed: int
     deterministic: bool
-    sharding_strategy: Literal["full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"]
-    use_gradient_checkpointing: bool
-    use_cpu_offload: bool
+    sharding_strategy: Literal["auto", "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"]
+    recompute: Literal["auto", "all", "none"] | None
+    use_gradient_checkpointing: bool | None
+    use_cpu_offload: Literal["auto"] | None
     use_activation_cpu_offload: bool
     loading_buffer_mib: int
     quant_type: Literal["nf4", "fp4"]
@@ -68,6 +72,8 @@ class TrainKeywords(TypedDict, total=False):
     quant_cache: Text
     dataset: Texts
     dataset_samples: int | None
+    streaming: bool
+    shuffle_buffer: int
     dataset_format: Literal["auto", "alpaca", "pretokenized", "preference", "messages", "sharegpt", "dolly", "question_answer", "prompt_completion", "guanaco", "text"]
     columns: Texts
     prompt_template: Text | None
@@ -76,11 +82,15 @@ class TrainKeywords(TypedDict, total=False):
     on_bad_row: Literal["skip", "error"]
     max_bad_rows: float
     eval_fraction: float
-    eval_dataset: Text | None
+    eval_dataset: Texts
     eval_steps: int
+    early_stopping: int
     save_model: bool
     output_dir: Text
     overwrite_output_dir: bool
+    base_name: Text | None
+    push_to_hub: Text | None
+    push_public: bool
     log_to: Literal["tqdm", "stdout", "wandb", "tensorboard", "trackio", "jsonl"] | Sequence[Literal["tqdm", "stdout", "wandb", "tensorboard", "trackio", "jsonl"]]
     project_name: Text
     name: Text | None

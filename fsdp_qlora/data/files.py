@@ -167,9 +167,9 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
                     yield count, dict.fromkeys(schema.names) | row
     except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
         place = f"{path} row {count + 1}" if isinstance(error, Malformed) else str(path)
-        after = f"behind row {count}, " if count and place == str(path) else ""
+        behind = f"behind row {count}, " if count and place == str(path) else ""
         raise UserError(
-            f"{place}: not a parquet file that can be read ({after}{first_line(error)}). Copy or download it again."
+            f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it again."
         ) from error
 
 

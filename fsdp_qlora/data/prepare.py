@@ -151,6 +151,8 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
     sample = tokenization.describe_sample(train, int(train_rows[0]), tokenizer)
     of_training = tuple(reports[: len(options.dataset)])
     several = eval_sets if len(eval_sets) > 1 else {}
+    held_out = (evaluation, eval_rows, sample, rejected, about, several)
+    return RunData(train, train_rows, *held_out, mixture, stream, of_training)
 
 
 def _about(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Pure functions of options, seed and epoch, the same on every rank and in every r
 """
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from fsdp_qlora.errors import UserError
 
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
 NOTHING = 2  # tokens that a rank computes in a turn in which it has no rows
+_STEPS_LOOKED_AT = 100
 MIXTURE_STREAM = 0x6D6978  # keeps the rows that an epoch takes of a dataset independent of their order
 
 
@@ -117,6 +119,13 @@ class Schedule:
         turns = [computed[i : i + self.world_size] for i in range(0, len(computed), self.world_size)]
         useful = int(lengths[rows].sum())
         return useful / sum(computed), useful / sum(self.world_size * max(turn) for turn in turns)
+
+    def first_useful_shares(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
+        """The mean of `useful_shares` over the first steps; of a stream only its first rows are known."""
+        steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
+        shares = [self.useful_shares(of_step, lengths) for _, of_step in steps if len(of_step)]
+        of_computed, of_lock_step = np.mean(shares, axis=0).tolist()
+        return of_computed, of_lock_step
 
 
 def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:

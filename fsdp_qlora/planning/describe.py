@@ -1,6 +1,5 @@
 """Describes a planned run in a few lines, from the model on the meta device."""
 
-import itertools
 import math
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from fsdp_qlora.planning.step_memory import StepBytes
 from fsdp_qlora.sharding.build_model import MetaModel
 from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
 from fsdp_qlora.units import GIB, format_bytes
-
-_STEPS_LOOKED_AT = 100
 
 
 def describe_model(meta: MetaModel) -> str:
@@ -65,13 +62,12 @@ def describe_memory(
 
 def describe_batches(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> str:
     """One line: how rows share a micro-batch, and the shares of the first steps' tokens that are the rows' own."""
-    steps = itertools.islice(schedule.rows_of_steps(rows), _STEPS_LOOKED_AT)
-    shares = np.mean([schedule.useful_shares(of_step, lengths) for _, of_step in steps if len(of_step)], axis=0)
+    of_computed, of_lock_step = schedule.first_useful_shares(rows, lengths)
     how = "rows padded to the longest" if schedule.padding else "rows one behind the other, without padding"
     packed = f", at most {schedule.batch_size * schedule.context_length} tokens" if schedule.packing else ""
     return (
-        f"Micro-batches: {how}{packed}; rows are {shares[0]:.1%} of the tokens computed and {shares[1]:.1%} of those "
-        "that the ranks could compute in that time"
+        f"Micro-batches: {how}{packed}; rows are {of_computed:.1%} of the tokens computed and {of_lock_step:.1%} of "
+        "those that the ranks could compute in that time"
     )
 
 

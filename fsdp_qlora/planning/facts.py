@@ -5,13 +5,12 @@ from typing import Any
 import numpy as np
 
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.schedule import Schedule, split_step
+from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.environment import describe_environment
 from fsdp_qlora.planning.describe import memory_parts
 from fsdp_qlora.planning.plan import Plan
 
 _MOST_BARS = 40
-_MOST_STEPS = 100  # whose padding is counted
 
 
 def run_facts(plan: Plan, *, optimizer: str) -> dict[str, Any]:
@@ -38,20 +37,6 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
         "truncated": sum(report.num_truncated for report in data.reports),
         "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
         "rejected": len(data.rejected),
-        "padding_share": padding_share(data, schedule),
+        "padding_share": 1 - schedule.first_useful_shares(data.train_rows, data.train.lengths)[0],
         "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
     }
-
-
-def padding_share(data: RunData, schedule: Schedule) -> float:
-    """The share of padding among the tokens that are computed, counted over the first steps."""
-    lengths, real, computed = data.train.lengths, 0, 0
-    for step, rows in schedule.rows_of_steps(data.train_rows):
-        if step == _MOST_STEPS:
-            break
-        for rank in range(schedule.world_size):
-            parts = split_step(rows, lengths, world_size=schedule.world_size, rank=rank, batch_size=schedule.batch_size)
-            for part in parts:
-                real += int(lengths[part].sum())
-                computed += len(part) * int(lengths[part].max(initial=0))
-    return 1 - real / max(computed, 1)

@@ -206,10 +206,7 @@ def build_plan(
         attn_implementation="auto" if is_gpu_elsewhere else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    if config.adapter:
-        check_adapter(config, meta.model)
-    if train_type.quantizer:
-        memory.check_quantized_share(meta.model, allow_unquantized=config.allow_unquantized)
+    check_model(config, meta.model)
     plan = ModelPlan(
         train_type=train_type,
         precision=precision,
@@ -226,6 +223,14 @@ def build_plan(
         trains_whole_modules=not train_type.has_adapter or bool(config.modules_to_save),
     )
     return placed(plan, choose_placement(config, ranks, plan, store, world_size=world_size), ranks, world_size)
+
+
+def check_model(config: TrainConfig, model: PreTrainedModel) -> None:
+    """Refuse a model that the adapter to start from does not fit, or of which too little would be quantized."""
+    if config.adapter:
+        check_adapter(config, model)
+    if TRAIN_TYPES[config.train_type].quantizer:
+        memory.check_quantized_share(model, allow_unquantized=config.allow_unquantized)
 
 
 def placed(plan: ModelPlan, chosen: Placement, ranks: Ranks, world_size: int) -> ModelPlan:

@@ -1,6 +1,7 @@
 """`fsdp-qlora train`, which is also `train.py` of a clone: options, then one process per GPU, then the run itself.
 
-The run is `run` in fsdp_qlora/run.py. It calls `train` in fsdp_qlora/training/trainer.py, where the optimizer step is.
+The run is `run` in fsdp_qlora/run.py. It calls `train` in fsdp_qlora/training/loop.py;
+the optimizer step is in training/trainer.py.
 """
 
 import os

@@ -1,0 +1,138 @@
+"""The training loop: the remaining optimizer steps of a run, its evaluations and its checkpoints, in their order."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+
+from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.control.stops import Control
+from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.streaming import Place
+from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
+from fsdp_qlora.training.trainer import Trainer
+
+log = logging.getLogger("fsdp_qlora")
+
+_MIN_SKIPPED = 10  # so many steps, or a hundredth of all if that is more, may be skipped
+
+
+class Observer(Protocol):
+    """Receives the numbers of each step, and saves checkpoints."""
+
+    def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
+        """Handle an optimizer step's record."""
+
+    def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
+        """Handle an evaluation's record."""
+
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+
+    def save(self, progress: Progress) -> None:
+        """Save a checkpoint of this step, unless there is one already."""
+
+    def describe_saved(self) -> str:
+        """Where the newest checkpoint is, in words."""
+
+
+def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> None:
+    """Run the remaining optimizer steps; evaluate before the first, every `eval_steps` and after the last.
+
+    Args:
+        progress: where to start; updated after each step.
+    Raises:
+        RunStopped: all ranks have agreed to stop and have saved a checkpoint.
+        TrainingError: the run cannot continue.
+    """
+    schedule, control = trainer.schedule, trainer.control
+    most_skipped = max(_MIN_SKIPPED, schedule.total_steps // 100)
+    if progress.loss_scale:
+        trainer.loss_scale.load_state(progress.loss_scale)
+    if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
+        _evaluate(trainer, data, progress, observer)
+        _stop_if_asked(control, progress, observer)
+    for step, rows in _rows_of_steps(trainer, data, progress):
+        if _is_no_longer_improving(trainer, progress):  # also where the previous start was killed at its end
+            break
+        try:
+            record = trainer.train_step(step, rows)
+        except NotFinite:
+            observer.save(progress)  # of the previous step, so that no progress is lost
+            raise
+        usual_loss = progress.add_step(record)
+        progress.stream = trainer.stream_place
+        progress.loss_scale = trainer.loss_scale.state()
+        observer.stepped(progress, record)
+        if usual_loss is not None:
+            log.warning(
+                "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
+                progress.step, record["loss"], usual_loss, trainer.sample_numbers(rows),
+            )  # fmt: skip
+        if progress.num_skipped > most_skipped:
+            raise TrainingError(
+                f"{progress.num_skipped} steps were skipped because their loss or gradient was not finite; at most "
+                f"{most_skipped} may be. Lower --lr, or try --precision bf16 or fp32."
+            )
+        is_best = not control.stop and _is_eval_due(trainer, data, progress.step)
+        is_best = is_best and _evaluate(trainer, data, progress, observer)
+        _stop_if_asked(control, progress, observer)
+        if is_best or control.save or observer.is_save_due(progress.step):
+            observer.save(progress)
+    observer.save(progress)
+
+
+def _rows_of_steps(trainer: Trainer, data: RunData, progress: Progress) -> Iterator[tuple[int, np.ndarray]]:
+    """Give (step, its rows of trainer.data) for the remaining steps; of a stream the trainer gets each step's alone."""
+    if data.stream is None:
+        yield from trainer.schedule.rows_of_steps(data.train_rows, first=progress.step)
+        return
+    for step, rows, place in data.stream.steps(trainer.schedule, Place(**progress.stream), first=progress.step):
+        trainer.data, trainer.stream_place = rows, asdict(place)
+        yield step, np.arange(len(rows))
+        trainer.heartbeat.beat(step + 1, "rows")
+
+
+def _is_no_longer_improving(trainer: Trainer, progress: Progress) -> bool:
+    """Whether early stopping ends the run here."""
+    most = trainer.options.early_stopping
+    if not 0 < most <= progress.num_evals_without_best:
+        return False
+    log.info(
+        "Stopped early after step %d: %d evaluations without a lower loss than %.4f of step %d.",
+        progress.step, progress.num_evals_without_best, progress.best_eval_loss, progress.best_eval_step,
+    )  # fmt: skip
+    return True
+
+
+def _is_eval_due(trainer: Trainer, data: RunData, step: int) -> bool:
+    every, is_at_an_end = trainer.options.eval_steps, step in (0, trainer.schedule.total_steps)
+    return len(data.eval_rows) > 0 and (is_at_an_end or (every > 0 and step % every == 0))
+
+
+def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> bool:
+    """Evaluate; returns whether the result is the best so far. False if all ranks have agreed to stop instead.
+
+    Of several sets the first one counts.
+    """
+    results = {}
+    for name, rows in (data.eval_sets or {"": data.eval_rows}).items():
+        result = trainer.evaluate(progress.step, data.evaluation, rows)
+        if result is None:
+            return False
+        results[name] = result
+    first, *others = results.values()
+    record = {"step": progress.step, "epoch": progress.step / trainer.schedule.steps_per_epoch, **first}
+    observer.evaluated(progress, {**record, **({"eval_sets": results} if others else {})})
+    return progress.add_evaluation(first["eval_loss"])
+
+
+def _stop_if_asked(control: Control, progress: Progress, observer: Observer) -> None:
+    if control.stop:
+        observer.save(progress)
+        raise RunStopped(
+            control.stop.state,
+            f"Stopped after step {progress.step} ({control.stop.reason}): {observer.describe_saved()}.",
+        )
