@@ -25,7 +25,7 @@ from fsdp_qlora.data.files import (
 )
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.data.rows import Rows, SourceFile
-from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, ask_hub, first_line, hub_reason, is_hub_name
 from fsdp_qlora.storage.fingerprint import fingerprint_files
 
@@ -134,9 +134,8 @@ def _hub_part(name: str, config: str | None, split: str) -> tuple[list[Part], st
         try:
             yield from enumerate(table.skip(after) if after else table, start=after + 1)
         except Exception as error:  # of the network, or of the files
-            raise TrainingError(
-                f"dataset {name}: its {split} split cannot be read on ({first_line(error)})."
-            ) from error
+            # No UserError: the other ranks may not have it, and a restart may help.
+            raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
 
     return [Part(name, "row", read, lambda: known)], f"{name} {config} {split} {commit}"
 

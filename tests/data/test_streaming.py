@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+from huggingface_hub import HfApi
 from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
@@ -109,6 +111,28 @@ def test_what_a_stream_cannot_do_is_one_sentence(tmp_path: Path, stream: Callabl
     with pytest.raises(UserError, match="the dataset is empty"):
         stream(write_jsonl(tmp_path / "empty.jsonl", []))
     assert stream(rows, max_steps=7).rows_per_epoch is None
+
+
+def test_a_dataset_of_the_hub_is_streamed_and_skipped_into(
+    monkeypatch: pytest.MonkeyPatch, stream: Callable[..., RunData]
+) -> None:
+    def load(name: str, *config: str, **how: Any) -> datasets.IterableDataset:
+        assert (name, config, how) == ("o/rows", ("c",), {"split": "train", "streaming": True, "revision": "abc"})
+        return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+
+    info = type("Info", (), {"sha": "abc"})
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(HfApi, "dataset_info", lambda self, name, **how: info)
+    with pytest.raises(UserError, match=r"nobody knows how many rows o/rows has\. Give --max_steps"):
+        stream(Path("o/rows:c"))
+    data = stream(Path("o/rows:c"), max_steps=9)
+    given = Schedule(108, 12, 1, 1, num_epochs=1, max_steps=9, seed=1)
+    assert data.stream is not None and data.rows_per_epoch is None
+    steps = [(step, rows.digest, place) for step, rows, place in data.stream.steps(given, Place())]
+    again = stream(Path("o/rows:c"), max_steps=9).stream
+    assert again is not None
+    left = again.steps(given, steps[2][2], first=3)
+    assert [(step, rows.digest, place) for step, rows, place in left] == steps[3:] and len(steps) == 9
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, stream: Callable[..., RunData]) -> None:

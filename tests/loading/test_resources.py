@@ -12,17 +12,16 @@ from transformers import AutoConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.planning import memory
+from fsdp_qlora.planning.describe import describe_memory
 from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding.build_model import LayerOptions, build_model
+from fsdp_qlora.sharding.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def _needs(
-    train_type: str, device: torch.device, *, cpu_offload: bool, num_shards: int = 2, in_full: tuple[str, ...] = ()
-) -> memory.Needs:
+def _meta(train_type: str, in_full: tuple[str, ...] = ()) -> MetaModel:
     config = AutoConfig.for_model(
         "llama",
         hidden_size=512,
@@ -32,7 +31,7 @@ def _needs(
         num_key_value_heads=8,
         vocab_size=1000,
     )
-    meta = build_model(
+    return build_model(
         config,
         TRAIN_TYPES[train_type],
         PRECISIONS["bf16"],
@@ -43,9 +42,32 @@ def _needs(
         ),
         attn_implementation="auto",
     )
+
+
+def _needs(
+    train_type: str, device: torch.device, *, cpu_offload: bool, num_shards: int = 2, in_full: tuple[str, ...] = ()
+) -> memory.Needs:
     return memory.estimate_needs(
-        meta.model, num_shards=num_shards, optimizer="adamw", cpu_offload=cpu_offload, buffer_bytes=7, device=device
+        _meta(train_type, in_full).model,
+        num_shards=num_shards,
+        optimizer="adamw",
+        cpu_offload=cpu_offload,
+        buffer_bytes=7,
+        device=device,
     )
+
+
+def test_a_dry_run_says_what_does_not_fit_in_the_gpu_that_is_there() -> None:
+    step = memory.InAStep(gathered=1000, logits=24)
+    total = _needs("qlora", CUDA, cpu_offload=False).device + 1024
+
+    def last_line(gpu_bytes: int | None, *, on_gpu: bool = True) -> str:
+        needs = _needs("qlora", CUDA, cpu_offload=False)
+        meta, options = _meta("qlora"), {"num_shards": 2, "optimizer": "adamw"}
+        return describe_memory(meta, needs, step, on_gpu=on_gpu, gpu_bytes=gpu_bytes, **options)[-1]  # type: ignore[arg-type]
+
+    assert last_line(total - 1).startswith("This does not fit in the 0 GiB of a GPU here")
+    assert all("fit" not in line for line in (last_line(total), last_line(None), last_line(1, on_gpu=False)))
 
 
 def test_needs_are_the_shards_with_what_training_adds() -> None:
