@@ -289,10 +289,13 @@ def cache_files(cache: Path) -> dict[str, CacheFile]:
 
 
 class Runs:
-    """The runs of both trees, in folders below `folder`."""
+    """The runs of both trees, in folders below `folder`.
 
-    def __init__(self, folder: Path, old: Server, new: Server) -> None:
-        self.folder, self.servers = folder, {"rev": old, "tree": new}
+    given: options of one tree's runs alone, by which it does what the other one does without them.
+    """
+
+    def __init__(self, folder: Path, old: Server, new: Server, given: dict[str, dict[str, str]]) -> None:
+        self.folder, self.servers, self.given = folder, {"rev": old, "tree": new}, given
 
     def run(self, tree: str, out: str, train_type: str, ranks: int, *, status: int = 0, **options: object) -> Path:
         """Run train.py of a tree; `status` is rank 0's, and that of a kill is asked for by the signal's."""
@@ -301,7 +304,7 @@ class Runs:
         given = {**OPTIONS, "model_name": model, "dataset": self.folder / "rows.jsonl", "train_type": train_type}
         if train_type.endswith(("lora", "dora")):
             given |= ADAPTER_OPTIONS
-        given |= {"output_dir": output_dir, **options}
+        given |= {"output_dir": output_dir, **self.given[tree], **options}
         argv = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         kill_at = str(output_dir / "checkpoints" / f"step_{SAVE_STEPS:06d}") if status else ""
         log = self.log(tree, out)
@@ -369,6 +372,13 @@ def make_inputs(folder: Path) -> None:
     write_rows(folder / "rows.jsonl", make_rows(20))
 
 
+def given_alone(trees: dict[str, Path]) -> dict[str, dict[str, str]]:
+    """What the runs of each tree must be told so that all do the same: rows were always padded before --padding."""
+    sources = {name: (tree / "fsdp_qlora/config/options.py") for name, tree in trees.items()}
+    knows = {name: path.is_file() and "\n    padding: " in path.read_text() for name, path in sources.items()}
+    return {name: {"padding": "true"} if knows[name] and not all(knows.values()) else {} for name in trees}
+
+
 def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | Failed]]:
     """Every comparison by its name. The trees' servers work side by side."""
 
@@ -418,7 +428,8 @@ def main() -> int:
         opened = {name: pool.submit(Server, tree, folder / f"data-{name}") for name, tree in trees.items()}
         make_inputs(folder)
         servers = {name: future.result() for name, future in opened.items()}
-    for name, verdict in checks(Runs(folder, servers["rev"], servers["tree"]), arguments.train_types or [*TRAIN_TYPES]):
+    runs = Runs(folder, servers["rev"], servers["tree"], given_alone(trees))
+    for name, verdict in checks(runs, arguments.train_types or [*TRAIN_TYPES]):
         is_equal = isinstance(verdict, Verdict) and not verdict.differences
         different += not is_equal
         print(f"{name}: {verdict if isinstance(verdict, Verdict) else f'FAILED: {verdict}'}", flush=True)

@@ -2,6 +2,7 @@
 # Proves that a refactoring changes no number: trains each train type on 1 and on 2 ranks of a CPU, with the code of
 # a commit and with that of the working tree, and compares what was saved and logged, byte by byte. Runs that the
 # commit's code left half done, and its quantized cache, must be continued and used by the working tree's code.
+# Rows are padded where the commit knows nothing else.
 # Exit status 0 when all are equal, 1 when something differs.
 #
 #     bash scripts/same_bytes.sh HEAD

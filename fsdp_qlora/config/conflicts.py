@@ -186,6 +186,8 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.padding and c.packing:
+        yield "--packing true puts rows into one row without padding: leave out --padding true, or --packing true."
     if c.eval_dataset and c.eval_fraction > 0:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
     if c.eval_steps > 0 and not c.eval_dataset and c.eval_fraction == 0:

@@ -24,6 +24,7 @@ OTHER_NAMES = {
     "load_in_8bit": "train_type int8_lora",
     "use_peft": "train_type qlora",
     "use_dora": "train_type bnb_dora",
+    "padding_free": "padding false",
     "bf16": "precision bf16",
     "fp16": "precision fp16",
     "bnb_4bit_quant_type": "quant_type",
@@ -35,6 +36,7 @@ OTHER_NAMES = {
     "hub_model_id": "push_to_hub",
     "datasets": "dataset",
     "sequence_len": "context_length",
+    "sample_packing": "packing true",
     "micro_batch_size": "batch_size",
     "val_set_size": "eval_fraction",
     "lora_r": "lora_rank",
@@ -47,6 +49,7 @@ OTHER_NAMES = {
     "adapter_name_or_path": "adapter",
     "finetuning_type": "train_type qlora",
     "cutoff_len": "context_length",
+    "neat_packing": "packing true",
     "lora_target": "lora_target_modules",
     "quantization_bit": "train_type qlora",
     "max_samples": "dataset_samples",
@@ -56,7 +59,5 @@ OTHER_NAMES = {
 
 # Name there -> why nothing stands for it here.
 UNSUPPORTED = {
-    "packing": "several rows are never packed into one",
-    "sample_packing": "several rows are never packed into one",
     "logging_steps": "every step is logged",
 }

@@ -181,12 +181,12 @@ class Trainer:
         Returns:
             Bytes of GPU memory that were allocated between the forward and the backward pass, the most of them.
         """
-        longest, accumulates = self._longest_micro_batch(rows)
+        longest, num_turns = self.schedule.longest_micro_batch(rows, self.data.lengths)
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
         held = 0
-        for is_last in (False, True) if accumulates else (True,):
+        for is_last in (False, True) if num_turns > 1 else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
             with self._documents_apart():
                 loss = self._loss(self._batch(longest, self.data))
@@ -211,18 +211,6 @@ class Trainer:
         number = fit_recompute(self.model, lambda: self.try_longest(rows), meter, least, block_bytes=block_bytes)
         self.memory_watch = MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
         log.info("Recompute: %d of %d blocks, found by trial.", number, self.memory_watch.blocks)
-
-    def _longest_micro_batch(self, rows: np.ndarray) -> tuple[np.ndarray, bool]:
-        """The rows of the micro-batch with the most tokens, and whether a step may have several turns."""
-        world_size, lengths = self.ranks.world_size, self.data.lengths
-        longest, most_turns = rows[:0], 0
-        for _, of_step in self.schedule.rows_of_steps(rows):
-            if not len(of_step):
-                break  # of a stream only the first rows are known
-            pieces = self.schedule.micro_batches(of_step, lengths)
-            most_turns = max(most_turns, len(pieces) // world_size)
-            longest = max([longest, *pieces], key=lambda piece: self.schedule.tokens_computed(piece, lengths))
-        return longest, most_turns > 1
 
     @torch.no_grad()
     def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--no-save_model", "Unknown option --no_save_model; give --save_model false."),
         ("--load_in_4bit true", "did you mean --train_type qlora?"),
         ("--resume_from_checkpoint x", "did you mean --resume?"),
-        ("--packing true", "Unknown option --packing: several rows are never packed"),
+        ("--sample_packing true", "Unknown option --sample_packing; did you mean --packing true?"),
         ("--batch_size 0", "--batch_size must be 1 or more, but is 0"),
         ("--context_length 0", "--context_length must be 2 or more, but is 0"),
         ("--max_steps 0", "--max_steps must be -1"),
