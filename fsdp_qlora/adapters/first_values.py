@@ -101,13 +101,16 @@ class LiveValues:
     """The values of a model in training, gathered from its shards."""
 
     def __init__(self, model: nn.Module, *, keeps: bool) -> None:
-        self.keeps, self._start = keeps, _kept_shards(model)
+        self.keeps, self._model = keeps, model
+        self._start: dict[int, tuple[str, KeptShard]] | None = None
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if self._start is None:  # not before: FSDP2 puts other parameters in place for a forward pass
+            self._start = _kept_shards(self._model)
         kept = self._start.get(id(parameter))
         return kept[1].whole() if kept else None
 

@@ -16,10 +16,11 @@ def prompt_record(dataset_format: str, chosen: ChosenTemplate) -> dict[str, Any]
 
     Returns:
         kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
-        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added.
+        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added. What a format's rows
+        hold is told from the annotation of its `read`.
     """
     row_format = FORMATS.get(dataset_format)
-    content = get_type_hints(row_format.read)["return"] if row_format else None
+    content = get_type_hints(row_format.read).get("return") if row_format else None
     if content is Chat or (content is Fields and chosen.is_chat):
         return {"kind": CHAT, "chat_template": chosen.chat}
     if content is Fields and row_format is not None:
