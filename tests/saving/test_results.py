@@ -10,11 +10,13 @@ import pytest
 import torch
 from peft import PeftConfig
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpointing.checkpoint import published
+from fsdp_qlora.data.prompts import CHAT_TEMPLATES
 from tests.chaos.harness import Job, adapter, ended, numbers, run, status
-from tests.reference import load_adapter, load_decoded_base
+from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_decoded_base
 from tests.tiny import PROBE, make_rows, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -93,6 +95,9 @@ def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads_and_export_make
     with torch.no_grad():
         logits = load_adapter(load_decoded_base(Path(str(inputs["model_name"]))), out)(input_ids=PROBE).logits
     torch.testing.assert_close(logits, load_file(reference.parent / "logits")["logits"], atol=1e-4, rtol=1e-4)
+    card = (out / "README.md").read_text()
+    for prompt in (PROMPT, PROMPT_WITH_INPUT):
+        assert f"```text\n{prompt.format(instruction='{instruction}', input='{input}')}\n```" in card
     newest = out / "checkpoints" / f"step_{STOPPED_AT:06d}"
     assert main(["export", str(newest), "--out", str(tmp_path / "again")]) == 0
     assert files_of(tmp_path / "again") == files_of(out)
@@ -136,7 +141,7 @@ def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is
 CASES = {
     "pissa": {"init_lora_weights": "pissa", "train_type": "lora"},
     "DoRA and a trained head": {"train_type": "bnb_dora", "modules_to_save": "lm_head", "rank_pattern": "q_proj=2"},
-    "averaged weights": {"optimizer": "schedule_free_adamw"},
+    "averaged weights, chats": {"optimizer": "schedule_free_adamw", "prompt_template": "chatml"},
     "8-bit states, which are per rank": {"optimizer": "adamw_8bit"},
     "a whole model": {"train_type": "full", "lora_rank": 16},
 }
@@ -154,6 +159,9 @@ def test_export_of_the_last_checkpoint_gives_the_bytes_of_the_run(
     assert {path.name for path in again.iterdir()} == {*names, "result.json"}
     for name in [*names, "result.json"]:
         assert (again / name).read_bytes() == (out / name).read_bytes(), name
+    if "chats" in case:
+        assert AutoTokenizer.from_pretrained(again).chat_template == CHAT_TEMPLATES["chatml"]
+        assert "tokenizer.apply_chat_template(" in (again / "README.md").read_text()
     if case != "a whole model":
         assert PeftConfig.from_pretrained(again).base_model_name_or_path == "owner/base"
         assert "base_model: owner/base" in (again / "README.md").read_text()

@@ -57,7 +57,11 @@ class Hub:
             wanted = json.loads(body)["files"]
             about = {
                 "files": [
-                    {"path": file["path"], "uploadMode": "lfs" if "safetensors" in file["path"] else "regular"}
+                    {
+                        "path": file["path"],
+                        "uploadMode": "lfs" if "safetensors" in file["path"] else "regular",
+                        "shouldIgnore": False,
+                    }
                     for file in wanted
                 ]
             }
@@ -68,12 +72,14 @@ class Hub:
         elif path.startswith("/blob/"):
             self.blobs[path.rpartition("/")[2]] = body
         elif path.endswith("/commit/main") and self.fails:
-            status, about = 403, {"error": "You have no right to write here."}
+            status = 403
         elif path.endswith("/commit/main"):
             self.commit([json.loads(line) for line in body.splitlines()])
-            about = {"commitUrl": self.address, "commitOid": "c" * 40}
+            about = {"commitUrl": f"{self.address}/owner/result/commit/{'c' * 40}", "commitOid": "c" * 40}
         elif self.is_private is None:
             status = 404
+        elif path == "/api/models/owner/result":
+            about = {"id": "owner/result"}
         self.send(request, status, json.dumps(about).encode())
 
     def commit(self, lines: list[dict[str, Any]]) -> None:
@@ -89,6 +95,8 @@ class Hub:
         headers = {"Content-Type": "application/vnd.git-lfs+json" if "lfs" in request.path else "application/json"}
         if status == 404:
             headers["X-Error-Code"] = "RepoNotFound"
+        if status == 403:
+            headers["X-Error-Message"] = "You have no right to write here."
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             request.send_header(name, value)
         request.end_headers()
@@ -136,4 +144,4 @@ def test_a_result_is_uploaded_with_the_best_adapter_and_a_failure_is_one_sentenc
     names = set(json.loads((made / "result.json").read_text())["files"])
     assert set(hub.files) == names and hub.is_private is True
     assert hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
-    assert hub.tokens == {f"Bearer {TOKEN}"}
+    assert hub.tokens - {None} == {f"Bearer {TOKEN}"}
