@@ -318,7 +318,7 @@ class TrainConfig:
     """Log the memory in use after each phase of the start and after the first steps."""
     profile: Annotated[bool, MAY_DIFFER] = False
     """Run torch.profiler during training, in cycles of steps; by default it records the last two of every ten,
-    so a run of fewer steps needs a shorter profiling_frequency."""
+    so a run of fewer steps needs a shorter profiling_frequency. Each cycle prints and writes where the time went."""
     profiling_output: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "profiles"
     """Folder for the profiler's files."""
     with_stack: Annotated[bool, MAY_DIFFER] = False

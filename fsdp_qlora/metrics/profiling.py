@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.metrics.profile_summary import summarize
 from fsdp_qlora.storage.files import why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
@@ -81,7 +82,7 @@ def check_output(options: ProfilerOptions) -> None:
 
 
 def open_profiler(options: ProfilerOptions, *, rank: int) -> Profiler:
-    """A profiler that writes traces and memory timelines per cycle and rank, or does nothing unless enabled."""
+    """A profiler that writes summaries, traces and memory timelines per cycle and rank, or nothing unless enabled."""
     if not options.profile:
         return Profiler()
     warmup, active = options.profiling_warmup_steps, options.active_steps
@@ -110,11 +111,13 @@ def open_profiler(options: ProfilerOptions, *, rank: int) -> Profiler:
 def _writer(output: Path, rank: int, trace: bool, memory: bool) -> Callable[[profile], None]:
     def write(profiler: profile) -> None:
         stem = output / f"rank{rank}_step{profiler.step_num}"
+        summary = summarize(profiler.events() or (), f"Profile of rank {rank} to step {profiler.step_num}")
+        Path(f"{stem}.summary.txt").write_text(summary + "\n")
+        log.info("%s", summary)
         if trace:
             profiler.export_chrome_trace(f"{stem}.trace.json")
         if memory:
             profiler.export_memory_timeline(f"{stem}.memory.json.gz")
-        if trace or memory:
-            log.info("Profile written: %s.*", stem)
+        log.info("Profile written: %s.*", stem)
 
     return write
