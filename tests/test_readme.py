@@ -12,8 +12,8 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from fsdp_qlora import __main__ as beside
 from fsdp_qlora.config.options import option_types
+from fsdp_qlora.program import main as beside
 from scripts import update_docs
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 
@@ -26,6 +26,8 @@ RUN_ELSEWHERE = {
     "bash scripts/demo.sh": ("tests/test_readme.py", "scripts/demo.sh"),
     "bash scripts/test.sh": (".ci/run", "scripts/test.sh"),
     "pip install -e .": ("scripts/setup_env.sh", "--editable"),
+    "pip install fsdp_qlora": ("tests/commands/test_wheel.py", "pip"),
+    "bash scripts/wheel_check.sh": ("tests/commands/test_wheel.py", "wheel_check.sh"),
     "ruff check .": ("scripts/test.sh", "ruff check ."),
     "ruff format .": ("scripts/test.sh", "ruff format --check ."),
     "mypy": ("scripts/test.sh", "mypy"),
@@ -42,7 +44,15 @@ BY_HAND = {
 # Flags in the documents that are not options of train.py.
 OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle"),  # torchrun
-    *("out", "prune", "expansion_rate", "best"),  # our commands
+    *(
+        "out",
+        "prune",
+        "expansion_rate",
+        "best",
+        "version",
+        "logdir",
+        "project",
+    ),  # our commands, tensorboard and trackio
     *("config", "help", "dry_run"),
 }
 
@@ -55,23 +65,27 @@ def commands(text: str) -> list[str]:
 
 
 COMMANDS = [line for path in DOCUMENTS for line in commands(path.read_text())]
-COMMANDS += [line for path in CONFIGS for line in re.findall(r"^# +(torchrun .*)", path.read_text(), re.MULTILINE)]
+COMMANDS += [line for path in CONFIGS for line in re.findall(r"^# +(fsdp-qlora .*)", path.read_text(), re.MULTILINE)]
 
 
 def arguments_of_train(line: str) -> list[str] | None:
-    """What train.py is given by a command that starts it, also through torchrun; None for other commands."""
+    """What training is given by a command that starts it, also through torchrun; None for other commands."""
     words = shlex.split(line)
     if "torchrun" in words:  # also where scripts/run_forever.sh starts it
         words = words[words.index("torchrun") :]
-    if words[:2] == ["python", "train.py"]:
+    if words[:2] in (["python", "train.py"], ["fsdp-qlora", "train"]):
         return words[2:]
     if words[:1] != ["torchrun"]:
         return None
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args(words[1:])
-    assert parsed.training_script == "train.py", line
-    return list(parsed.training_script_args)
+    script, arguments = parsed.training_script, list(parsed.training_script_args)
+    if parsed.module:
+        assert [script, *arguments[:1]] == ["fsdp_qlora", "train"], line
+        return arguments[1:]
+    assert script == "train.py", line
+    return arguments
 
 
 PLANNED = {line: argv for line in COMMANDS if (argv := arguments_of_train(line)) is not None}
@@ -117,21 +131,26 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
-    lines = [shlex.split(line) for line in COMMANDS if line.startswith("python -m fsdp_qlora ")]
+    monkeypatch.chdir(tmp_path)
+    for name in ("output", "output_2"):  # runs
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    lines = [shlex.split(line) for line in COMMANDS if line not in PLANNED and line.startswith("fsdp-qlora ")]
     assert lines
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
     train_ok(1, tmp_path / "run", model_name=models(), dataset=rows, max_steps=1, eval_fraction=0.1)
-    for number, (_, _, _, command, *words) in enumerate(lines):
-        if "--out" in words:  # MODEL --out DIR
+    for number, (_, command, *words) in enumerate(lines):
+        if command in ("quantize", "expand", "export"):  # MODEL --out DIR
             source = tmp_path / "run" if command == "export" else models()
             words[0], words[words.index("--out") + 1] = str(source), str(tmp_path / str(number))
         if command == "expand":
             words += flags(expansion_rate=0.5)  # of two blocks
-        assert beside.main([command, *words]) == 0
+        line, _, kept = " ".join(words).partition(" > ")  # the shell's
+        assert beside.main([command, *line.split()]) == 0, (command, words, kept)
 
 
 def test_every_other_command_is_run_by_a_test_or_a_script() -> None:
-    others = [line for line in COMMANDS if line not in PLANNED and not line.startswith("python -m fsdp_qlora ")]
+    others = [line for line in COMMANDS if line not in PLANNED and not line.startswith("fsdp-qlora ")]
     others += [line for line in COMMANDS if "run_forever" in line]
     unknown = [line for line in others if line not in BY_HAND and not line.startswith(tuple(RUN_ELSEWHERE))]
     assert unknown == []

@@ -13,11 +13,12 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fsdp_qlora import distributed, launch
+from fsdp_qlora import api, distributed, launch
+from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import restarts
 from fsdp_qlora.distributed import Ranks, connect
-from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, UserError, print_error
+from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
 from fsdp_qlora.launch import is_from_an_agent
 from tests.tiny import ROOT, _free_port
 
@@ -283,3 +284,46 @@ def test_reasons_that_differ_are_all_printed_and_a_planned_stop_is_no_error(tmp_
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     print_error(UserError("a is wrong."))
     assert "a is wrong." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("status", "raised"),
+    [
+        (2, UserError),
+        (1, TrainingError),
+        (5, TrainingError),
+        (137, TrainingError),
+        (75, RunStopped),
+        (130, KeyboardInterrupt),
+    ],
+)
+def test_from_python_the_end_of_the_workers_is_raised_with_its_reason(status, raised, monkeypatch):
+    for name in filter(is_from_an_agent, list(os.environ)):
+        monkeypatch.delenv(name)
+    seen = {}
+
+    def run_in_workers(config, argv):
+        seen.update(config=config, again=parse_train_config(argv))
+        signal.signal(signal.SIGUSR2, lambda *_: None)  # as torch's agent does with others
+        return launch.WorkersEnd(status, "the reason")
+
+    monkeypatch.setattr(launch, "run_in_workers", run_in_workers)
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises(raised, match="the reason"):
+        api.train(dataset=["a.jsonl:0.7", "b c.jsonl:0.3"], lr=1e-3, output_dir="x", double_quant=False)
+    assert (
+        seen["config"]
+        == seen["again"]
+        == TrainConfig(dataset=("a.jsonl:0.7", "b c.jsonl:0.3"), lr=1e-3, output_dir="x", double_quant=False)
+    )
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_from_python_a_budget_that_is_used_up_is_a_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
+    monkeypatch.setattr(launch, "run_in_workers", lambda config, argv: launch.WorkersEnd(3, "--max_hours is used up"))
+    (tmp_path / "status.json").write_text('{"state": "over_budget", "step": 2}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 3.0}\n{"step": 1, "loss": 2.0}\n')
+    result = api.train(output_dir=tmp_path, max_hours=1)
+    assert (result.state, result.steps, result.losses, result.eval_losses) == ("over_budget", 2, [2.0], {0: 3.0})
+    assert result.records()[1]["loss"] == 2.0
