@@ -317,7 +317,7 @@ def leave_result(config: TrainConfig, form: ResultForm, guard: Supervision, erro
                 log.info(advice)
         else:
             log.info(
-                "The model as it is now can be made of the newest checkpoint: python -m fsdp_qlora export %s --out DIR",
+                "The model as it is now can be made of the newest checkpoint: fsdp-qlora export %s --out DIR",
                 output_dir,
             )
     distributed.first_failure(None, guard.ranks.device)

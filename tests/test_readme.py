@@ -44,15 +44,8 @@ BY_HAND = {
 # Flags in the documents that are not options of train.py.
 OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle"),  # torchrun
-    *(
-        "out",
-        "prune",
-        "expansion_rate",
-        "best",
-        "version",
-        "logdir",
-        "project",
-    ),  # our commands, tensorboard and trackio
+    *("out", "prune", "expansion_rate", "best", "version"),  # our commands
+    *("logdir", "project"),  # tensorboard and trackio
     *("config", "help", "dry_run"),
 }
 

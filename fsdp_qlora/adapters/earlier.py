@@ -106,7 +106,7 @@ def _what_it_is(folder: Path) -> str:
     names = {path.name for path in folder.iterdir()}
     if names & {"manifest.json", "checkpoints"}:
         what = "a checkpoint" if "manifest.json" in names else "a run without an adapter"
-        return f"it is {what}. Make an adapter of it: python -m fsdp_qlora export {folder} --out DIR."
+        return f"it is {what}. Make an adapter of it: fsdp-qlora export {folder} --out DIR."
     if "config.json" in names:
         return "it is a whole model, which is given as --model_name."
     return f"it has no {CONFIG}. Give a folder with an adapter in PEFT's format."

@@ -45,32 +45,26 @@ class Place:
     taken: int = 0
 
 
+@dataclass(eq=False)
 class RowStream:
     """The rows of a dataset, epoch after epoch without an end.
 
-    Args:
-        tokenize: makes the rows of a block tokens; called in a thread of its own.
-        used: the columns that are needed. block_rows: rows that are shuffled together.
-        num_rows: of an epoch, those that cannot be used included; None if unknown.
-        max_bad_rows: the share of the rows so far that may be left out.
+    tokenize: makes the rows of a block tokens; called in a thread of its own. used: the columns that are needed.
+    block_rows: rows that are shuffled together. num_rows: of an epoch, those that cannot be used included; None if
+    unknown. max_bad_rows: the share of the rows so far that may be left out.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        tokenize: Tokenize,
-        *,
-        origin: str,
-        identity: str,
-        used: ChooseColumns,
-        block_rows: int,
-        seed: int,
-        num_rows: int | None,
-        max_bad_rows: float,
-    ) -> None:
-        self.parts, self.tokenize, self.origin, self.identity = parts, tokenize, origin, identity
-        self.used, self.block_rows, self.seed = used, block_rows, seed
-        self.num_rows, self.max_bad_rows = num_rows, max_bad_rows
+    parts: Sequence[Part]
+    tokenize: Tokenize
+    origin: str
+    identity: str
+    used: ChooseColumns
+    block_rows: int
+    seed: int
+    num_rows: int | None
+    max_bad_rows: float
+
+    def __post_init__(self) -> None:
         self._num_read = self._num_bad = 0
         self._left: tuple[Place, Iterator[Entry]] | None = None  # what follows the last block, kept open
 

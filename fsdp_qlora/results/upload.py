@@ -58,6 +58,6 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _failure(folder: Path, repo: str, reason: str) -> str:
     return redact(
-        f"The upload to {repo} failed: {reason}. The result is in {folder}. `python -m fsdp_qlora export RUN --out DIR "
+        f"The upload to {repo} failed: {reason}. The result is in {folder}. `fsdp-qlora export RUN --out DIR "
         f"--push_to_hub {repo}` uploads it without training again."
     )

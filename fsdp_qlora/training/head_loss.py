@@ -77,9 +77,7 @@ def _bytes_per_logit(dtype: torch.dtype) -> int:
 def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     """Let a sharded model's base and head compute a loss together, as `find_head_loss` has tried.
 
-    FSDP2 gathers weights around `forward`, and around methods that are registered with it. The gradients of the head's
-    input and weights are computed beside the loss, so the weights are gathered once, and freed before the backward
-    pass of the blocks.
+    FSDP2 gathers weights around `forward`, and around methods that are registered with it.
     """
     head = model.get_output_embeddings()
 
@@ -98,11 +96,16 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     for module, method in ((head, loss_of_hidden), (model, loss_of_tokens)):
         setattr(module, method.__name__, MethodType(method, module))
         register_fsdp_forward_method(module, method.__name__)
+    result: HeadLoss = model.loss_of_tokens
+    return result
+
+
+def free_head_before_backward(model: PreTrainedModel) -> None:
+    """Free the gathered head once the loss is there: its gradients are computed by then."""
+    head = model.get_output_embeddings()
     if isinstance(head, FSDPModule):
         head.set_reshard_after_forward(True)
         head.set_unshard_in_backward(False)
-    result: HeadLoss = model.loss_of_tokens
-    return result
 
 
 def chunked_loss(

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.distributed import gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all
-from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss
+from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -23,10 +23,10 @@ _LARGEST = 1000.0  # output of the head, far above any cap
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-def few_tokens(model: PreTrainedModel, device: torch.device) -> torch.Tensor:
+def few_tokens(model: PreTrainedModel) -> torch.Tensor:
     """Token ids to try a model with, int64 [1, 8]."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    return (torch.arange(1, _TOKENS + 1, device=device) * 37 % vocabulary)[None]
+    return (torch.arange(1, _TOKENS + 1) * 37 % vocabulary)[None]
 
 
 @torch.no_grad()
@@ -48,8 +48,8 @@ def find_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any]) -> HeadLos
         loss = attach_head_loss(model, form)
         fits = _agrees(seen, logits, form) and _same_loss(seen, loss, inputs, form)
         reshard_all(model)
-        mine = [float(fits), form.scale, form.cap or 0.0]
-        if (gather_numbers(mine, logits.device).cpu() == torch.tensor([1.0, *mine[1:]], dtype=torch.float64)).all():
+        if not gather_numbers([float(not fits)], logits.device).any():  # the same on every rank
+            free_head_before_backward(model)
             return loss
         why_not = "its logits are not its head's outputs, scaled or capped"
     log.info("The loss is computed from whole logits, which takes more memory: %s.", why_not)

@@ -76,10 +76,8 @@ class Trainer:
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
         self.memory_watch: MemoryWatch | None = None
-        few = few_tokens(model, ranks.device)
-        documents = {} if schedule.padding else self._on_device(describe_documents([few.shape[1]]))
         with self._documents_apart(), self._autocast():
-            self.head_loss = find_head_loss(model, {"input_ids": few, **documents})
+            self.head_loss = find_head_loss(model, self._inputs(self._few_tokens()))
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.
@@ -264,31 +262,37 @@ class Trainer:
 
     def _loss(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Sum of the micro-batch's token losses, float32 scalar."""
-        device = self.ranks.device
-        input_ids = micro_batch["input_ids"].to(device, non_blocking=True)
-        documents = self._on_device(micro_batch.get("documents", {}))
+        device, inputs = self.ranks.device, self._inputs(micro_batch)
         with self._autocast():
             if self.head_loss:
                 rows, targets = (part.to(device, non_blocking=True) for part in learned_rows(micro_batch["labels"]))
-                return self.head_loss({"input_ids": input_ids, **documents}, rows, targets)
+                return self.head_loss(inputs, rows, targets)
             return summed_loss(
                 self.model,
-                input_ids,
+                inputs.pop("input_ids"),
                 micro_batch["labels"].to(device, non_blocking=True),
                 target_positions(micro_batch["labels"]).to(device, non_blocking=True),
                 skip=self.skip_logits,
-                documents=documents,
+                documents=inputs,
             )
+
+    def _few_tokens(self) -> dict[str, Any]:
+        """A batch to try the model with, laid out as in a step."""
+        input_ids = few_tokens(self.model)
+        documents = {} if self.schedule.padding else {"documents": describe_documents([input_ids.shape[1]])}
+        return {"input_ids": input_ids, **documents}
+
+    def _inputs(self, micro_batch: dict[str, Any]) -> dict[str, Any]:
+        """The model's arguments, on its device."""
+        values = {"input_ids": micro_batch["input_ids"], **micro_batch.get("documents", {})}
+        return {
+            name: value.to(self.ranks.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+        }
 
     def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
         """In forward and backward passes, of which the latter may recompute."""
         return attending(self.model, self.options.attention)
-
-    def _on_device(self, documents: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: value.to(self.ranks.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in documents.items()
-        }
 
     def _autocast(self) -> torch.autocast:
         precision = self.options.precision

@@ -166,7 +166,7 @@ def _compare(folders: dict[str, str]) -> int:
 
     def sharded(model: Any) -> tuple[Any, Any]:
         shard_model(model, mesh, sharding_strategy="full_shard", precision=PRECISIONS["fp32"], cpu_offload=False)
-        return model, find_head_loss(model, {"input_ids": few_tokens(model, ranks.device)})
+        return model, find_head_loss(model, {"input_ids": few_tokens(model)})
 
     for case, folder in folders.items():
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -190,7 +190,9 @@ def _compare(folders: dict[str, str]) -> int:
                 assert (found - gradients[name]).norm() <= 2e-6 * gradients[name].norm(), (case, name)
         print(f"same: {case}")
     model = _OwnLogits.from_pretrained(folders["llama"], dtype=torch.float32)
-    assert sharded(model)[1] is None
+    model, loss_of = sharded(model)
+    assert loss_of is None
+    model(input_ids=IDS, use_cache=False).logits.sum().backward()  # with the head, in forward and backward
     head = nn.Sequential(model.get_output_embeddings())
     model = LlamaForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
     model.lm_head = head

@@ -224,5 +224,5 @@ def test_a_finished_run_says_how_its_adapter_is_trained_further(
     statuses, output = run_ranks(1, flags(**other), tmp_path / "logs1")
     assert statuses == [2] and advice in output
     checkpoint = tmp_path / "out" / "checkpoints" / "step_000002"
-    with pytest.raises(UserError, match=r"it is a checkpoint. Make an adapter of it: python -m fsdp_qlora export"):
+    with pytest.raises(UserError, match=r"it is a checkpoint. Make an adapter of it: fsdp-qlora export"):
         read_adapter(checkpoint)
