@@ -38,13 +38,11 @@ class DoraAdapter(LoraAdapter):
     """LoRA's two matrices and the magnitude, applied to a base layer."""
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
-        super().__init__(in_features, out_features, rank=rank, dropout=dropout)
-        self.scaling = scaling
+        super().__init__(in_features, out_features, rank=rank, scaling=scaling, dropout=dropout)
         self.magnitude = Magnitude(out_features)
 
-    def forward(self, x: torch.Tensor, base_layer: nn.Module | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, base_layer: nn.Module) -> torch.Tensor:
         """x W'^T + b. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, where x' is x with parts dropped."""
-        assert base_layer is not None
         bias: torch.Tensor | None = base_layer.bias  # type: ignore[assignment]
         if self.training and isinstance(self.dropout, nn.Dropout):
             dropped = self.dropout(x)

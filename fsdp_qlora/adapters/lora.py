@@ -12,25 +12,34 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.adapters.lora_product import Dropout, lora_product
 from fsdp_qlora.distributed import as_shard_of
+from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
 
 
 class LoraAdapter(nn.Module):
-    """B A x: the low-rank update of one linear layer (Hu et al. 2021), in_features -> rank -> out_features.
+    """The low-rank update B A of one linear layer (Hu et al. 2021), in_features -> rank -> out_features.
 
     One module with one forward, so that the adapters of a block can be one FSDP2 group.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, rank: int, dropout: float) -> None:
+    def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
+        self.scaling = scaling
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         options = {"bias": False, "device": "meta", "dtype": torch.float32}
         self.lora_A = nn.Linear(in_features, rank, **options)  # type: ignore[arg-type]
         self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lora_B(self.lora_A(self.dropout(x)))
+    def forward(self, x: torch.Tensor, base_layer: nn.Module) -> torch.Tensor:
+        """base_layer(x) + scaling * B A x. FSDP2 gathers this module's weights when it is called."""
+        base = frozen_product(base_layer, x)
+        if base is None:
+            return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
+        is_dropped = self.training and isinstance(self.dropout, nn.Dropout)
+        dropout = Dropout.draw(self.dropout.p) if is_dropped else None  # type: ignore[arg-type]
+        return lora_product(x, self.lora_A.weight, self.lora_B.weight, base, self.scaling, dropout)
 
 
 class KeptShard:
@@ -62,14 +71,13 @@ class LoraLinear(nn.Module):
             base_layer.in_features,  # type: ignore[arg-type]
             base_layer.out_features,  # type: ignore[arg-type]
             rank=rank,
+            scaling=scaling,
             dropout=dropout,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # The adapter first: only it saves tensors for the backward pass, so the recomputation of a checkpointed
-        # block can stop before the last base layer's product.
-        update = self.lora(x)
-        return torch.add(self.base_layer(x), update, alpha=self.scaling)
+        result: torch.Tensor = self.lora(x, self.base_layer)
+        return result
 
 
 class ExpertsLora(nn.Module):

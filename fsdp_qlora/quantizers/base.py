@@ -36,6 +36,18 @@ class MatrixFormat:
     transposed: bool = False
 
 
+class FrozenProduct(NamedTuple):
+    """Products with a frozen layer's weight W [out, in], while it is gathered.
+
+    dtype: of the computation. multiply: x -> x W^T + b, a new tensor. multiply_grad: grad_y -> grad_y W, the gradient
+    of x, a new tensor. W may be freed and gathered again in between.
+    """
+
+    dtype: torch.dtype
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    multiply_grad: Callable[[torch.Tensor], torch.Tensor]
+
+
 class QuantizedWeight(nn.Module):
     """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
 
@@ -88,6 +100,15 @@ class QuantizedWeight(nn.Module):
         """x W^T + b for the matrix of `fmt`; differentiable in x [.., in]. x and bias are in the compute dtype."""
         multiply, multiply_grad = functools.partial(self.multiply, fmt), functools.partial(self.multiply_grad, fmt)
         return _DecodedMatmul.apply(x, bias, multiply, multiply_grad, *self.tensors())
+
+    def frozen_product(self, bias: torch.Tensor | None) -> FrozenProduct:
+        """The products with the whole weight, for functions that do more than multiply."""
+        fmt, tensors = self.format, self.tensors()
+        return FrozenProduct(
+            self.compute_dtype,
+            lambda x: self.multiply(fmt, x, bias, *tensors),
+            lambda grad_y: self.multiply_grad(fmt, grad_y, *tensors),
+        )
 
     def decode(self, fmt: Any) -> torch.Tensor:
         """The matrix (or whole weight) of `fmt` in its stored orientation and the compute dtype."""
@@ -238,6 +259,21 @@ class _DecodedMatmul(torch.autograd.Function):
         (grad_y,) = grads
         grad_x = ctx.multiply_grad(grad_y, *ctx.tensors) if ctx.needs_input_grad[0] else None
         return (grad_x, None, None, None, *(None for _ in ctx.tensors))
+
+
+def frozen_product(layer: nn.Module, x: torch.Tensor) -> FrozenProduct | None:
+    """The products with a linear layer for its input x; None if the layer is not linear or trains."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.frozen_product(None if layer.bias is None else layer.bias.to(layer.compute_dtype))
+    if not isinstance(layer, nn.Linear) or any(parameter.requires_grad for parameter in layer.parameters()):
+        return None
+    kind, weight, bias = x.device.type, layer.weight, layer.bias
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return FrozenProduct(
+        dtype,
+        lambda x: F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)),
+        lambda grad_y: grad_y @ weight.to(dtype),
+    )
 
 
 def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -1,0 +1,115 @@
+"""The product of a frozen layer with LoRA as one autograd function: y = x W^T + b + s B A x'.
+
+x' is x with parts dropped. Shapes: x [N, in], W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank], y [N, out].
+
+Kept for the backward pass are x and u alone. The weights are read again then, W decoded again, and the dropped parts
+are found again from their seed.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.quantizers.base import FrozenProduct
+
+
+class Dropout(NamedTuple):
+    """Which parts of x are dropped, and the others scaled up."""
+
+    share: float
+    seed: int
+
+    @classmethod
+    def draw(cls, share: float) -> "Dropout":
+        """With a seed from the CPU's generator, which a recomputation finds in the same state."""
+        return cls(share, int(torch.randint(2**62, ()).item()))
+
+    def factors(self, like: torch.Tensor) -> torch.Tensor:
+        """0 or 1 / (1 - share) for each element, always the same."""
+        generator = torch.Generator(like.device).manual_seed(self.seed)
+        kept = torch.empty_like(like).bernoulli_(1 - self.share, generator=generator)
+        return kept.div_(1 - self.share)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factors(x).mul_(x)
+
+
+def lora_product(
+    x: torch.Tensor,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    base: FrozenProduct,
+    scaling: float,
+    dropout: Dropout | None,
+) -> torch.Tensor:
+    """x W^T + b + scaling * B A x' for x [.., in], in the base's compute dtype; differentiable in x, A and B."""
+    rows = x.to(base.dtype).flatten(0, -2)
+    low = _LowRank.apply(rows, lora_A, dropout)
+    y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, base, scaling, dropout)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class _LowRank(torch.autograd.Function):
+    """u = A x', and the keeper of x and u for `_LoraProduct`.
+
+    A checkpointed block's recomputation stops at the last tensor that the block keeps. What one function keeps is noted
+    when it is done, so the last layer's base product would be computed again in vain if `_LoraProduct` kept it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        low = F.linear(dropout(x) if dropout else x, lora_A.to(x.dtype))
+        ctx.save_for_backward(x, low)
+        return low
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        return None, None, None  # `_LoraProduct` has them all
+
+
+class _LoraProduct(torch.autograd.Function):
+    """The rest of the forward pass, and all of the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        base: FrozenProduct,
+        scaling: float,
+        dropout: Dropout | None,
+    ) -> torch.Tensor:
+        # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
+        # checkpointing does not have to recompute them.
+        ctx.keeper, ctx.weights, ctx.rest = low.grad_fn, (lora_A, lora_B), (base, scaling, dropout)
+        y = base.multiply(x)
+        return y.addmm_(low, lora_B.to(x.dtype).T, alpha=scaling)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_y,) = grads
+        x, low = ctx.keeper.saved_tensors
+        (lora_A, lora_B), (base, scaling, dropout) = ctx.weights, ctx.rest
+        ctx.keeper = None
+        factors = dropout.factors(x) if dropout else None
+        grad_low = grad_y @ lora_B.to(grad_y.dtype)
+        grad_B = _scaled_product(grad_y.T, low, scaling)
+        grad_A = _scaled_product(grad_low.T, x if factors is None else x * factors, scaling)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = base.multiply_grad(grad_y)
+            if factors is None:
+                grad_x.addmm_(grad_low, lora_A.to(grad_y.dtype), alpha=scaling)
+            else:
+                grad_x.addcmul_(grad_low @ lora_A.to(grad_y.dtype), factors, value=scaling)
+        return grad_x, None, grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype), None, None, None
+
+
+def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """scaling * a b in one kernel."""
+    return torch.addmm(a.new_empty(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scaling)
