@@ -124,6 +124,25 @@ def random_rows(num_rows: int, length: int, vocab_size: int, *, masked: int, see
     return TokenizedRows(ids.reshape(-1), learned.reshape(-1), offsets, np.arange(1, num_rows + 1))
 
 
+def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall-clock seconds, and CPU seconds of this process, which depend less on other programs."""
+    started, cpu_started = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - started, time.process_time() - cpu_started
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Peak bytes of tensors alive at once during `work`, beyond those alive before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    alive = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions, to be stored with the results."""
     cpu = platform.processor() or platform.machine()

@@ -13,7 +13,6 @@ of the ratios of neighbouring steps), or if its peak exceeds lora's by a decoded
 import argparse
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.common import describe_machine, write_results
+from benchmarks.common import describe_machine, peak_bytes, seconds_of, write_results
 from fsdp_qlora import distributed
 from fsdp_qlora.adapters.dora import DoraLinear
 from fsdp_qlora.adapters.lora import LoraLinear
@@ -90,25 +89,6 @@ def step(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> None:
     layer(x).backward(grad)
     x.grad = None
     layer.zero_grad()
-
-
-def seconds_of(work: Callable[[], None]) -> tuple[float, float]:
-    """Wall-clock seconds, and CPU seconds of this process, which depend less on other programs."""
-    started, cpu_started = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - started, time.process_time() - cpu_started
-
-
-def peak_bytes(work: Callable[[], None]) -> int:
-    """Peak bytes of tensors alive at once during `work`, beyond those alive before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    alive = peak = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
 
 
 def run_benchmark(args: argparse.Namespace) -> dict[str, Any]:

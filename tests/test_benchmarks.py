@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import common, dora, gpu, gpu_steps, overhead
+from benchmarks import common, cpu, dora, gpu, gpu_steps, overhead
 
 
 def _run(main: Any, *argv: str, output: Path) -> tuple[int, dict[str, Any]]:
@@ -34,6 +34,22 @@ def test_dora_benchmark_measures_time_and_memory_of_all_four_layers(tmp_path: Pa
     # At least the output of the layer; what DoRA keeps beyond LoRA is one more of these, and no weight.
     assert result["layers"]["lora"]["peak_bytes"] > 64 * 512 * 4
     assert result["extra_peak_bytes"] < 2 * 64 * 512 * 4 < result["decoded_weight_bytes"]
+
+
+def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_path: Path) -> None:
+    # Far too small to be fast, so the exit status does not count.
+    _, result = _run(cpu.main, "--tiny", "--rounds", "2", output=tmp_path / "out.json")
+    assert {part: [name for name in rows if name != "TRL"] for part, rows in result["parts"].items()} == {
+        "lora linear": ["ours", "PEFT"],
+        "head and loss": ["ours", "all logits"],
+        "small model": ["ours", "HF Trainer"],
+    }
+    assert not [line for line in cpu.failures(result["parts"]) if "not the same work" in line]
+    # 8 of 20 tokens go through the head; all logits are kept, made probabilities, and have a gradient.
+    assert result["parts"]["head and loss"]["all logits"]["peak_bytes"] > 2 * 20 * 256 * 4
+    assert result["parts"]["head and loss"]["ours"]["peak_bytes"] < 1.5 * 8 * 256 * 4
+    low, middle, high = result["parts"]["small model"]["HF Trainer"]["ratio_quartiles"]
+    assert 0 < low <= middle <= high
 
 
 def test_gpu_benchmark_measures_every_way_of_saving_memory_and_its_losses_fall(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.adapters.lora_product import Dropout, lora_product
+from fsdp_qlora.adapters.lora_product import Dropout, Product, lora_product
 from fsdp_qlora.distributed import as_shard_of
 from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
@@ -39,7 +39,7 @@ class LoraAdapter(nn.Module):
             return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
         is_dropped = self.training and isinstance(self.dropout, nn.Dropout)
         dropout = Dropout.draw(self.dropout.p) if is_dropped else None  # type: ignore[arg-type]
-        return lora_product(x, self.lora_A.weight, self.lora_B.weight, base, self.scaling, dropout)
+        return lora_product(x, self.lora_A.weight, self.lora_B.weight, Product(base, self.scaling, dropout))
 
 
 class KeptShard:

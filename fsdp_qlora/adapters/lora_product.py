@@ -35,18 +35,19 @@ class Dropout(NamedTuple):
         return self.factors(x).mul_(x)
 
 
-def lora_product(
-    x: torch.Tensor,
-    lora_A: torch.Tensor,
-    lora_B: torch.Tensor,
-    base: FrozenProduct,
-    scaling: float,
-    dropout: Dropout | None,
-) -> torch.Tensor:
+class Product(NamedTuple):
+    """What the product depends on besides x, A and B."""
+
+    base: FrozenProduct
+    scaling: float
+    dropout: Dropout | None
+
+
+def lora_product(x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product) -> torch.Tensor:
     """x W^T + b + scaling * B A x' for x [.., in], in the base's compute dtype; differentiable in x, A and B."""
-    rows = x.to(base.dtype).flatten(0, -2)
-    low = _LowRank.apply(rows, lora_A, dropout)
-    y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, base, scaling, dropout)
+    rows = x.to(product.base.dtype).flatten(0, -2)
+    low = _LowRank.apply(rows, lora_A, product.dropout)
+    y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, product)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -79,22 +80,20 @@ class _LoraProduct(torch.autograd.Function):
         low: torch.Tensor,
         lora_A: torch.Tensor,
         lora_B: torch.Tensor,
-        base: FrozenProduct,
-        scaling: float,
-        dropout: Dropout | None,
+        product: Product,
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
         # checkpointing does not have to recompute them.
-        ctx.keeper, ctx.weights, ctx.rest = low.grad_fn, (lora_A, lora_B), (base, scaling, dropout)
-        y = base.multiply(x)
-        return y.addmm_(low, lora_B.to(x.dtype).T, alpha=scaling)
+        ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B), product
+        y = product.base.multiply(x)
+        return y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grads
         x, low = ctx.keeper.saved_tensors
-        (lora_A, lora_B), (base, scaling, dropout) = ctx.weights, ctx.rest
+        (lora_A, lora_B), (base, scaling, dropout) = ctx.weights, ctx.product
         ctx.keeper = None
         factors = dropout.factors(x) if dropout else None
         grad_low = grad_y @ lora_B.to(grad_y.dtype)
@@ -107,7 +106,7 @@ class _LoraProduct(torch.autograd.Function):
                 grad_x.addmm_(grad_low, lora_A.to(grad_y.dtype), alpha=scaling)
             else:
                 grad_x.addcmul_(grad_low @ lora_A.to(grad_y.dtype), factors, value=scaling)
-        return grad_x, None, grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype), None, None, None
+        return grad_x, None, grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype), None
 
 
 def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

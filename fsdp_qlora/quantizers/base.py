@@ -1,7 +1,6 @@
 """Base classes of quantized layers: one frozen weight, kept quantized in parameters that FSDP2 shards."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,6 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.distributed import local_part, own_rows, shard_bounds
 from fsdp_qlora.quantizers.experts import ExpertMatrix
 from fsdp_qlora.storage.safetensors_files import TensorForm
+
+# Of a matrix decoded at a time in float32, where a part stays in a CPU's cache. Sums over parts would lose precision in
+# 16 bits.
+_DECODED_BYTES = 4 * 2**20
+_ALIGNED_ROWS = 256  # of codes: where all quantization statistics start anew
 
 
 class StoredParameter(NamedTuple):
@@ -39,8 +43,8 @@ class MatrixFormat:
 class FrozenProduct(NamedTuple):
     """Products with a frozen layer's weight W [out, in], while it is gathered.
 
-    dtype: of the computation. multiply: x -> x W^T + b, a new tensor. multiply_grad: grad_y -> grad_y W, the gradient
-    of x, a new tensor. W may be freed and gathered again in between.
+    dtype: of the computation. multiply: x [N, in] -> x W^T + b, a new tensor. multiply_grad: grad_y [N, out] ->
+    grad_y W, the gradient of x, a new tensor. W may be freed and gathered again in between.
     """
 
     dtype: torch.dtype
@@ -63,6 +67,8 @@ class QuantizedWeight(nn.Module):
     format: MatrixFormat
     # The weight's name below the module's in the weight files; empty where the module replaces a parameter.
     weight_name: str = ""
+    # Whether `format` may select rows of the matrix.
+    selects_rows = False
     # Names of the parameters that hold quantization statistics, for the byte account.
     statistics: tuple[str, ...] = ()
 
@@ -98,17 +104,49 @@ class QuantizedWeight(nn.Module):
 
     def product(self, x: torch.Tensor, fmt: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b for the matrix of `fmt`; differentiable in x [.., in]. x and bias are in the compute dtype."""
-        multiply, multiply_grad = functools.partial(self.multiply, fmt), functools.partial(self.multiply_grad, fmt)
-        return _DecodedMatmul.apply(x, bias, multiply, multiply_grad, *self.tensors())
+        result: torch.Tensor = _DecodedMatmul.apply(x, self.frozen_product(fmt, bias))
+        return result
 
-    def frozen_product(self, bias: torch.Tensor | None) -> FrozenProduct:
-        """The products with the whole weight, for functions that do more than multiply."""
-        fmt, tensors = self.format, self.tensors()
-        return FrozenProduct(
-            self.compute_dtype,
-            lambda x: self.multiply(fmt, x, bias, *tensors),
-            lambda grad_y: self.multiply_grad(fmt, grad_y, *tensors),
-        )
+    def frozen_product(self, fmt: Any, bias: torch.Tensor | None = None) -> FrozenProduct:
+        """The products with the matrix of `fmt`; bias is in the compute dtype."""
+        tensors, parts = self.tensors(), self._parts(fmt)
+        if len(parts) == 1:
+            return FrozenProduct(
+                self.compute_dtype,
+                lambda x: self.multiply(fmt, x, bias, *tensors),
+                lambda grad_y: self.multiply_grad(fmt, grad_y, *tensors),
+            )
+        num_rows, num_columns = fmt.shape
+
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            y = x.new_empty(x.shape[0], num_rows)
+            for rows, part in parts:
+                torch.mm(x, self.decode_tensors(part, x.dtype, *tensors).T, out=y[:, rows])
+            return y if bias is None else y.add_(bias)
+
+        def multiply_grad(grad_y: torch.Tensor) -> torch.Tensor:
+            grad_x = grad_y.new_zeros(grad_y.shape[0], num_columns)
+            for rows, part in parts:
+                grad_x.addmm_(grad_y[:, rows], self.decode_tensors(part, grad_y.dtype, *tensors))
+            return grad_x
+
+        return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
+
+    def _parts(self, fmt: Any) -> list[tuple[slice, Any]]:
+        """Rows of a matrix and the format that selects them: all, or as many as should be decoded at a time."""
+        num_rows, num_columns = fmt.shape
+        aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
+        rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned
+        in_parts = self.selects_rows and not fmt.transposed and self.compute_dtype == torch.float32
+        if not in_parts or not 0 < rows < num_rows:
+            return [(slice(0, num_rows), fmt)]
+        return [
+            (
+                slice(first, last := min(first + rows, num_rows)),
+                dataclasses.replace(fmt, shape=(last - first, num_columns), first=fmt.first + first * num_columns),
+            )
+            for first in range(0, num_rows, rows)
+        ]
 
     def decode(self, fmt: Any) -> torch.Tensor:
         """The matrix (or whole weight) of `fmt` in its stored orientation and the compute dtype."""
@@ -188,8 +226,11 @@ class QuantizedLinear(QuantizedWeight):
             self.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        return self.product(x.to(self.compute_dtype), self.format, bias)
+        return self.product(x.to(self.compute_dtype), self.format, self.bias_to_add())
+
+    def bias_to_add(self) -> torch.Tensor | None:
+        """The bias in the compute dtype."""
+        return None if self.bias is None else self.bias.to(self.compute_dtype)
 
 
 class QuantizedExperts(QuantizedWeight):
@@ -232,39 +273,29 @@ class _QuantizedMatrix(ExpertMatrix):
 
 
 class _DecodedMatmul(torch.autograd.Function):
-    """Product with a stored matrix W [out, in], decoded in the forward pass and again in the backward pass.
-
-    Args:
-        x: [.., in]. bias: [out] or None.
-        multiply: (x, bias, *tensors) -> x W^T + b. multiply_grad: (grad_y, *tensors) -> grad_y W.
-        tensors: the gathered parameters.
-    """
+    """x W^T + b for x [.., in] and a stored matrix W [out, in], decoded in the forward pass and again in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        multiply: Callable[..., torch.Tensor],
-        multiply_grad: Callable[..., torch.Tensor],
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
-        # FSDP2 refills these same gathered tensors before the backward pass. As attributes, instead of through
+    def forward(ctx: Any, x: torch.Tensor, product: FrozenProduct) -> torch.Tensor:
+        # FSDP2 refills the same gathered tensors before the backward pass. In an attribute, instead of through
         # save_for_backward, activation checkpointing does not have to recompute them.
-        ctx.multiply_grad, ctx.tensors = multiply_grad, tensors
-        return multiply(x, bias, *tensors)
+        ctx.product = product
+        y = product.multiply(x.flatten(0, -2))
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         (grad_y,) = grads
-        grad_x = ctx.multiply_grad(grad_y, *ctx.tensors) if ctx.needs_input_grad[0] else None
-        return (grad_x, None, None, None, *(None for _ in ctx.tensors))
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        grad_x = ctx.product.multiply_grad(grad_y.flatten(0, -2))
+        return grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1]), None
 
 
 def frozen_product(layer: nn.Module, x: torch.Tensor) -> FrozenProduct | None:
     """The products with a linear layer for its input x; None if the layer is not linear or trains."""
     if isinstance(layer, QuantizedLinear):
-        return layer.frozen_product(None if layer.bias is None else layer.bias.to(layer.compute_dtype))
+        return layer.frozen_product(layer.format, layer.bias_to_add())
     if not isinstance(layer, nn.Linear) or any(parameter.requires_grad for parameter in layer.parameters()):
         return None
     kind, weight, bias = x.device.type, layer.weight, layer.bias

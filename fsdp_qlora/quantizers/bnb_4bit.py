@@ -58,6 +58,7 @@ class Bnb4bitWeight(QuantizedWeight):
     """
 
     format: _Bnb4bitFormat
+    selects_rows = True
     absmax_offset: torch.Tensor
 
     def __init__(

@@ -47,6 +47,7 @@ class HqqWeight(QuantizedWeight):
     """
 
     format: _HqqFormat
+    selects_rows = True
     statistics = ("scale_zero",)
 
     def __init__(self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype) -> None:

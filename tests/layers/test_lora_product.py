@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.adapters.lora_product import Dropout
+from fsdp_qlora.quantizers import base
 from fsdp_qlora.quantizers.base import QuantizedLinear
 from fsdp_qlora.quantizers.table import QUANTIZERS
 from tests.layers.shards import relative_error, weight_of
@@ -29,16 +30,16 @@ IN, OUT, RANK, SCALING = 128, 96, 4, 1.5
 def adapted(kind: str, *, dtype: torch.dtype = torch.float32, dropout: float = 0.0, size: int = OUT) -> LoraLinear:
     """A layer with a bias and an adapter whose B is not zero."""
     torch.manual_seed(0)
-    base: nn.Module = nn.Linear(IN, size).requires_grad_(False)
+    linear: nn.Module = nn.Linear(IN, size).requires_grad_(False)
     quantizer, options = KINDS[kind]
     if quantizer:
-        quantized = QUANTIZERS[quantizer].linear(base, compute_dtype=dtype, **options)
+        quantized = QUANTIZERS[quantizer].linear(linear, compute_dtype=dtype, **options)
         for name in ("weight", *quantized.statistics):
             empty = torch.empty_like(getattr(quantized, name), device="cpu")
             setattr(quantized, name, nn.Parameter(empty, requires_grad=False))
         quantized.load_shard(weight_of((size, IN)).flatten(), ONE_RANK)
-        base = quantized
-    layer = LoraLinear(base, rank=RANK, scaling=SCALING, dropout=dropout)
+        linear = quantized
+    layer = LoraLinear(linear, rank=RANK, scaling=SCALING, dropout=dropout)
     layer.lora.to_empty(device="cpu")
     for parameter in layer.lora.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -70,6 +71,18 @@ def test_values_and_gradients_are_those_of_the_parts(kind: str, checkpointed: bo
     for own, expected in zip(results(output, x, layer), results(in_parts(layer, x), x, layer), strict=True):
         assert own.shape == expected.shape and own.dtype == expected.dtype
         assert relative_error(own, expected.double()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["nf4", "hqq"])
+def test_a_matrix_that_is_decoded_in_parts_has_the_same_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = adapted(kind, size=300), tokens()
+    expected = results(layer(x), x, layer)
+    monkeypatch.setattr(base, "_DECODED_BYTES", 128 * IN * 4)
+    assert [rows.start for rows, _ in layer.base_layer._parts(layer.base_layer.format)] == [0, 128, 256]
+    for own, reference in zip(results(layer(x), x, layer), expected, strict=True):
+        assert relative_error(own, reference.double()) < 1e-6
+    layer.base_layer.compute_dtype = torch.bfloat16  # sums over parts would be rounded
+    assert len(layer.base_layer._parts(layer.base_layer.format)) == 1
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16 or 32 bits"])

@@ -1,0 +1,281 @@
+"""Parts of a step and a whole step against others' on one CPU core: `python benchmarks/cpu.py`.
+
+fp32, one thread, interleaved: in each round everyone takes one turn. What counts is the CPU time of a turn, ours
+divided by the other's in the same round: median and quartiles over the rounds. Memory is the peak of tensors alive
+during a turn beyond those alive before, counted by torch's profiler.
+
+- lora linear: forward and backward of a 4-bit layer with LoRA, 512 tokens, 5632 x 2048, rank 16, against PEFT on
+  bitsandbytes' Linear4bit;
+- head and loss: of 2,048 tokens of which 60% are a prompt, vocabulary 128 Ki, hidden size 256, against all logits and
+  cross entropy; the head is frozen;
+- small model: a training step of a llama (hidden size 768, 6 layers, vocabulary 8,192; rows of 256 tokens, 60% of them
+  prompt, 2 micro-batches of 4) against transformers' Trainer with PEFT and bitsandbytes, and TRL's where installed.
+
+Exits with 1 if a limit of LIMITS is not held.
+"""
+
+import argparse
+import functools
+import importlib.util
+import statistics
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# So that it runs from a clone that is not installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.common import describe_machine, peak_bytes, random_rows, write_results
+from benchmarks.dora import our_layer, peft_layer, quantized_linear, step
+from benchmarks.overhead import LR, RANKS, SEED, Step, load_reference, make_checkpoint, our_step, take_turns
+from fsdp_qlora import distributed
+from fsdp_qlora.adapters.lora import LoraLinear
+from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
+
+# part -> the other -> what ours may take of its CPU time and peak memory
+LIMITS: dict[str, dict[str, tuple[float, float | None]]] = {
+    "lora linear": {"PEFT": (0.95, 0.35)},
+    "head and loss": {"all logits": (0.5, 0.2)},
+    "small model": {"HF Trainer": (0.9, None), "TRL": (0.8, None)},
+}
+MASKED = 0.6  # of a row's tokens
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=20, help="measured rounds, after two that warm up")
+    parser.add_argument("--tiny", action="store_true", help="shapes too small to measure anything, for tests")
+    parser.add_argument("--output", default="", help="JSON file to write")
+    return parser.parse_args(argv)
+
+
+def lora_linear(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
+    in_features, out_features, tokens = (64, 128, 8) if args.tiny else (2048, 5632, 512)
+    linear = nn.Linear(in_features, out_features, bias=False)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    x, grad = torch.randn(1, tokens, in_features, requires_grad=True), torch.randn(1, tokens, out_features)
+    layers = {
+        "ours": our_layer(LoraLinear, quantized_linear(linear, mesh), 16),
+        "PEFT": peft_layer(linear, 16, use_dora=False),
+    }
+
+    def run(layer: nn.Module) -> float:
+        step(layer, x, grad)
+        return 0.0
+
+    return {name: functools.partial(run, layer) for name, layer in layers.items()}
+
+
+def head_and_loss(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
+    tokens, hidden_size, vocabulary = (20, 16, 256) if args.tiny else (2048, 256, 2**17)
+    hidden = torch.randn(tokens, hidden_size, requires_grad=True)
+    weight = 0.05 * torch.randn(vocabulary, hidden_size)
+    labels = torch.randint(vocabulary, (tokens,))
+    labels[: int(MASKED * tokens)] = -100
+
+    def ours() -> float:
+        rows = (labels != -100).nonzero().flatten()
+        return backward(chunked_loss(hidden.index_select(0, rows), weight, None, labels[rows], LogitForm()))
+
+    def all_logits() -> float:
+        logits = F.linear(hidden, weight)
+        return backward(F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum"))
+
+    def backward(loss: torch.Tensor) -> float:
+        loss.backward()
+        hidden.grad = None
+        return loss.item()
+
+    return {"ours": ours, "all logits": all_logits}
+
+
+def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
+    hidden, layers, vocab, length = (128, 1, 256, 20) if args.tiny else (768, 6, 8192, 256)
+    shape = argparse.Namespace(hidden=hidden, layers=layers, vocab=vocab, length=length, batch_size=4, micro_batches=2)
+    config = make_checkpoint(folder, shape)
+    data = random_rows(8, length, vocab, masked=int(MASKED * length), seed=SEED)
+    ids, learned = (torch.from_numpy(values).view(8, length) for values in (data.input_ids, data.learned))
+    labels = torch.where(learned, ids, -100)
+    rows = [{"input_ids": row.tolist(), "labels": label.tolist()} for row, label in zip(ids, labels, strict=True)]
+    steps = {"ours": our_step(folder, config, data, shape)}
+    trainers = {"HF Trainer": hf_trainer} | ({"TRL": trl_trainer} if importlib.util.find_spec("trl") else {})
+    for name, make in trainers.items():
+        steps[name] = StepByStep(lambda callback, make=make: make(folder, rows, args.rounds + 3, callback))  # type: ignore[misc]
+    return steps
+
+
+def training_options(folder: Path, num_steps: int) -> dict[str, Any]:
+    """Of transformers' trainer and TRL's."""
+    return {
+        "output_dir": str(folder / "trainer"),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": num_steps,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "optim": "adamw_torch",
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+
+
+def hf_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback) -> Trainer:
+    options = TrainingArguments(**training_options(folder, num_steps))
+    collate = transformers.default_data_collator
+    return Trainer(load_reference(folder), options, collate, train_dataset=rows, callbacks=[callback])
+
+
+def trl_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback) -> Trainer:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from benchmarks.gpu_peers import _tokenizer
+
+    options = SFTConfig(
+        **training_options(folder, num_steps),
+        max_length=len(rows[0]["input_ids"]),
+        dataset_kwargs={"skip_prepare_dataset": True},
+        bf16=False,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
+    dataset = Dataset.from_list(rows)
+    trainer: Trainer = SFTTrainer(
+        load_reference(folder), options, train_dataset=dataset, processing_class=_tokenizer(), callbacks=[callback]
+    )
+    return trainer
+
+
+class StepByStep(TrainerCallback):  # type: ignore[misc]
+    """Runs transformers' trainer in a thread of its own, one optimizer step at a time."""
+
+    def __init__(self, make: Callable[[TrainerCallback], Trainer]) -> None:
+        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._failure: BaseException | None = None
+        trainer = make(self)
+        self._history = trainer.state
+        threading.Thread(target=self._train, args=(trainer,), daemon=True).start()
+        self._wait()
+
+    def _train(self, trainer: Trainer) -> None:
+        torch.set_num_threads(1)
+        try:
+            trainer.train()
+        except BaseException as error:
+            self._failure = error
+        self._done.release()
+
+    def _wait(self) -> None:
+        self._done.acquire()
+        if self._failure is not None:
+            raise self._failure
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._history = state
+        self._done.release()
+        self._go.acquire()
+
+    def __call__(self) -> float:
+        """From the beginning of a step to that of the next; returns its loss."""
+        self._go.release()
+        self._wait()
+        return float([entry["loss"] for entry in self._history.log_history if "loss" in entry][-1])
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Step]]] = {
+    "lora linear": lora_linear,
+    "head and loss": head_and_loss,
+    "small model": small_model,
+}
+
+
+def measure(part: str, args: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds, ratios and peaks of everyone in a part."""
+    torch.manual_seed(SEED)
+    with tempfile.TemporaryDirectory() as folder:
+        steps = PARTS[part](args, Path(folder))
+        records = take_turns(steps, rounds=2 + args.rounds)
+        counted = all(limit[1] is not None for limit in LIMITS[part].values())
+        peaks = {name: peak_bytes(run) for name, run in steps.items()} if counted else {}
+    ours = records["ours"]
+    table: dict[str, Any] = {}
+    for name, record in records.items():
+        ratios = [a / b for a, b in zip(ours.cpu_seconds[2:], record.cpu_seconds[2:], strict=True)]
+        table[name] = {
+            "median_cpu_seconds": statistics.median(record.cpu_seconds[2:]),
+            "first_loss": record.losses[0],
+            "ratio_quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3,
+            "ratio_limit": LIMITS[part].get(name, (None, None))[0],
+        }
+        if peaks:
+            table[name] |= {"peak_bytes": peaks[name], "peak_ratio": peaks["ours"] / peaks[name]}
+            table[name]["peak_limit"] = LIMITS[part].get(name, (None, None))[1]
+    return table
+
+
+def failures(table: dict[str, dict[str, Any]]) -> list[str]:
+    """The limits that a part does not hold, in words."""
+    found = []
+    for part, rows in table.items():
+        for name, row in rows.items():
+            ratio, peak = row["ratio_quartiles"][1], row.get("peak_ratio")
+            if row["ratio_limit"] and ratio > row["ratio_limit"]:
+                found.append(f"{part}: {ratio:.3f} times the CPU time of {name}, allowed {row['ratio_limit']}")
+            if row.get("peak_limit") and peak > row["peak_limit"]:
+                found.append(f"{part}: {peak:.3f} times the peak memory of {name}, allowed {row['peak_limit']}")
+            if abs(row["first_loss"] - rows["ours"]["first_loss"]) > 1e-3 * abs(row["first_loss"]):
+                found.append(f"{part}: the loss of {name} is another: not the same work")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    distributed.start_process_group(RANKS)
+    try:
+        table = {part: measure(part, args) for part in args.parts}
+    finally:
+        distributed.stop_process_group()
+    for part, rows in table.items():
+        for name, row in rows.items():
+            low, middle, high = row["ratio_quartiles"]
+            peak = (
+                f", peak {row['peak_bytes'] / 2**20:.1f} MiB, ratio {row['peak_ratio']:.3f}"
+                if "peak_ratio" in row
+                else ""
+            )
+            print(
+                f"{part:14} {name:11} {1e3 * row['median_cpu_seconds']:9.1f} ms, ours to it {middle:.3f} "
+                f"({low:.3f} to {high:.3f}){peak}"
+            )
+    if args.output:
+        result = {"machine": describe_machine(torch.device("cpu")), "rounds": args.rounds, "parts": table}
+        write_results(args.output, " ".join(["python benchmarks/cpu.py", *argv]), result)
+    broken = failures(table)
+    for line in broken:
+        print(f"FAILED: {line}.")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
