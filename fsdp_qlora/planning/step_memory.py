@@ -60,7 +60,9 @@ class StepBytes:
     @property
     def peak(self) -> int:
         """The most at a time: at the head or in a block, with recompute of every block."""
-        return self.copies + self.gradients + self.kept + max(self.ends + self.logits, self.blocks + self.at_work)
+        # What is gathered lies in a buffer and then, beside it, in the weights.
+        at_head = self.ends + max(self.ends, self.logits)
+        return self.copies + self.gradients + self.kept + max(at_head, self.blocks + self.at_work)
 
 
 def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:

@@ -25,6 +25,7 @@ from fsdp_qlora.distributed import SHARDING_STRATEGIES, own_rows, shard_bounds, 
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.host_arena import split_arena
+from fsdp_qlora.sharding.prefetch import set_prefetch
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -75,6 +76,8 @@ def shard_model(
     # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
     shard(model, reshard=None if reshard_after_forward else False)
     _skip_backward_gathers(model)
+    if shard_size(mesh) > 1:
+        set_prefetch(model, on_compute_stream=not cpu_offload)
 
 
 def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> set[nn.Parameter]:

@@ -1,5 +1,6 @@
 """How a model is cut into FSDP2 groups, seen from a training run on the CPU."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,31 @@ def test_what_no_gradient_passes_through_is_not_gathered_for_the_backward_pass(m
     argv = options(models("llama"), tmp_path, train_type="qlora", max_steps=1, padding=True)
     gathers = {"model.embed_tokens": 1, "model.layers.1": 2, "lm_head": 1}
     statuses, output = on_ranks(2, _train_and_count_gathers, (argv, gathers), tmp_path / "logs")
+    assert statuses == [0, 0], output[-3000:]
+
+
+def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
+    import train
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        status = train.main(argv)
+    seen = []
+    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+        found = re.match(r"FSDP::(all_gather|pre_forward|pre_backward) \(model\.layers\.(\d)(.*)\)", event.name)
+        if found and not (found[3] and found[1] != "all_gather"):
+            kind = {"all_gather": "gather", "pre_forward": "forward", "pre_backward": "backward"}[found[1]]
+            seen.append(f"{kind} {'adapters' if found[3] else 'block'} {found[2]}")
+    print(seen)
+    return status if seen == expected else 9
+
+
+def test_the_next_blocks_weights_are_gathered_when_a_block_starts_its_adapters_first(
+    models: Models, tmp_path: Path
+) -> None:
+    argv = options(models("llama"), tmp_path, train_type="qlora", max_steps=1, lora_target_modules="q_proj,v_proj")
+    order = ["gather adapters 0", "gather block 0", "forward block 0", "gather adapters 1", "gather block 1"]
+    order += ["forward block 1", "gather block 1", "backward block 1", "gather block 0", "backward block 0"]
+    statuses, output = on_ranks(2, _train_and_order_gathers, (argv, order), tmp_path / "logs")
     assert statuses == [0, 0], output[-3000:]
 
 

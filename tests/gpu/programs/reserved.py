@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
                 local.zero_()
     rows = args.batch_size * ranks.world_size
     data = random_rows(rows, args.length, config.vocab_size, masked=0, seed=0)
-    schedule = options.pick(Schedule, num_rows=rows, world_size=ranks.world_size, rows_per_step=None)
+    schedule = options.pick(Schedule, num_rows=rows, world_size=ranks.world_size, rows_per_step=None, mixture=None)
     run_data = RunData(data, np.arange(rows), data, np.arange(0), sample="", rejected=[])
     trainer = build_trainer(options, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
     loaded = torch.cuda.memory_allocated()
