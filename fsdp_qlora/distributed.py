@@ -316,6 +316,12 @@ def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     return shard_bounds(parameter.shape[0], rank=shard_rank(mesh), size=shard_size(mesh))
 
 
+def padded_rows(parameter: torch.Tensor) -> int:
+    """Rows that FSDP2 gathers from every rank: as many as the first rank has."""
+    assert isinstance(parameter, DTensor)
+    return shard_bounds(parameter.shape[0], rank=0, size=shard_size(parameter.device_mesh))[1]
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -346,12 +352,32 @@ def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.T
     return whole[:num_rows]
 
 
-def gather_numbers(values: list[float], device: torch.device, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Every rank's list of numbers as float64 [ranks of the group, len(values)], on the CPU of every rank."""
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
+def gather_numbers(
+    values: Sequence[float | torch.Tensor], device: torch.device, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Every rank's list of numbers as float64 [ranks of the group, len(values)], on the CPU of every rank.
+
+    Numbers may be tensors without dims on any device: the host waits for them only with the result, once.
+    """
+    mine = _to_device(values, device)
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
     _all_gather(everyone, mine, group=group)
     return everyone.view(-1, mine.numel()).cpu()
+
+
+def _to_device(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Numbers as float64 [len(values)] on a device, without waiting for it."""
+    there = {
+        index: value
+        for index, value in enumerate(values)
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    }
+    numbers = [0.0 if index in there else float(value) for index, value in enumerate(values)]
+    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    mine = host.to(device, non_blocking=True)
+    for index, value in there.items():
+        mine[index].add_(value)
+    return mine
 
 
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:

@@ -114,10 +114,6 @@ def train_and_export(
         mesh = load_model(config, plan.model, weights, ranks)
     guard.memory.record("after loading")
     distributed.release_loading_memory(ranks.device)
-    files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
-    guard.folder.prepare(files, identity, keep_run=not start.is_new)
-    guard.facts.describe(lambda: run_facts(plan, optimizer=config.optimizer))
-
     trainer = build_trainer(config, plan, ranks, guard.control)
     state = TrainState(
         trainer.model,
@@ -128,6 +124,11 @@ def train_and_export(
         beat=guard.beat_save,
         start=start_values(trainer.model, keep=ranks.is_rank_0),
     )
+    if start.folder:  # before a file of an earlier run is removed
+        state.check(Path(start.folder), start.tensors)
+    files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
+    guard.folder.prepare(files, identity, keep_run=not start.is_new)
+    guard.facts.describe(lambda: run_facts(plan, optimizer=config.optimizer))
     form = result_form(config, plan.model)
     with guard.guarding(state, identity, total_steps=plan.schedule.total_steps):
         progress = restore(state, guard)

@@ -194,32 +194,43 @@ class TrainState:
 
     # --- reading ---
 
-    def load(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Fill parameters and optimizer from a verified checkpoint. Called on every rank.
+    def check(self, folder: Path, description: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that `load` could not load here, from its description alone. Called on every rank.
 
         Raises:
             UserError: it has other parameters, or requires another number of ranks; the same on every rank.
-            DamagedCheckpoint: its files have changed since they were verified.
         """
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         _check_shapes(folder, description["shapes"], shapes)
         own, groups = self.optimizer.group_values(), description["groups"]
         if len(own) != len(groups) or not all(map(_fits, own, groups)):
             raise UserError(f"{folder} belongs to an optimizer with other settings: {json.dumps(groups)[:200]}.")
-        layout, num_files = description["layout"], description["files"]
-        if _has_local(layout) and num_files != shard_size(self.mesh):
+        if _has_local(description["layout"]) and description["files"] != shard_size(self.mesh):
             raise UserError(
-                f"{folder} holds optimizer state that can be resumed on {num_files} ranks only, and this run has "
-                f"{shard_size(self.mesh)}. Start it with {num_files}."
+                f"{folder} holds optimizer state that can be resumed on {description['files']} ranks only, and this "
+                f"run has {shard_size(self.mesh)}. Start it with {description['files']}."
             )
+
+    def load(self, folder: Path, description: Mapping[str, Any]) -> None:
+        """Fill parameters and optimizer from a verified checkpoint. Called on every rank.
+
+        Raises:
+            UserError: see `check`.
+            DamagedCheckpoint: its files have changed since they were verified.
+        """
+        self.check(folder, description)
+        layout, num_files = description["layout"], description["files"]
         is_reader = description["is_sharded"] or self.ranks.is_rank_0
         readers = [TensorReader(folder / _file(index)) for index in range(num_files)] if is_reader else []
         fill = self._fill_from_shards if description["is_sharded"] else self._fill_from_rank_0
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                for key, entry in layout[name].items():
-                    value = entry["value"] if entry["kind"] == "number" else fill(readers, name, key, entry)
-                    self._put(parameter, key, entry, value)
+                entries = layout[name].items()
+                values = {
+                    key: entry["value"] if entry["kind"] == "number" else fill(readers, name, key, entry)
+                    for key, entry in entries
+                }
+                self._put(parameter, layout[name], values)
         self.optimizer.set_group_values(description["groups"])
         for reader in readers:
             reader.close()
@@ -252,20 +263,16 @@ class TrainState:
             return torch.cat(parts)
         return torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
 
-    def _put(self, parameter: nn.Parameter, key: str, entry: Mapping[str, Any], value: Any) -> None:
+    def _put(self, parameter: nn.Parameter, entries: Mapping[str, Mapping[str, Any]], values: dict[str, Any]) -> None:
+        """Store the values of a parameter and of its optimizer state, which are on any device."""
         local = local_part(parameter)
         if not local.numel():
             return
-        if key == _PARAMETER:
-            local.copy_(value)
-            return
-        if isinstance(value, torch.Tensor):
-            buffer = self.optimizer.paged_buffer(parameter, key, value.dtype)
-            if buffer is None:
-                value = value.to(local.device if entry["is_on_device"] else "cpu", copy=True)
-            else:
-                value = buffer.copy_(value)
-        self.optimizer.state_of(parameter)[key] = value
+        local.copy_(values.pop(_PARAMETER))
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[key] = value.to(local.device if entries[key]["is_on_device"] else "cpu", copy=True)
+        self.optimizer.set_state(parameter, values)
 
 
 class StoredValues:

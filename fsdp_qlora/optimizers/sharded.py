@@ -10,8 +10,10 @@ import bitsandbytes
 import torch
 from torch import nn
 
+from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.distributed import local_part
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.optimizers.flat import Member, Piece, find_pieces, is_second, is_small
 from fsdp_qlora.optimizers.matrix import Adafactor, MatrixOptimizer, Muon
 
 
@@ -110,8 +112,9 @@ class ShardedOptimizer:
     """A plain torch optimizer over each rank's own shards.
 
     It gets local tensors that share the shards' memory. So every element-wise optimizer works sharded, without
-    the cost of DTensor dispatch for hundreds of small tensors. Optimizers over whole matrices know which part of
-    the matrix a local tensor is (matrix.py).
+    the cost of DTensor dispatch for hundreds of small tensors, and takes the adapters' shards as one tensor where they
+    lie side by side (flat.py). Optimizers over whole matrices know which part of the matrix a local tensor is
+    (matrix.py).
 
     Args:
         lr_ratio_B: LoRA+ (Hayou et al. 2024): the learning rate of B (and of vectors) is this many times A's.
@@ -120,27 +123,34 @@ class ShardedOptimizer:
     def __init__(self, model: nn.Module, name: str, *, lr: float, weight_decay: float, lr_ratio_B: float = 1.0) -> None:
         self.name, build = name, OPTIMIZERS[name]
         # Its steps are collective, so every rank must take part, also without rows.
-        keep_empty = isinstance(build, type) and issubclass(build, MatrixOptimizer)
+        is_matrix = isinstance(build, type) and issubclass(build, MatrixOptimizer)
+        trained = {
+            path: parameter
+            for path, parameter in model.named_parameters()
+            if parameter.requires_grad and (is_matrix or local_part(parameter).numel() > 0)
+        }
+
+        def kind(path: str, parameter: nn.Parameter) -> tuple[bool, bool]:
+            return lr_ratio_B != 1.0 and is_second(path, parameter), name.endswith("_8bit") and is_small(parameter)
+
+        adapters = [parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()]
         with torch.no_grad():
-            trained = {
-                path: (parameter, nn.Parameter(local_part(parameter)))
-                for path, parameter in model.named_parameters()
-                if parameter.requires_grad and (keep_empty or local_part(parameter).numel() > 0)
-            }
-        self.sharded = [parameter for parameter, _ in trained.values()]
-        self.local = [local for _, local in trained.values()]
-        groups: list[Any] = self.local
+            self.pieces = find_pieces(trained, () if is_matrix else adapters, kind)
+        groups: list[Any] = [piece.tensor for piece in self.pieces]
         if lr_ratio_B != 1.0:
-            is_B = {path: ".lora_B." in path or parameter.dim() == 1 for path, (parameter, _) in trained.items()}
+            kinds = [kind(path, parameter)[0] for path, parameter in trained.items()]
+            is_B = [kinds[piece.members[0].number] for piece in self.pieces]
             groups = [
-                {"params": [local for path, (_, local) in trained.items() if is_B[path] == second], "lr_scale": scale}
+                {"params": [tensor for tensor, B in zip(groups, is_B, strict=True) if B is second], "lr_scale": scale}
                 for second, scale in ((False, 1.0), (True, lr_ratio_B))
             ]
-        self._local_of = {id(parameter): local for parameter, local in trained.values()}
+        self._gradients: list[torch.Tensor] = []  # of the members, in the model's order
+        self._member_of = _members(self.pieces)
+        self._loaded: dict[int, dict[str, Any]] = {}  # states of some members of a flat piece, by parameter's id
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
-        self.optimizer = build(groups, lr=lr, weight_decay=weight_decay) if self.local else None
+        self.optimizer = build(groups, lr=lr, weight_decay=weight_decay) if self.pieces else None
         if isinstance(self.optimizer, MatrixOptimizer):
-            self.optimizer.whole = dict(zip(self.local, self.sharded, strict=True))
+            self.optimizer.whole = {piece.tensor: piece.members[0].sharded for piece in self.pieces}
         if self._is_schedule_free:
             self.optimizer.train()  # type: ignore[union-attr]
 
@@ -160,19 +170,30 @@ class ShardedOptimizer:
         finally:
             self.optimizer.train()  # type: ignore[union-attr]
 
+    # --- a step ---
+
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Point the local parameters at the gradients that FSDP2 has reduced onto this rank."""
-        for sharded, local in zip(self.sharded, self.local, strict=True):
-            local.grad = None if sharded.grad is None else local_part(sharded.grad)
+        """Take the gradients that FSDP2 has reduced onto this rank; the parameters lose those of flat pieces."""
+        for piece in [piece for piece in self.pieces if piece.lacks_some_gradient]:
+            self._split(piece)
+        taken = [pair for piece in self.pieces for pair in zip(piece.members, piece.take_gradients(), strict=False)]
+        self._gradients = [gradient for member, gradient in sorted(taken, key=lambda pair: pair[0].number)]
 
-    def squared_norm(self) -> float:
-        """Sum of squares of this rank's gradients."""
-        return sum(norm**2 for norm in _norms(local.grad for local in self.local if local.grad is not None))
+    @torch.no_grad()
+    def squared_norms(self) -> list[torch.Tensor]:
+        """Sums of squares of this rank's gradients, float64 [], one for each device that has some.
+
+        Offloaded gradients are on the CPU, the others on the GPU. Nothing waits for the GPU here.
+        """
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for gradient in self._gradients:
+            by_device.setdefault(gradient.device, []).append(gradient)
+        return [torch.nn.utils.get_total_norm(gradients).double().square() for gradients in by_device.values()]
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        gradients = [local.grad for local in self.local if local.grad is not None]
+        gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
@@ -181,16 +202,99 @@ class ShardedOptimizer:
             return
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
+        self._make_small_states()
         self.optimizer.step()
 
+    def _make_small_states(self) -> None:
+        """Make the states of pieces of small shards in 32 bits, as bitsandbytes would make each shard's."""
+        arguments = getattr(self.optimizer, "args", None)
+        if self.optimizer is None or arguments is None or arguments.optim_bits != 8:
+            return
+        for piece in self.pieces:
+            is_new = piece.tensor.grad is not None and not self.optimizer.state.get(piece.tensor)
+            if is_new and piece.is_flat and is_small(piece.members[0].local):
+                number = self._group_of(piece.tensor)
+                arguments.optim_bits = 32
+                self.optimizer.init_state(self.optimizer.param_groups[number], piece.tensor, number, 0)  # type: ignore[attr-defined]
+                arguments.optim_bits = 8
+
+    def _group_of(self, tensor: nn.Parameter) -> int:
+        assert self.optimizer is not None
+        groups = enumerate(self.optimizer.param_groups)
+        return next(number for number, group in groups if any(tensor is other for other in group["params"]))
+
     def zero_grad(self) -> None:
-        for parameter in (*self.sharded, *self.local):
-            parameter.grad = None
+        self._gradients = []
+        for piece in self.pieces:
+            piece.tensor.grad = None
+            for member in piece.members:
+                member.sharded.grad = None
+
+    # --- state ---
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The optimizer's own values for one of the model's parameters, to read or to fill; empty before a step."""
-        local = self._local_of.get(id(parameter))
-        return {} if self.optimizer is None or local is None else self.optimizer.state[local]
+        """The optimizer's own values for one of the model's parameters, to read; empty before a step."""
+        found = self._member_of.get(id(parameter))
+        if self.optimizer is None or found is None or found[0].tensor not in self.optimizer.state:
+            return {}
+        piece, member = found
+        return piece.state_of(member, self.optimizer.state[piece.tensor])
+
+    def set_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
+        """Replace the values for one of the model's parameters, which `state` then belongs to.
+
+        Those of a flat piece count once each of its parameters has been given its values, empty ones too.
+        """
+        found = self._member_of.get(id(parameter))
+        if self.optimizer is None or found is None:
+            return
+        piece, _ = found
+        self._loaded[id(parameter)] = state
+        states = [self._loaded.get(id(member.sharded)) for member in piece.members]
+        if any(each is None for each in states):
+            return
+        given = [each for each in states if each is not None]
+        joined = piece.joined(given, self._new_state)
+        parts = [(piece, joined)] if joined is not None else list(zip(self._split(piece), given, strict=True))
+        for part, values in parts:
+            if values:
+                self.optimizer.state[part.tensor] = values if part.is_flat else self._paged(part.tensor, values)
+        for member in piece.members:
+            del self._loaded[id(member.sharded)]
+
+    def _new_state(self, tensor: nn.Parameter, key: str, like: torch.Tensor) -> torch.Tensor:
+        """Zeros for a tensor's state, of the type and in the place of `like`.
+
+        Those of a paged optimizer may move between GPU and host at any time, and count as CPU memory.
+        """
+        if key in _PAGED_STATES and getattr(self.optimizer, "is_paged", False):
+            buffer: torch.Tensor = self.optimizer.get_state_buffer(tensor, dtype=like.dtype)  # type: ignore[union-attr]
+            return buffer
+        return torch.zeros_like(tensor, dtype=like.dtype, device=like.device)
+
+    def _paged(self, tensor: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        if not getattr(self.optimizer, "is_paged", False):
+            return state
+        paged = [key for key in _PAGED_STATES if key in state]
+        return state | {key: self._new_state(tensor, key, state[key]).copy_(state[key]) for key in paged}
+
+    def _split(self, piece: Piece) -> list[Piece]:
+        """Give each parameter of a flat piece a tensor of its own from now on, with the state that it has.
+
+        For parameters that do not all get a gradient in the same steps: an optimizer passes over those without.
+        """
+        assert self.optimizer is not None
+        parts = list(piece.split(self.optimizer.state.pop(piece.tensor, {})))
+        for part, state in parts:
+            if state:
+                self.optimizer.state[part.tensor] = state
+        tensors = self.optimizer.param_groups[self._group_of(piece.tensor)]["params"]
+        place = next(place for place, tensor in enumerate(tensors) if tensor is piece.tensor)
+        pieces = [part for part, _ in parts]
+        tensors[place : place + 1] = [part.tensor for part in pieces]
+        self.pieces = [each for each in self.pieces if each.tensor is not piece.tensor] + pieces
+        self._member_of = _members(self.pieces)
+        return pieces
 
     def room_for_state(self) -> list[torch.Tensor]:
         """Memory of the size of the state that the first step will allocate; nothing if there is state already.
@@ -199,22 +303,12 @@ class ShardedOptimizer:
         """
         if self.optimizer is None or self.optimizer.state or self.name.startswith("paged_"):
             return []
-        sizes = [int(OPTIMIZER_STATES[self.name] * local.numel()) for local in self.local]
+        sizes = [int(OPTIMIZER_STATES[self.name] * piece.tensor.numel()) for piece in self.pieces]
         return [
-            torch.empty(size, dtype=torch.float32, device=local.device)
-            for size, local in zip(sizes, self.local, strict=True)
+            torch.empty(size, dtype=torch.float32, device=piece.tensor.device)
+            for size, piece in zip(sizes, self.pieces, strict=True)
             if size
         ]
-
-    def paged_buffer(self, parameter: nn.Parameter, key: str, dtype: torch.dtype) -> torch.Tensor | None:
-        """New memory for one of a paged optimizer's states, of the local shape; None if that state is not paged.
-
-        It may move between GPU and host at any time, and counts as CPU memory.
-        """
-        if key not in _PAGED_STATES or not getattr(self.optimizer, "is_paged", False):
-            return None
-        buffer: torch.Tensor = self.optimizer.get_state_buffer(self._local_of[id(parameter)], dtype=dtype)  # type: ignore[union-attr]
-        return buffer
 
     @property
     def stored_as(self) -> dict[str, str]:
@@ -262,9 +356,6 @@ def averaged_value(name: str, value: torch.Tensor, z: torch.Tensor) -> torch.Ten
     return parameter.detach()
 
 
-def _norms(gradients: Iterable[torch.Tensor]) -> Sequence[float]:
-    """Total L2 norm per device: offloaded gradients are on the CPU, the others on the GPU."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_device.setdefault(gradient.device, []).append(gradient)
-    return [torch.nn.utils.get_total_norm(tensors).item() for tensors in by_device.values()]
+def _members(pieces: Iterable[Piece]) -> dict[int, tuple[Piece, Member]]:
+    """Parameter's id -> where it is."""
+    return {id(member.sharded): (piece, member) for piece in pieces for member in piece.members}

@@ -21,9 +21,10 @@ from fsdp_qlora.adapters.insert import (
     adapter_modules,
     magnitudes,
 )
-from fsdp_qlora.distributed import SHARDING_STRATEGIES, own_rows, shard_bounds, shard_size
+from fsdp_qlora.distributed import SHARDING_STRATEGIES, own_rows, padded_rows, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
+from fsdp_qlora.sharding.adapter_arena import adapter_places
 from fsdp_qlora.sharding.host_arena import split_arena
 from fsdp_qlora.sharding.prefetch import set_prefetch
 
@@ -102,7 +103,8 @@ def _skip_backward_gathers(model: PreTrainedModel) -> None:
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
-    """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`.
+    """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`,
+    of which the trained adapters lie in one buffer.
 
     Buffers have held real values since construction and are moved. Shards keep this memory: padded if the split is
     uneven, pinned if they are offloaded.
@@ -110,7 +112,10 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
     on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
     modules = [module for module in model.modules() if cpu_offload and id(module) not in on_device]
     offloaded = {id(parameter): parameter for module in modules for parameter in module.parameters(recurse=False)}
-    places = _offloaded_places(offloaded, pinned=device.type == "cuda") if offloaded else {}
+    places = adapter_places(model, device)
+    if offloaded:
+        places |= _offloaded_places(offloaded, pinned=device.type == "cuda")
+    placed = [parameter for parameter in model.parameters() if id(parameter) in places]
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
         return places[id(parameter)] if id(parameter) in places else torch.empty_like(parameter, device=device)
@@ -122,7 +127,7 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
     model.tie_weights()
-    for parameter in offloaded.values():
+    for parameter in placed:
         _leave_out_padding(parameter)
 
 
@@ -131,7 +136,7 @@ def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -
 
     Without the padding FSDP2 would make a padded copy.
     """
-    shapes = {key: (_padded_rows(parameter), *parameter.shape[1:]) for key, parameter in parameters.items()}
+    shapes = {key: (padded_rows(parameter), *parameter.shape[1:]) for key, parameter in parameters.items()}
     sizes = [math.prod(shape) * parameters[key].element_size() for key, shape in shapes.items()]
     places = {}
     for (key, shape), part in zip(shapes.items(), split_arena(sizes, pinned=pinned), strict=True):
@@ -141,12 +146,6 @@ def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -
         place._local_tensor = part.view(place.dtype).view(shape)
         places[key] = place
     return places
-
-
-def _padded_rows(parameter: torch.Tensor) -> int:
-    """Rows that FSDP2 gathers from every rank: as many as the first rank has."""
-    assert isinstance(parameter, DTensor)
-    return shard_bounds(parameter.shape[0], rank=0, size=shard_size(parameter.device_mesh))[1]
 
 
 @torch.no_grad()

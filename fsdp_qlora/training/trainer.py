@@ -136,8 +136,8 @@ class Trainer:
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
         }
 
-    def _forward_backward(self, step: int, rows: np.ndarray, num_targets: int) -> list[float]:
-        """Accumulate the gradients of this rank's micro-batches; returns their summed losses."""
+    def _forward_backward(self, step: int, rows: np.ndarray, num_targets: int) -> list[torch.Tensor]:
+        """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device."""
         self.model.train()
         micro_batches = self._micro_batches(rows)
         losses = []
@@ -152,20 +152,21 @@ class Trainer:
             # FSDP2 averages gradients over ranks; the factor turns that into a sum.
             (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
             losses.append(loss.detach())
-        summed: list[float] = torch.stack(losses).tolist()
-        return summed
+        return losses
 
-    def _exchange(self, step: int, losses: list[float]) -> tuple[float, float, torch.Tensor]:
+    def _exchange(self, step: int, losses: list[torch.Tensor]) -> tuple[float, float, torch.Tensor]:
         """The step's only communication besides FSDP2's: loss summed over all ranks, gradient norm, peak memory.
 
-        It also carries the flags by which the ranks of `control` agree whether to stop or save.
+        It also carries the flags by which the ranks of `control` agree whether to stop or save. Only at its end does
+        the host wait for the device, once in a step.
         """
-        local = [sum(losses), self.optimizer.squared_norm(), *self.control.flags(step), *self._memory_gib()]
+        loss_sum, squared_norm = torch.stack(losses).double().sum(), sum(self.optimizer.squared_norms())
+        local = [loss_sum, squared_norm, *self.control.flags(step), *self._memory_gib()]
         numbers = gather_numbers(local, self.ranks.device)
         self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
-        loss_sum, squared_norm = numbers[:, :2].sum(dim=0).tolist()
-        grad_norm = math.sqrt(squared_norm / self.options.num_replicas) / self.loss_scale.scale
-        return loss_sum, grad_norm, numbers[:, 2 + NUM_FLAGS :]
+        total_loss, total_squared_norm = numbers[:, :2].sum(dim=0).tolist()
+        grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas) / self.loss_scale.scale
+        return total_loss, grad_norm, numbers[:, 2 + NUM_FLAGS :]
 
     def try_longest(self, rows: np.ndarray) -> int:
         """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows now.
@@ -219,11 +220,11 @@ class Trainer:
         Called on every rank.
         """
         self.model.eval()
-        local_sum = 0.0
+        local_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         with self.optimizer.averaged(), self._documents_apart():
             for piece in self._eval_pieces(rows, data):
                 self.heartbeat.beat(step, "evaluate")
-                local_sum += self._loss(self._batch(piece, data)).item()
+                local_sum += self._loss(self._batch(piece, data))
                 self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
                 if self.control.stop:
                     break
@@ -298,7 +299,7 @@ class Trainer:
         precision = self.options.precision
         return torch.autocast(self.ranks.device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
 
-    def _not_finite(self, step: int, rows: np.ndarray, local_losses: list[float], grad_norm: float) -> None:
+    def _not_finite(self, step: int, rows: np.ndarray, local_losses: list[torch.Tensor], grad_norm: float) -> None:
         """Skip the step or end the run, and name the samples. Called on every rank."""
         losses = gather_numbers(local_losses, self.ranks.device)
         bad_rows: list[int] = []

@@ -152,7 +152,7 @@ def spoil_parameter() -> None:
         count += 1
         if count == 3 and on(1):
             with torch.no_grad():
-                self.local[0].view(-1)[0] = float("inf")
+                self.pieces[0].tensor.view(-1)[0] = float("inf")
 
     ShardedOptimizer.step = step  # type: ignore[method-assign]
 
@@ -212,7 +212,7 @@ def skip_exchange() -> None:
     original = trainer.gather_numbers
     count = 0
 
-    def gather_numbers(values: list[float], device: torch.device) -> torch.Tensor:
+    def gather_numbers(values: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
         nonlocal count
         count += 1
         if count == 8 and on(1):
