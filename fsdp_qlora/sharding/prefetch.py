@@ -20,7 +20,6 @@ def set_prefetch(model: PreTrainedModel, *, on_compute_stream: bool) -> None:
         on_compute_stream: allocate what is gathered there. FSDP2 alone does it on a stream of its own, whose freed
             memory serves gathers only: that of an 8B's head is 1.2 GiB. Copies from the host need their own stream.
     """
-    assert isinstance(model, FSDPModule)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     first, last = ([end] if isinstance(end, FSDPModule) else [] for end in ends)
     blocks = list(find_blocks(model))
@@ -30,7 +29,7 @@ def set_prefetch(model: PreTrainedModel, *, on_compute_stream: bool) -> None:
     for module, following in itertools.pairwise([*(last or [model]), *reversed(blocks)]):
         _as_group(module).set_modules_to_backward_prefetch([_as_group(following)])
     if on_compute_stream:
-        model._set_unshard_async_op(True)
+        _as_group(model)._set_unshard_async_op(True)
 
 
 def _groups(module: nn.Module) -> list[FSDPModule]:
