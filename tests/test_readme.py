@@ -1,5 +1,6 @@
 """The README and the docs say what the code does: their commands run, their links lead somewhere, their names exist."""
 
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,9 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from benchmarks import planned_memory
 from fsdp_qlora.config.options import option_types
+from fsdp_qlora.config.other_names import OTHER_NAMES
 from fsdp_qlora.program import main as beside
 from scripts import update_docs
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
@@ -26,7 +29,6 @@ RUN_ELSEWHERE = {
     "bash scripts/demo.sh": ("tests/test_readme.py", "scripts/demo.sh"),
     "bash scripts/test.sh": (".ci/run", "scripts/test.sh"),
     "pip install -e .": ("scripts/setup_env.sh", "--editable"),
-    "pip install fsdp_qlora": ("tests/commands/test_wheel.py", "pip"),
     "bash scripts/wheel_check.sh": ("tests/commands/test_wheel.py", "wheel_check.sh"),
     "ruff check .": ("scripts/test.sh", "ruff check ."),
     "ruff format .": ("scripts/test.sh", "ruff format --check ."),
@@ -44,8 +46,8 @@ BY_HAND = {
 # Flags in the documents that are not options of train.py.
 OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle"),  # torchrun
-    *("out", "prune", "expansion_rate", "best", "version"),  # our commands
-    *("logdir", "project"),  # tensorboard and trackio
+    *("out", "prune", "expansion_rate", "best", "version", "json"),  # our commands
+    *("logdir", "project", "shm-size", "ipc"),  # tensorboard, trackio, docker
     *("config", "help", "dry_run"),
 }
 
@@ -191,6 +193,21 @@ def test_the_demo_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Adapter loaded by PEFT" in done.stdout
     assert done.stdout.rstrip().endswith("the adapter is in demo/output")
+
+
+def test_the_table_of_planned_memory_is_that_of_its_file() -> None:
+    rows = json.loads(planned_memory.RESULTS.read_text())["rows"]
+    assert "\n".join(planned_memory.table(rows)) in (ROOT / "docs/memory.md").read_text()
+
+
+def test_settings_of_other_programs_are_named_as_the_messages_name_them() -> None:
+    page = (ROOT / "docs/from_other_tools.md").read_text()
+    for line in re.findall(r"^\| `.*", page, re.MULTILINE):
+        ours, _, *theirs = (re.findall(r"`(\w+)`", cell) for cell in line.strip("|").split("|"))
+        assert set(ours) <= option_types().keys(), line
+        named = {name for cell in theirs for name in cell} - set(ours) - {"fsdp_config"}
+        leads = {name: OTHER_NAMES.get(name, "").partition(" ")[0] for name in named}
+        assert {name: lead for name, lead in leads.items() if lead not in ours} == {}, line
 
 
 def test_the_page_of_options_is_that_of_the_code() -> None:

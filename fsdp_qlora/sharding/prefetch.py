@@ -22,11 +22,11 @@ def set_prefetch(model: PreTrainedModel, *, on_compute_stream: bool) -> None:
     """
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     first, last = ([end] if isinstance(end, FSDPModule) else [] for end in ends)
-    blocks = list(find_blocks(model))
+    blocks: list[nn.Module] = list(find_blocks(model))
     for module, following in itertools.pairwise([model, *first, *blocks, *last]):
         _as_group(module).set_modules_to_forward_prefetch(_groups(following))
     # Adapters stay gathered from forward to backward.
-    for module, following in itertools.pairwise([*(last or [model]), *reversed(blocks)]):
+    for module, following in itertools.pairwise([last[0] if last else model, *reversed(blocks)]):
         _as_group(module).set_modules_to_backward_prefetch([_as_group(following)])
     if on_compute_stream:
         _as_group(model)._set_unshard_async_op(True)
@@ -37,6 +37,6 @@ def _groups(module: nn.Module) -> list[FSDPModule]:
     return [_as_group(part) for part in (*magnitudes(module)[:1], *adapter_modules(module)[:1], module)]
 
 
-def _as_group(module: nn.Module) -> FSDPModule:
+def _as_group(module: object) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
