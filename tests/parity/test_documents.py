@@ -1,0 +1,152 @@
+"""Rows one behind the other in one row against the same rows padded: losses, gradients, and who sees whom."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from fsdp_qlora.data.batches import collate, join
+from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.documents import choose, why_not
+from fsdp_qlora.training.loss import summed_loss, target_positions
+from tests.tiny import make_rows, read_metrics, train_ok, write_rows
+
+Models = Callable[..., Path]
+# Windows that are shorter than the longest rows.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 7},
+    "gemma2": {"sliding_window": 7},  # with a soft cap
+    "gemma3_text": {"sliding_window": 7},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},  # with sinks
+}
+LENGTHS = np.array([12, 30, 12, 3, 9])
+
+
+@pytest.fixture(scope="module")
+def rows() -> TokenizedRows:
+    generator = np.random.default_rng(0)
+    tokens = int(LENGTHS.sum())
+    return TokenizedRows(
+        input_ids=generator.integers(2, 300, size=tokens, dtype=np.int32),
+        learned=generator.random(tokens) < 0.6,
+        offsets=np.array([0, *np.cumsum(LENGTHS)]),
+        row_numbers=np.arange(1, len(LENGTHS) + 1),
+    )
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, str]:
+    """A model with its own attention, and the name of that for documents."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    name = choose(model.config, torch.float32, torch.device("cpu"), requested="auto")
+    assert why_not(model) is None and name is not None
+    return model, name
+
+
+def loss_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, list[torch.Tensor]]:
+    positions = target_positions(batch["labels"])
+    documents = batch.get("documents", {})
+    loss = summed_loss(model, batch["input_ids"], batch["labels"], positions, skip=True, documents=documents)
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_are_those_of_padded_rows(family: str, models: Models, rows: TokenizedRows) -> None:
+    model, documents = load(models(family, **FAMILIES[family]))
+    order = np.array([1, 0, 2, 4, 3])  # two of equal length are neighbours
+    loss, gradients = loss_and_gradients(model, collate(rows, order, pad_token_id=0))
+    model.config._attn_implementation = documents
+    own_loss, own_gradients = loss_and_gradients(model, join(rows, order, pad_token_id=0))
+    assert own_loss == pytest.approx(loss, rel=1e-6)
+    assert len(gradients) == len(own_gradients) > 10
+    off = torch.stack([(own - each).norm() for own, each in zip(own_gradients, gradients, strict=True)]).norm()
+    assert off / torch.stack([each.norm() for each in gradients]).norm() < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_sees_another_document(family: str, models: Models, rows: TokenizedRows) -> None:
+    model, documents = load(models(family, **FAMILIES[family]))
+    model.config._attn_implementation = documents
+    batch = join(rows, np.array([1, 0, 2]), pad_token_id=0)
+    changed = batch["input_ids"].clone()
+    changed[0, 30:42] = changed[0, 30:42].flip(0) + 1  # the one in the middle
+    with torch.no_grad():
+        before, after = (
+            model(input_ids=ids, use_cache=False, **batch["documents"]).logits[0]
+            for ids in (batch["input_ids"], changed)
+        )
+    same = torch.equal
+    if "num_local_experts" in FAMILIES[family]:
+        # Other tokens beside a token in its expert's product change the order of a sum.
+        same = partial(torch.allclose, rtol=1e-5, atol=1e-6)
+    assert same(before[:30], after[:30]) and same(before[42:], after[42:])
+    assert (before[30:42] - after[30:42]).abs().amax(dim=-1).min() > 0.01
+
+
+def test_the_targets_of_one_row_are_its_positions_and_no_more(rows: TokenizedRows) -> None:
+    labels = join(rows, np.arange(5), pad_token_id=0)["labels"]
+    assert len(target_positions(labels)) == rows.num_targets.sum() == (labels != -100).sum()
+    padded = collate(rows, np.arange(5), pad_token_id=0)["labels"]
+    assert 5 * len(target_positions(padded)) > rows.num_targets.sum()
+
+
+def test_documents_say_where_they_begin_and_a_rank_without_rows_has_one(rows: TokenizedRows) -> None:
+    documents = join(rows, np.array([3, 4]), pad_token_id=0)["documents"]
+    assert documents["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]]
+    assert documents["cu_seq_lens_q"].tolist() == [0, 3, 12] and documents["cu_seq_lens_q"].dtype == torch.int32
+    assert (documents["max_length_q"], documents["document_lengths"]) == (9, [3, 9])
+    nothing = join(rows, [], pad_token_id=3)
+    assert nothing["input_ids"].tolist() == [[3, 3]] and nothing["labels"].tolist() == [[-100, -100]]
+    assert nothing["documents"]["document_lengths"] == [2]
+
+
+RUN = {"precision": "fp32", "lr": 1e-3, "batch_size": 2, "gradient_accumulation_steps": 3, "eval_fraction": 0.2}
+
+
+def numbers(folder: Path) -> list[float]:
+    return [number for key in ("loss", "grad_norm", "eval_loss") for number in read_metrics(folder, key)]
+
+
+def test_runs_padded_unpadded_and_packed_have_the_same_losses_and_continue_each_other(
+    models: Models, tmp_path: Path
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(40))
+    options = {"model_name": models("llama"), "dataset": data, "train_type": "lora", "context_length": 512, **RUN}
+    train_ok(2, tmp_path / "padded", padding=True, save_steps=1, save_total_limit=9, **options)
+    said = train_ok(2, tmp_path / "free", **options)
+    packed = train_ok(2, tmp_path / "packed", packing=True, **options)
+    train_ok(2, tmp_path / "continued", resume=tmp_path / "padded/checkpoints/step_000001", **options)
+    expected = numbers(tmp_path / "padded")
+    assert len(expected) == 8
+    for name in ("free", "packed", "continued"):
+        assert numbers(tmp_path / name) == pytest.approx(expected, rel=1e-6), name
+    assert "rows one behind the other, without padding; rows are 100.0% of the tokens computed" in said
+    assert "without padding, at most 1024 tokens; rows" in packed
+    assert read_metrics(tmp_path / "free", "useful_of_computed") == [1.0] * 3
+    padded, free = (read_metrics(tmp_path / name, "useful_of_lock_step") for name in ("padded", "free"))
+    assert all(a < b for a, b in zip(padded, free, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("lfm2", r"a second document in a row differs by "), ("bloom", "it takes no positions")],
+)
+def test_models_that_other_documents_would_change_are_padded(
+    family: str, reason: str, models: Models, tmp_path: Path
+) -> None:
+    shape = {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]} if family == "lfm2" else {}
+    data = write_rows(tmp_path / "rows.jsonl", make_rows(10))
+    options = {"model_name": models(family, **shape), "dataset": data, "train_type": "lora", **RUN}
+    train_ok(1, tmp_path / "padded", padding=True, **options)
+    said = train_ok(1, tmp_path / "packed", packing=True, **options)
+    assert f"Rows are padded with this model, and --packing true has no effect: {reason}" in said
+    assert numbers(tmp_path / "packed") == numbers(tmp_path / "padded")
