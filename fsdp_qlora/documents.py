@@ -9,7 +9,6 @@ of keys and values; what a kernel here returns is [T, H, V].
 """
 
 import contextlib
-import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -41,12 +40,9 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
     """
     own = config._attn_implementation
     name = _SAME.get(own)
-    if requested == "auto" and device.type == "cuda" and name is not None:
-        fits = find_kernel(config, dtype, device, repeated=True) == "flash" and not _dropout(config)
-        if fits and own in ("sdpa", REPEATED, "flash_attention_2") and not _soft_cap(config):
-            name = VARLEN
-        elif fits and own == "eager" and _soft_cap(config) and importlib.util.find_spec("flash_attn"):
-            name = FLASH
+    replaces = requested == "auto" and device.type == "cuda" and name in (SDPA, SDPA_REPEATED, FLASH)
+    if replaces and not (_soft_cap(config) or _dropout(config)):  # neither of which torch's kernel has
+        name = VARLEN if find_kernel(config, dtype, device, repeated=True) == "flash" else name
     for each, kernel in _KERNELS.items():
         AttentionInterface.register(each, partial(_attention, kernel))
     return name

@@ -67,7 +67,7 @@ class TrainConfig:
     """Folder that scripts/block_expansion.py made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
     model_name."""
     attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
-    """Attention kernels; auto uses flash-attn if it is installed and the GPU is Ampere or newer, else SDPA, or eager
+    """Attention kernels; auto uses torch's flash kernel or flash-attn's on Ampere and newer GPUs, else SDPA, or eager
     for models that SDPA does not support."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"] = (
         "auto"

@@ -30,7 +30,6 @@ def main(argv: list[str]) -> int:
     distributed.start_process_group(ranks)
     options = TrainConfig(
         precision="bf16",
-        attn_implementation="sdpa",
         use_cpu_offload=args.offload,
         quant_cache="off",
         batch_size=1,

@@ -1,0 +1,76 @@
+"""Shares of the computed tokens that are the rows' own: padded, one behind the other, and packed.
+
+    python benchmarks/useful_tokens.py --model_name MODEL --dataset ROWS --output benchmarks/results/useful_tokens.json
+
+Only the tokenizer of the model is needed: the shares follow from the rows' lengths and the schedule of a run.
+"""
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from benchmarks.common import write_results
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.schedule import Schedule
+
+LAYOUTS = {"padded": {"padding": True}, "one behind the other": {}, "packed": {"packing": True}}
+
+
+def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
+    """Of an epoch: rows' tokens per token computed, and per token that the ranks could compute in that time."""
+    steps = [schedule.useful_shares(rows, data.train.lengths) for _, rows in schedule.rows_of_steps(data.train_rows)]
+    sizes = [data.train.lengths[rows].sum() for _, rows in schedule.rows_of_steps(data.train_rows)]
+    # Means over tokens and not over steps, of which the last may be small.
+    of_computed, of_lock_step = (
+        np.sum(sizes) / np.sum(np.array(sizes) / column) for column in zip(*steps, strict=True)
+    )
+    turns = sum(
+        len(schedule.micro_batches(rows, data.train.lengths)) for _, rows in schedule.rows_of_steps(data.train_rows)
+    )
+    return {
+        "useful_of_computed": round(float(of_computed), 4),
+        "useful_of_lock_step": round(float(of_lock_step), 4),
+        "micro_batches_per_rank": turns // schedule.world_size,
+    }
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_name", required=True, help="folder with a tokenizer")
+    parser.add_argument("--dataset", required=True)
+    parser.add_argument("--context_length", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--gradient_accumulation_steps", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--world_size", type=int, default=2)
+    parser.add_argument("--output")
+    args = parser.parse_args(argv)
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    found: dict[str, dict[str, Any]] = {}
+    for context_length in args.context_length:
+        config = TrainConfig(dataset=(args.dataset,), context_length=context_length, batch_size=args.batch_size)
+        data = prepare_data(tokenizer, config.pick(DataOptions), vocab_size=len(tokenizer))
+        for accumulation in args.gradient_accumulation_steps:
+            for name, options in LAYOUTS.items():
+                run = dataclasses.replace(config, gradient_accumulation_steps=accumulation, **options)
+                schedule = run.pick(
+                    Schedule,
+                    num_rows=data.rows_per_epoch,
+                    world_size=args.world_size,
+                    rows_per_step=None,
+                    mixture=data.mixture,
+                )
+                key = f"context {context_length}, {accumulation} micro-batches, {name}"
+                found[key] = shares(schedule, data)
+                print(key, found[key], flush=True)
+    if args.output:
+        write_results(args.output, " ".join(["python benchmarks/useful_tokens.py", *argv]), {"shares": found})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
