@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +118,12 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
 def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_step: int | None = None) -> Schedule:
     """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
     rows = data.rows_per_epoch
-    make = partial(config.pick, Schedule, world_size=world_size, rows_per_step=rows_per_step, mixture=data.mixture)
-    return make(num_rows=make(num_rows=1).global_batch_size * config.max_steps if rows is None else rows)
+    schedule = config.pick(
+        Schedule, num_rows=rows or 1, world_size=world_size, rows_per_step=rows_per_step, mixture=data.mixture
+    )
+    if rows is not None:
+        return schedule
+    return dataclasses.replace(schedule, num_rows=schedule.global_batch_size * config.max_steps)
 
 
 def planned_device(config: TrainConfig, ranks: Ranks) -> torch.device:
