@@ -23,7 +23,7 @@ from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import NO_ROOM, NUMBERS_SHOWN, DataReport, Rows, TokenizedRows
 from fsdp_qlora.data.schedule import split_eval
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Part, Source, find_parts, find_source
-from fsdp_qlora.data.streaming import Place, RowStream
+from fsdp_qlora.data.streaming import Place, RowStream, StreamOptions
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.storage.files import cache_folder
@@ -172,7 +172,6 @@ def _open_stream(
     [dataset] = map(parse_name, options.dataset)
     template, renames = find_template(options.prompt_template), parse_columns(options.columns)
     parts, identity = find_parts(dataset)
-    allowed = options.max_bad_rows if options.on_bad_row == "skip" else 0.0
     columns: dict[str, None] = {}  # of all rows so far: those of one block may lack one that others have
     format_name = options.dataset_format
 
@@ -188,13 +187,15 @@ def _open_stream(
     stream = RowStream(
         parts,
         tokenize,
+        StreamOptions(
+            used=partial(used_columns, dataset_format=options.dataset_format, renames=renames),
+            block_rows=options.shuffle_buffer,
+            seed=options.seed,
+            max_bad_rows=options.max_bad_rows if options.on_bad_row == "skip" else 0.0,
+        ),
         origin=dataset.name,
         identity=identity,
-        used=partial(used_columns, dataset_format=options.dataset_format, renames=renames),
-        block_rows=options.shuffle_buffer,
-        seed=options.seed,
         num_rows=count_streamed(parts) if options.max_steps < 0 else None,
-        max_bad_rows=allowed,
     )
     rows, _ = stream.read_block(Place(), _ROWS_LOOKED_AT)
     if not rows.rows:

@@ -45,26 +45,39 @@ class Place:
     taken: int = 0
 
 
-@dataclass(eq=False)
-class RowStream:
-    """The rows of a dataset, epoch after epoch without an end.
-
-    tokenize: makes the rows of a block tokens; called in a thread of its own. used: the columns that are needed.
-    block_rows: rows that are shuffled together. num_rows: of an epoch, those that cannot be used included; None if
-    unknown. max_bad_rows: the share of the rows so far that may be left out.
+@dataclass(frozen=True)
+class StreamOptions:
+    """used: the columns that are needed. block_rows: rows that are shuffled together. max_bad_rows: the share of the
+    rows so far that may be left out.
     """
 
-    parts: Sequence[Part]
-    tokenize: Tokenize
-    origin: str
-    identity: str
     used: ChooseColumns
     block_rows: int
     seed: int
-    num_rows: int | None
     max_bad_rows: float
 
-    def __post_init__(self) -> None:
+
+class RowStream:
+    """The rows of a dataset, epoch after epoch without an end.
+
+    Args:
+        tokenize: makes the rows of a block tokens; called in a thread of its own.
+        origin: its name. identity: a hash of its content.
+        num_rows: of an epoch, those that cannot be used included; None if unknown.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        tokenize: Tokenize,
+        options: StreamOptions,
+        *,
+        origin: str,
+        identity: str,
+        num_rows: int | None,
+    ) -> None:
+        self.parts, self.tokenize, self.options = parts, tokenize, options
+        self.origin, self.identity, self.num_rows = origin, identity, num_rows
         self._num_read = self._num_bad = 0
         self._left: tuple[Place, Iterator[Entry]] | None = None  # what follows the last block, kept open
 
@@ -83,7 +96,7 @@ class RowStream:
                 taken = list(islice(rows, size))
                 yield step, pick_rows([(block, row) for block, row, _ in taken]), taken[-1][2]
 
-        return made_ahead(made(), num=max(2, self.block_rows // schedule.global_batch_size))
+        return made_ahead(made(), num=max(2, self.options.block_rows // schedule.global_batch_size))
 
     def rows(self, place: Place) -> Iterator[tuple[TokenizedRows, int, Place]]:
         """Give (block, index of a row in it, the place after that row), without an end."""
@@ -91,7 +104,7 @@ class RowStream:
         while True:
             block, following = self._shuffled_block(place)
             order = epoch_order(
-                np.arange(len(block)), seed=(place.offset + place.after << 32) + self.seed, epoch=place.epoch
+                np.arange(len(block)), seed=(place.offset + place.after << 32) + self.options.seed, epoch=place.epoch
             )
             for taken in range(place.taken, len(order)):
                 is_last = taken + 1 == len(order)
@@ -104,17 +117,17 @@ class RowStream:
             place = following
 
     def _shuffled_block(self, place: Place) -> tuple[TokenizedRows, Place]:
-        rows, following = self.read_block(place, self.block_rows)
+        rows, following = self.read_block(place, self.options.block_rows)
         tokenized, report = self.tokenize(rows)
         self._num_read += report.num_rows
         self._num_bad += report.num_rejected - report.num_too_long
         for line in report.describe_rejected():
             log.warning("Rows left out, %s", line)
-        if self._num_bad > self.max_bad_rows * self._num_read:
+        if self._num_bad > self.options.max_bad_rows * self._num_read:
             [(where, reason), *_] = report.places() or [(self.origin, "see above")]
             raise UserError(
                 f"{self.origin}: {self._num_bad:,} of {self._num_read:,} rows so far cannot be used, allowed are "
-                f"{self.max_bad_rows:.1%}. Repair them or raise --max_bad_rows.\n  {where}: {reason}"
+                f"{self.options.max_bad_rows:.1%}. Repair them or raise --max_bad_rows.\n  {where}: {reason}"
             )
         return tokenized, following
 
@@ -145,7 +158,7 @@ class RowStream:
         """Give (part, its offset, the row's number in it, the row) to the end of the epoch."""
         offset, last = place.offset, place.after
         for part in range(place.part, len(self.parts)):
-            for number, row in self.parts[part].read(self.used, last):
+            for number, row in self.parts[part].read(self.options.used, last):
                 yield part, offset, number, row
                 last = number
             offset, last = offset + last, 0
