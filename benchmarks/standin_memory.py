@@ -202,7 +202,8 @@ def at_peak(trace: list[dict[str, Any]], config: Any) -> dict[str, int]:
 def category(event: dict[str, Any], config: Any) -> str:
     """Of an allocation: by the Python that asked for it, or by its size where autograd asked."""
     frames, size = event["frames"], event["size"]
-    if any("_fully_shard/" in frame["filename"] for frame in frames):
+    # `wrapped_method` is around the whole forward pass.
+    if any("_fully_shard/" in frame["filename"] and frame["name"] != "wrapped_method" for frame in frames):
         reduces = any(frame["name"] in ("foreach_reduce", "post_backward") for frame in frames)
         return "gradients" if reduces else "gathered by FSDP2"
     if any(frame["name"] in ("_sum_over_chunks", "_loss_of_chunk", "logits") for frame in frames):
