@@ -149,6 +149,16 @@ def test_memory_options_do_not_change_the_losses(options: dict[str, object], pla
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
 
+def test_a_run_continues_with_another_placement_and_other_blocks_that_recompute(plain: Plain, tmp_path: Path) -> None:
+    first = {"sharding_strategy": "full_shard", "recompute": "all", "max_hours": 1e-7}  # stops after a step
+    argv = flags(output_dir=tmp_path / "out", quant_cache="off", **plain[0], **first)
+    statuses, output = run_ranks(2, argv, tmp_path / "logs")
+    assert set(statuses) not in ({0}, {1}) and len(read_metrics(tmp_path / "out")) == 1, output[-3000:]
+    said = train_ok(2, tmp_path / "out", sharding_strategy="ddp", recompute=1, **plain[0])
+    assert "each rank holds a whole copy" in said
+    assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
+
+
 def test_dropout_is_the_same_in_every_run_and_changes_the_losses(plain: Plain, tmp_path: Path) -> None:
     for name in ("a", "b"):
         train_ok(2, tmp_path / name, lora_dropout=0.3, **plain[0])

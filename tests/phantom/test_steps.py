@@ -120,7 +120,8 @@ def expect(model_folder, *, shards, replicas):
 
 @pytest.mark.parametrize(
     ("sharding_strategy", "ranks", "machines", "shards"),
-    [("full_shard", 2, 1, 2), ("ddp", 2, 1, 1), ("hybrid_full_shard", 4, 2, 2)],
+    # auto replicates what fits.
+    [("full_shard", 2, 1, 2), ("auto", 2, 1, 1), ("hybrid_full_shard", 4, 2, 2)],
 )
 def test_collectives_of_a_step_are_those_of_the_formula(step, models, sharding_strategy, ranks, machines, shards):
     found = count_collectives(step(ranks, machines=machines, sharding_strategy=sharding_strategy))
