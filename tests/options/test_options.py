@@ -217,7 +217,7 @@ def unsaved_run(run_yaml: Path) -> tuple[Path, str]:
 
 def test_save_model_false_leaves_only_the_record_of_the_run(unsaved_run: tuple[Path, str]) -> None:
     output_dir, output = unsaved_run
-    left = ["config.yaml", "metrics.jsonl", "run.json", "status.json"]
+    left = ["config.yaml", "facts.json", "metrics.jsonl", "report.html", "run.json", "status.json"]
     assert sorted(path.name for path in output_dir.iterdir()) == left
     assert len(read_metrics(output_dir)) == 2
     assert "Nothing saved, metrics only" in output
