@@ -27,9 +27,11 @@ class _Pinned(mmap.mmap):
             torch.cuda.cudart().cudaHostUnregister(self.pointer)
 
 
-def split_arena(sizes: Sequence[int], *, pinned: bool) -> list[torch.Tensor]:
+def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded weights") -> list[torch.Tensor]:
     """One allocation cut into aligned, zeroed uint8 parts of the given sizes in bytes.
 
+    Args:
+        what: lies there, for messages.
     Raises:
         UserError: the memory cannot be allocated or pinned.
     """
@@ -41,13 +43,13 @@ def split_arena(sizes: Sequence[int], *, pinned: bool) -> list[torch.Tensor]:
         pages = _Pinned(-1, max(total, 1))
     except OSError as error:
         needed = f"{total / 2**30:.1f} GiB"
-        raise UserError(f"{needed} of host memory for offloaded weights cannot be allocated: {error}") from error
+        raise UserError(f"{needed} of host memory for {what} cannot be allocated: {error}") from error
     arena = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
         if status != 0:
             raise UserError(
-                f"{total / 2**30:.1f} GiB of host memory for offloaded weights cannot be pinned (CUDA error {status}). "
+                f"{total / 2**30:.1f} GiB of host memory for {what} cannot be pinned (CUDA error {status}). "
                 "Free host memory, raise the container's limit, or use more ranks."
             )
         pages.pointer = arena.data_ptr()

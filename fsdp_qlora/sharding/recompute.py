@@ -3,10 +3,11 @@
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper, offload_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.models import find_blocks
+from fsdp_qlora.sharding.activation_offload import InputStore, OffloadedInputs
 
 
 class RecomputedBlock(ActivationWrapper):
@@ -25,10 +26,11 @@ class RecomputedBlock(ActivationWrapper):
 
 def wrap_blocks(model: nn.Module, *, number: int | None = None, offload: bool) -> None:
     """Let the first `number` blocks (None for all) recompute; with `offload` their inputs are kept on the CPU."""
-    blocks = find_blocks(model)
+    blocks, store = find_blocks(model), InputStore()
     for index, block in enumerate(blocks):
         wrapped = RecomputedBlock(block)
-        blocks[index] = offload_wrapper(wrapped) if offload and (number is None or index < number) else wrapped
+        is_offloaded = offload and (number is None or index < number)
+        blocks[index] = OffloadedInputs(wrapped, store) if is_offloaded else wrapped
     set_recompute(model, len(blocks) if number is None else number)
 
 
