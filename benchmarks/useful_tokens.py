@@ -18,7 +18,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 
-LAYOUTS = {"padded": {"padding": True}, "one behind the other": {}, "packed": {"packing": True}}
+# name -> (padding, packing)
+LAYOUTS = {"padded": (True, False), "one behind the other": (False, False), "packed": (False, True)}
 
 
 def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
@@ -55,8 +56,10 @@ def main(argv: list[str]) -> int:
         config = TrainConfig(dataset=(args.dataset,), context_length=context_length, batch_size=args.batch_size)
         data = prepare_data(tokenizer, config.pick(DataOptions), vocab_size=len(tokenizer))
         for accumulation in args.gradient_accumulation_steps:
-            for name, options in LAYOUTS.items():
-                run = dataclasses.replace(config, gradient_accumulation_steps=accumulation, **options)
+            for name, (padding, packing) in LAYOUTS.items():
+                run = dataclasses.replace(
+                    config, gradient_accumulation_steps=accumulation, padding=padding, packing=packing
+                )
                 schedule = run.pick(
                     Schedule,
                     num_rows=data.rows_per_epoch,

@@ -17,6 +17,7 @@ from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
 from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.whole_weights import whole_weights
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -182,11 +183,10 @@ def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
         if not adapted:
             continue
         assert isinstance(block, FSDPModule)
-        block.unshard()
-        for layer in adapted:
-            magnitude = layer.lora.magnitude
-            squares = layer.base_row_squares()
-            first, last = own_rows(magnitude.weight, mesh)
-            store_rows(magnitude.row_squares, squares[first:last])
-            store_rows(magnitude.weight, squares[first:last].sqrt())
-        block.reshard()
+        with whole_weights(block):
+            for layer in adapted:
+                magnitude = layer.lora.magnitude
+                squares = layer.base_row_squares()
+                first, last = own_rows(magnitude.weight, mesh)
+                store_rows(magnitude.row_squares, squares[first:last])
+                store_rows(magnitude.weight, squares[first:last].sqrt())

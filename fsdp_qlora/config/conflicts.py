@@ -178,7 +178,8 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
         )
     if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
         yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
-    if c.optimizer.startswith("paged_") and c.use_cpu_offload is True and (c.modules_to_save or not kind.has_adapter):
+    leaves_some = c.use_cpu_offload not in ("auto", False) and (c.modules_to_save or not kind.has_adapter)
+    if c.optimizer.startswith("paged_") and leaves_some:
         yield (
             f"--optimizer {c.optimizer} pages from the GPU, where --use_cpu_offload leaves "
             f"{'not all that trains' if kind.has_adapter else 'nothing'}: use adamw_8bit."

@@ -22,6 +22,7 @@ from fsdp_qlora.config.marks import (
     POSITIVE,
     SHARE,
     SHARE_BELOW_1,
+    SOME_BLOCKS,
     Limit,
     Mark,
     all_or_at_least_1,
@@ -171,9 +172,10 @@ class TrainConfig:
     trial before the first step; on a CPU it takes all."""
     use_gradient_checkpointing: Annotated[bool | None, MAY_DIFFER] = None
     """The older name of recompute: true is all, false is none."""
-    use_cpu_offload: Annotated[Literal["auto"] | bool, MAY_DIFFER] = "auto"
+    use_cpu_offload: Annotated[Literal["auto"] | bool | int, SOME_BLOCKS, MAY_DIFFER] = "auto"
     """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
-    to the GPU when it is needed. auto does so on GPUs if the model does not fit otherwise."""
+    to the GPU when it is needed. A number above 1 means so many decoder blocks; the rest stays on the GPU. On GPUs
+    auto offloads all if the model does not fit otherwise."""
     use_activation_cpu_offload: Annotated[bool, MAY_DIFFER] = False
     """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.errors import UserError
@@ -15,6 +16,7 @@ from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.byte_account import CategoryBytes, count_bytes, count_parameters, each_parameter
+from fsdp_qlora.sharding.weight_stream import modules_on_host
 from fsdp_qlora.storage.files import free_disk
 from fsdp_qlora.units import GIB
 
@@ -30,21 +32,24 @@ class Needs:
 
 
 def estimate_needs(
-    model: nn.Module,
+    model: PreTrainedModel,
     *,
     num_shards: int,
     optimizer: str,
-    cpu_offload: bool,
+    cpu_offload: bool | int,
     buffer_bytes: int,
     device: torch.device,
 ) -> Needs:
     """Shards, gradients, optimizer state and one gathered block of a model on the meta device.
 
     Args:
+        cpu_offload: all but adapters, or so many decoder blocks, is in host memory.
         buffer_bytes: host memory for weights in flight while loading.
     """
     counts = count_bytes(model, num_shards)
-    adapters = count_bytes(nn.ModuleList(adapter_modules(model)), num_shards)
+    parts = [model] if cpu_offload is True else modules_on_host(model, cpu_offload)
+    on_host_with_adapters = count_bytes(nn.ModuleList(parts), num_shards)
+    adapters = count_bytes(nn.ModuleList(each for part in parts for each in adapter_modules(part)), num_shards)
     # Gradients and optimizer state are on the device of their weights; adapters are not offloaded.
     extra = 1 + OPTIMIZER_STATES[optimizer]
 
@@ -52,9 +57,8 @@ def estimate_needs(
         trained = parts["trainable"].largest_shard if "trainable" in parts else 0
         return sum(part.largest_shard for part in parts.values()) + int(trained * extra)
 
-    everything = with_training(counts)
-    on_host = everything - with_training(adapters) if cpu_offload else 0
-    on_device = everything - on_host
+    on_host = with_training(on_host_with_adapters) - with_training(adapters)
+    on_device = with_training(counts) - on_host
     if device.type == "cpu":
         return Needs(device=0, host=on_device + on_host + buffer_bytes)
     return Needs(device=on_device, host=on_host + buffer_bytes)

@@ -10,10 +10,12 @@ _MARGIN_SHARE, _MARGIN = 0.15, GIB
 
 
 class Placement(NamedTuple):
-    """sharding_strategy: of SHARDING_STRATEGIES. cpu_offload: the base is in host memory (all weights, with full)."""
+    """sharding_strategy: of SHARDING_STRATEGIES. cpu_offload: the base is in host memory (all weights, with full), or
+    so many decoder blocks of it.
+    """
 
     sharding_strategy: str
-    cpu_offload: bool
+    cpu_offload: bool | int
 
     @property
     def options(self) -> dict[str, object]:
@@ -34,7 +36,7 @@ def with_margin(estimate: int) -> int:
 
 
 def candidates(
-    sharding_strategy: str, cpu_offload: bool | str, *, world_size: int, on_gpu: bool, can_offload: bool = True
+    sharding_strategy: str, cpu_offload: bool | int | str, *, world_size: int, on_gpu: bool, can_offload: bool = True
 ) -> list[Placement]:
     """The placements that the options leave open, the fastest first; on a CPU there is one.
 
@@ -43,8 +45,9 @@ def candidates(
         can_offload: whether auto may choose the host.
     """
     is_auto = sharding_strategy == "auto"
-    if not on_gpu or cpu_offload is True:
-        return [Placement("full_shard" if is_auto else sharding_strategy, cpu_offload is True)]
+    asked = False if isinstance(cpu_offload, str) else cpu_offload
+    if not on_gpu or asked:
+        return [Placement("full_shard" if is_auto else sharding_strategy, asked)]
     strategies = [sharding_strategy] if not is_auto else ["ddp", "full_shard"] if world_size > 1 else ["full_shard"]
     found = [Placement(strategy, False) for strategy in strategies]
     if cpu_offload == "auto" and can_offload:

@@ -247,6 +247,12 @@ def choose_placement(
 ) -> Placement:
     """The placement that the options ask for; what they leave open is decided by what fits, alike on all ranks."""
     is_paged_whole = config.optimizer.startswith("paged_") and plan.trains_whole_modules  # it pages from the GPU
+    blocks = len(models.find_blocks(plan.meta.model))
+    if (asked := config.use_cpu_offload) not in ("auto", True, False) and int(asked) > blocks:
+        raise UserError(
+            f"--use_cpu_offload {asked}: the model has {blocks} decoder blocks. Give at most that, or true for the "
+            "embeddings too."
+        )
     found = placement.candidates(
         config.sharding_strategy,
         config.use_cpu_offload,

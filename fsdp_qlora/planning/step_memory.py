@@ -25,12 +25,13 @@ class Step:
 
     num_shards: ranks that share one copy. frees_blocks: a block's weights are freed after use; else all of them are
     gathered at once. accumulates: gradients of several micro-batches add up unsharded. num_rows, num_tokens: of a
-    micro-batch. offloads_activations: what blocks keep for the backward pass is in host memory.
+    micro-batch. cpu_offload: weights come from the host. offloads_activations: what blocks keep for the backward pass
+    is there.
     """
 
     num_shards: int
     frees_blocks: bool
-    cpu_offload: bool
+    cpu_offload: bool | int
     precision: Precision
     num_rows: int
     num_tokens: int
@@ -80,7 +81,8 @@ def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
     hidden = step.num_tokens * model.config.get_text_config().hidden_size * _residual_size(model, step)
     kept_by_one = max(_kept(block, model, step) for block in blocks)
     return StepBytes(
-        blocks=int(gathered * (1 + (1 / step.num_shards if step.cpu_offload else 0))),
+        # Shards from the host are on the device before they are gathered.
+        blocks=int(gathered * (1 + (1 / step.num_shards if step.cpu_offload and step.num_shards > 1 else 0))),
         ends=0 if is_tied else ends,
         copies=adapters * dtype.itemsize + (ends if is_tied else 0),
         # float32, as they are reduced

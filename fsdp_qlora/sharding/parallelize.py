@@ -27,6 +27,7 @@ from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.adapter_arena import adapter_places
 from fsdp_qlora.sharding.host_arena import split_arena
 from fsdp_qlora.sharding.prefetch import set_prefetch
+from fsdp_qlora.sharding.weight_stream import is_streamed, modules_on_host, stream_weights, streamed_modules
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -37,20 +38,26 @@ def shard_model(
     *,
     sharding_strategy: str,
     precision: Precision,
-    cpu_offload: bool,
+    cpu_offload: bool | int,
 ) -> None:
     """Apply FSDP2: per block one group of adapters and one of the rest, then embeddings, head and root.
 
     Adapters stay gathered from forward to backward: they are small, and CPU offload and the second gather then
     move frozen bytes only. DoRA's magnitudes are a separate group, gathered in fp32.
-    If each rank has the whole model, frozen weights stay plain tensors unless they are offloaded.
+    If each rank has the whole model, frozen weights stay plain tensors: FSDP2 would only copy them.
+
+    Args:
+        cpu_offload: what is kept in host memory: nothing, all but adapters, or so many decoder blocks.
     """
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    plain = set() if cpu_offload or shard_size(mesh) > 1 else _frozen_as_gathered(model, precision.param_dtype)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    on_host = {id(module) for module in modules_on_host(model, cpu_offload)}
+    plain = set() if shard_size(mesh) > 1 else _frozen_as_gathered(model, precision.param_dtype)
+    if cpu_offload is True:
+        plain &= _streamed_or_small(model)
 
     def shard(module: nn.Module, *, reshard: bool | None) -> None:
         fully_shard(
@@ -58,7 +65,7 @@ def shard_model(
             mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
-            offload_policy=offload,
+            offload_policy=offload if cpu_offload is True or id(module) in on_host else OffloadPolicy(),
             ignored_params=plain,
         )
 
@@ -90,6 +97,12 @@ def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> se
     }
 
 
+def _streamed_or_small(model: PreTrainedModel) -> set[nn.Parameter]:
+    """What needs FSDP2 for no copy from the host: weight_stream.py copies it, or it stays on the device."""
+    streamed = {parameter for module in streamed_modules(model) for parameter in module.parameters()}
+    return {parameter for parameter in model.parameters() if parameter in streamed or parameter.dim() < 2}
+
+
 def _skip_backward_gathers(model: PreTrainedModel) -> None:
     """Do not gather modules before the first trainable one for the backward pass: no gradient reaches them.
 
@@ -102,19 +115,16 @@ def _skip_backward_gathers(model: PreTrainedModel) -> None:
             module.set_unshard_in_backward(False)
 
 
-def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool) -> None:
+def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool | int) -> None:
     """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`,
     of which the trained adapters lie in one buffer.
 
     Buffers have held real values since construction and are moved. Shards keep this memory: padded if the split is
     uneven, pinned if they are offloaded.
     """
-    on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
-    modules = [module for module in model.modules() if cpu_offload and id(module) not in on_device]
-    offloaded = {id(parameter): parameter for module in modules for parameter in module.parameters(recurse=False)}
-    places = adapter_places(model, device)
-    if offloaded:
-        places |= _offloaded_places(offloaded, pinned=device.type == "cuda")
+    places: dict[int, torch.Tensor] = {**adapter_places(model, device)}
+    if cpu_offload:
+        places |= _offloaded_places(_offloaded(model, cpu_offload), pinned=device.type == "cuda")
     placed = [parameter for parameter in model.parameters() if id(parameter) in places]
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
@@ -129,29 +139,56 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
     model.tie_weights()
     for parameter in placed:
         _leave_out_padding(parameter)
+    if cpu_offload:
+        on_host = modules_on_host(model, cpu_offload)
+        modules = [module for module in on_host if any(map(is_streamed, module.parameters()))]
+        if modules:
+            stream_weights(model, modules, device)
 
 
-def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -> dict[int, DTensor]:
-    """For each sharded parameter a DTensor whose local tensor lies in a common arena and has FSDP2's padding.
+def _offloaded(model: PreTrainedModel, cpu_offload: bool | int) -> dict[int, nn.Parameter]:
+    """The parameters that belong into host memory, by id, those of a module side by side."""
+    on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
+    streamed = [parameter for module in streamed_modules(model) for parameter in module.parameters()]
+    may_be_plain = {id(parameter) for parameter in streamed}
+    parts = [model] if cpu_offload is True else modules_on_host(model, cpu_offload)
+    return {
+        id(parameter): parameter
+        for part in parts
+        for module in part.modules()
+        if id(module) not in on_device
+        for parameter in module.parameters(recurse=False)
+        if isinstance(parameter, DTensor) or id(parameter) in may_be_plain
+    }
+
+
+def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -> dict[int, torch.Tensor]:
+    """For each parameter a tensor in a common arena; of a sharded one the local tensor, with FSDP2's padding.
 
     Without the padding FSDP2 would make a padded copy.
     """
-    shapes = {key: (padded_rows(parameter), *parameter.shape[1:]) for key, parameter in parameters.items()}
+    shapes = {
+        key: (padded_rows(parameter), *parameter.shape[1:]) if isinstance(parameter, DTensor) else parameter.shape
+        for key, parameter in parameters.items()
+    }
     sizes = [math.prod(shape) * parameters[key].element_size() for key, shape in shapes.items()]
-    places = {}
+    places: dict[int, torch.Tensor] = {}
     for (key, shape), part in zip(shapes.items(), split_arena(sizes, pinned=pinned), strict=True):
-        # `DTensor.from_local` would move the part to the mesh's device, a GPU.
-        place = torch.empty_like(parameters[key], device="cpu")
-        assert isinstance(place, DTensor)
-        place._local_tensor = part.view(place.dtype).view(shape)
-        places[key] = place
+        local = part.view(parameters[key].dtype).view(shape)
+        if isinstance(parameters[key], DTensor):
+            # `DTensor.from_local` would move the part to the mesh's device, a GPU.
+            places[key] = torch.empty_like(parameters[key], device="cpu")
+            places[key]._local_tensor = local  # type: ignore[attr-defined]
+        else:
+            places[key] = local
     return places
 
 
 @torch.no_grad()
 def _leave_out_padding(parameter: torch.Tensor) -> None:
     """Cut a shard's local tensor to its own rows; FSDP2 keeps a view with the padding."""
-    assert isinstance(parameter, DTensor)
+    if not isinstance(parameter, DTensor):
+        return
     first, last = own_rows(parameter, parameter.device_mesh)
     parameter._local_tensor = parameter._local_tensor[: last - first]  # as FSDP2 does it
 

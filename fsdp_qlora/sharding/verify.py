@@ -18,6 +18,7 @@ from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.sharding.byte_account import count_bytes, each_parameter
 from fsdp_qlora.units import format_bytes
+from fsdp_qlora.whole_weights import whole_weights
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -77,13 +78,12 @@ def check_one_layer(model: nn.Module, weights: Weights) -> None:
     block = find_blocks(model)[0]
     assert isinstance(block, FSDPModule)
     name, layer = _first_linear(model, weights.sources)
-    block.unshard()
-    if weights.packed and isinstance(layer, Bnb4bitLinear):
-        same, how = _has_stored_bytes(layer, f"{name}.weight", weights), "in the file"
-    else:
-        reduced = adapted_weights(model).get(f"{name}.weight")
-        same, how = _has_stored_values(layer, f"{name}.weight", weights, reduced)
-    block.reshard()
+    with whole_weights(block):
+        if weights.packed and isinstance(layer, Bnb4bitLinear):
+            same, how = _has_stored_bytes(layer, f"{name}.weight", weights), "in the file"
+        else:
+            reduced = adapted_weights(model).get(f"{name}.weight")
+            same, how = _has_stored_values(layer, f"{name}.weight", weights, reduced)
     if not same:
         raise RuntimeError(
             f"Self-test failed: {name}, gathered from its shards, differs from the same weight {how}. The run stops; "
@@ -101,18 +101,19 @@ def _check_one_expert(model: nn.Module, weights: Weights) -> None:
         return
     name, block = canonical_name(path), next(b for b in find_blocks(model) if any(layer is m for m in b.modules()))
     assert isinstance(block, FSDPModule)
-    block.unshard()
-    last = layer.shape[0] - 1
-    num_bytes = math.prod(layer.shape[1:]) // layer.row_weights * layer.weight.shape[1] * layer.weight.element_size()
-    start, stop = last * num_bytes, (last + 1) * num_bytes
-    codes = layer.weight.view(-1).view(torch.uint8)[start:stop]
-    files, source = weights.files, weights.sources[name]
-    if weights.packed:
-        expected = files.read_flat(source, start, stop).to(codes.device)
-    else:
-        expected = layer.codes(files.read_rows(source, last, last + 1).to(codes.device))
-    same = torch.equal(codes, expected.view(-1).view(torch.uint8))
-    block.reshard()
+    with whole_weights(block):
+        last = layer.shape[0] - 1
+        num_bytes = (
+            math.prod(layer.shape[1:]) // layer.row_weights * layer.weight.shape[1] * layer.weight.element_size()
+        )
+        start, stop = last * num_bytes, (last + 1) * num_bytes
+        codes = layer.weight.view(-1).view(torch.uint8)[start:stop]
+        files, source = weights.files, weights.sources[name]
+        if weights.packed:
+            expected = files.read_flat(source, start, stop).to(codes.device)
+        else:
+            expected = layer.codes(files.read_rows(source, last, last + 1).to(codes.device))
+        same = torch.equal(codes, expected.view(-1).view(torch.uint8))
     if not same:
         raise RuntimeError(
             f"Self-test failed: expert {last} of {name}, gathered from its shards, has other codes than the same "

@@ -141,7 +141,8 @@ class Counts:
             "host_cpu_seconds": self.host_cpu_seconds,
             "memory": self.memory,
             "syncs": _counted(self.syncs),
-            "copies": _counted(self.copies, leave_out="stream"),
+            # Numbers of streams differ from run to run, but for the default stream's.
+            "copies": _counted([copy._replace(stream=min(copy.stream, 1)) for copy in self.copies]),
             "collectives": _counted(self.collectives, leave_out="stream"),
         }
 

@@ -31,6 +31,7 @@ GIB = 2**30
         (("full_shard", "auto"), 2, [SHARDED, OFFLOADED]),
         (("full_shard", False), 2, [SHARDED]),
         (("ddp", True), 2, [Placement("ddp", True)]),
+        (("auto", 5), 1, [Placement("full_shard", 5)]),
     ],
 )
 def test_auto_leaves_open_what_is_not_asked_for(given: Any, ranks: int, expected: list[Placement]) -> None:
@@ -38,7 +39,7 @@ def test_auto_leaves_open_what_is_not_asked_for(given: Any, ranks: int, expected
     # On a CPU nothing is left open.
     strategy, offload = given
     here = "full_shard" if strategy == "auto" else strategy
-    assert candidates(*given, world_size=ranks, on_gpu=False) == [Placement(here, offload is True)]
+    assert candidates(*given, world_size=ranks, on_gpu=False) == [Placement(here, offload != "auto" and offload)]
 
 
 def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:

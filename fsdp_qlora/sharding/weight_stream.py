@@ -1,0 +1,160 @@
+"""Frozen weights that come from host memory beside the computation, one module ahead, where a rank holds them all.
+
+FSDP2 copies a rank's own weights on the stream that computes, which waits meanwhile. (Those that several ranks share it
+copies on the stream of their gather.)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from fsdp_qlora.models import find_blocks
+from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
+
+
+def streamed_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The parts of a model that can come one after the other, in the order of the forward pass."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    first, last = ([end] if end is not None else [] for end in ends)
+    return [*first, *find_blocks(model), *last]
+
+
+def modules_on_host(model: PreTrainedModel, cpu_offload: bool | int) -> list[nn.Module]:
+    """Those whose frozen weights are on the host: all with True, or so many decoder blocks.
+
+    The blocks are spread over the model, so that the computation of several hides the copy of one.
+    """
+    if cpu_offload is True:
+        return streamed_modules(model)
+    blocks, number = find_blocks(model), int(cpu_offload)
+    return [blocks[(2 * index + 1) * len(blocks) // (2 * number)] for index in range(number)]
+
+
+def is_streamed(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 does not manage a parameter of a streamed module."""
+    return not parameter.requires_grad and not isinstance(parameter, DTensor)
+
+
+def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device: torch.device) -> None:
+    """From now on the frozen weights of `modules` are on the device while they are needed.
+
+    They lie in host memory now, those of a module side by side. Results are the same to the bit. A block that keeps its
+    activations may keep its weights with them; one that recomputes does not.
+    """
+    stream = _WeightStream(modules, device)
+    head = model.get_output_embeddings()
+    for index, module in enumerate(modules):
+
+        def enter(*_: Any, index: int = index) -> None:
+            stream.enter(index)
+
+        def enter_in_backward(module: nn.Module, args: Any, output: Any, index: int = index) -> None:
+            tensor = output if isinstance(output, torch.Tensor) else output[0]
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: stream.enter(index))
+
+        inner = _unwrapped(module)  # which runs again when it is recomputed
+        inner.register_forward_pre_hook(enter)
+        inner.bring_weights = enter  # type: ignore[assignment]  # for whole_weights.py
+        if module is head and model.base_model is not model:  # its weights may be used without its forward
+            model.base_model.register_forward_hook(enter)
+        elif module is not head:
+            module.register_forward_hook(enter_in_backward)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    while isinstance(inner := getattr(module, "_checkpoint_wrapped_module", None), nn.Module):
+        module = inner
+    return module
+
+
+class _WeightStream:
+    """The order in which modules are used: forward, then backward; two of them are on the device at a time."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        side = SideStream(device)
+        self.parts = [_Part(module, side, device) for module in modules]
+        self.at: int | None = None
+
+    def enter(self, index: int) -> None:
+        """Have the weights of a module on the device, and those of the next on their way."""
+        following = self._following(index)
+        for other, part in enumerate(self.parts):
+            if other not in (index, following):
+                part.leave()
+        part = self.parts[index]
+        part.come()
+        part.use()
+        self.at = index
+        self.parts[following].come()
+
+    def _following(self, index: int) -> int:
+        """What is used next: where the forward pass ends the backward pass begins, and the other way round."""
+        last = len(self.parts) - 1
+        is_backward = torch._C._current_graph_task_id() != -1
+        if is_backward:
+            return max(index - 1, 0)
+        if index < last:
+            return index + 1
+        return max(last - 1, 0) if torch.is_grad_enabled() else 0
+
+
+class _Part:
+    """The frozen weights of one module: on the host, on the device, or on their way there."""
+
+    def __init__(self, module: nn.Module, side: SideStream, device: torch.device) -> None:
+        self.side, self.device = side, device
+        found = {id(parameter): parameter for parameter in module.parameters() if is_streamed(parameter)}
+        self.parameters = sorted(found.values(), key=lambda parameter: parameter.data_ptr())
+        self.host = [parameter.data for parameter in self.parameters]
+        self.whole = _span(self.host)
+        self.on_device: torch.Tensor | None = None
+        self.copied: torch.cuda.Event | None = None
+        self.is_used = False
+
+    def come(self) -> None:
+        """Begin to copy, unless they are there or on their way."""
+        if self.on_device is not None:
+            return
+        self.on_device = torch.empty_like(self.whole, device=self.device)
+        with self.side.after_compute():
+            self.on_device.copy_(self.whole, non_blocking=True)
+        self.copied = self.side.event()
+
+    def use(self) -> None:
+        """Let the module compute with what is on the device, once it has arrived."""
+        if self.is_used or not self.parameters:
+            return
+        assert self.on_device is not None
+        compute_waits(self.copied)
+        start = self.host[0].data_ptr()
+        for parameter, host in zip(self.parameters, self.host, strict=True):
+            first = host.data_ptr() - start
+            part = self.on_device[first : first + host.numel() * host.element_size()]
+            parameter.data = part.view(host.dtype).view(host.shape)
+        self.is_used = True
+
+    def leave(self) -> None:
+        """Have them on the host only."""
+        if self.on_device is None:
+            return
+        if not self.is_used:
+            compute_waits(self.copied)  # the memory is free for the compute stream's next tensor
+        for parameter, host in zip(self.parameters, self.host, strict=True):
+            parameter.data = host
+        self.on_device, self.is_used = None, False
+
+
+def _span(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The memory from the first to the last of some tensors in one allocation, as uint8."""
+    if not tensors:
+        return torch.empty(0, dtype=torch.uint8)
+    storage, last = tensors[0].untyped_storage(), tensors[-1]
+    assert storage.data_ptr() == last.untyped_storage().data_ptr()
+    size = last.data_ptr() + last.numel() * last.element_size() - tensors[0].data_ptr()
+    whole = torch.empty(0, dtype=torch.uint8)
+    return whole.set_(storage, tensors[0].data_ptr() - storage.data_ptr(), (size,), (1,))

@@ -1,0 +1,142 @@
+"""Block inputs and weights that are kept on the host: what computes with them, and what is where meanwhile."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_qlora.sharding import weight_stream
+from fsdp_qlora.sharding.activation_offload import InputStore, OffloadedInputs
+from fsdp_qlora.sharding.host_arena import split_arena
+from fsdp_qlora.sharding.recompute import RecomputedBlock, wrap_blocks
+
+SIZE, BLOCKS = 8, 4
+
+
+class Block(nn.Module):
+    """A frozen weight and one that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(SIZE, SIZE).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.frozen(x) * self.scale)
+
+
+class Model(nn.Module):
+    """As much of a causal language model as these tests need; the head is the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embed = nn.Embedding(16, SIZE).requires_grad_(False)
+        self.model.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.model.forward = self._base  # type: ignore[method-assign]
+        self.head = nn.Linear(SIZE, 16, bias=False)
+        self.head.weight = self.model.embed.weight
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self.model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed  # type: ignore[return-value]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def _base(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.model.embed(ids)  # type: ignore[operator]
+        for block in self.model.layers:  # type: ignore[union-attr]
+            x = block(x)
+        return x
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        # As head and loss in one function: without the head's own forward.
+        return nn.functional.linear(self.model(ids), self.head.weight).logsumexp(-1).sum()
+
+
+def gradients(model: nn.Module, lengths: tuple[int, ...] = (5, 9, 7)) -> list[torch.Tensor]:
+    """Of micro-batches of these lengths, after an evaluation that must leave nothing behind."""
+    model.zero_grad()
+    with torch.no_grad():
+        model(torch.arange(3)[None])
+    for length in lengths:
+        model(torch.arange(length)[None] % 16).backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.quick
+def test_inputs_on_the_host_give_the_same_gradients_in_memory_that_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    expected = gradients(model)
+    wrap_blocks(model, offload=True)
+    store = model.model.layers[0].store  # type: ignore[index, union-attr]
+    assert all(isinstance(block, OffloadedInputs) and block.store is store for block in model.model.layers)  # type: ignore[union-attr]
+    assert isinstance(store, InputStore)
+    found = gradients(model)
+    assert len(found) == BLOCKS and all(map(torch.equal, found, expected))
+    places = {memory.data_ptr() for memory in store.free}
+    assert len(places) == BLOCKS and all(memory.numel() == 9 * SIZE * 4 for memory in store.free)
+    gradients(model)
+    assert {memory.data_ptr() for memory in store.free} == places
+    # A block that does not recompute keeps what it computes with, weights too: nothing of that is moved.
+    monkeypatch.setattr(RecomputedBlock, "is_on", False)
+    monkeypatch.setattr(store, "keep", None)
+    for block in model.model.layers:  # type: ignore[union-attr]
+        block._checkpoint_wrapped_module.is_on = False
+    assert all(map(torch.equal, gradients(model), expected))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("recomputed", [BLOCKS, 1, 0])
+def test_weights_on_the_host_are_there_in_time_and_two_modules_at_a_time(
+    recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    expected = gradients(copy.deepcopy(model))
+    wrap_blocks(model, number=recomputed, offload=False)
+    modules = weight_stream.streamed_modules(model)  # type: ignore[arg-type]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    places = split_arena([parameter.numel() * 4 for parameter in frozen], pinned=False)
+    for parameter, place in zip(frozen, places, strict=True):
+        parameter.data = place.view(torch.float32).view(parameter.shape).copy_(parameter.data)
+    on_host = [parameter.data_ptr() for parameter in frozen]
+    streams, copied, most = [], [], 0
+    made, come = weight_stream._WeightStream.__init__, weight_stream._Part.come
+
+    def make(self: weight_stream._WeightStream, *args: object) -> None:
+        made(self, *args)  # type: ignore[arg-type]
+        streams.append(self)
+
+    def note(self: weight_stream._Part) -> None:
+        nonlocal most
+        if self.on_device is None:
+            copied.append(streams[0].parts.index(self))
+        come(self)
+        most = max(most, sum(part.on_device is not None for part in streams[0].parts))
+
+    monkeypatch.setattr(weight_stream._WeightStream, "__init__", make)
+    monkeypatch.setattr(weight_stream._Part, "come", note)
+    weight_stream.stream_weights(model, modules, torch.device("cpu"))  # type: ignore[arg-type]
+    for _ in range(2):
+        found = gradients(model)
+        assert len(found) == BLOCKS and all(map(torch.equal, found, expected))
+    assert most == 2
+    # In the second round: the evaluation, then three times forward and backward. What is at work where the direction
+    # turns is not copied again.
+    last = BLOCKS + 1
+    one_pass = [*range(2, last + 1), *range(last - 2, -1, -1)]
+    start = len(copied) - 3 * len(one_pass)
+    assert copied[start:] == 3 * one_pass
+    model.eval()
+    for parameter, place in zip(frozen, on_host, strict=True):
+        is_here = parameter.data_ptr() != place
+        assert is_here == any(part.is_used and parameter in set(part.parameters) for part in streams[0].parts)
