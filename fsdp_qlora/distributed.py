@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -76,13 +77,17 @@ def read_ranks(device: str = "auto") -> Ranks:
     )
 
 
-def set_up_logging(ranks: Ranks, *, verbose: bool) -> None:
-    """Give rank 0's logger its handler. Warnings of the other ranks are not repeated."""
+def set_up_logging(ranks: Ranks, *, verbose: bool, stream: TextIO | None = None) -> None:
+    """Give rank 0's logger its handler. Warnings of the other ranks are not repeated.
+
+    Args:
+        stream: stdout if None.
+    """
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
     log.propagate = False
     log.handlers.clear()
     if ranks.is_rank_0:
-        handler = LineHandler(sys.stdout)
+        handler = LineHandler(stream or sys.stdout)
         handler.setFormatter(PrintableFormatter("%(message)s"))
         log.addHandler(handler)
     else:

@@ -15,7 +15,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,11 +66,12 @@ def is_from_an_agent(name: str) -> bool:
     return name in _AGENT_VARIABLES or name.startswith("TORCHELASTIC_")
 
 
-def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
+def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[str] = WORKER) -> int | None:
     """Start the workers and wait for them, if this process is not a worker itself.
 
     Args:
         argv: the arguments after the program's name; the workers get the same.
+        worker: what python is given before them.
     Returns:
         None if this process is a worker and should continue, else the status to exit with: the first failed worker's,
         the one in errors.ENDINGS if a signal ended the run, or 0.
@@ -89,7 +90,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str]) -> int | None:
     # print and not the logger, which is set up in the workers.
     with _listen(config.master_addr, config.master_port) as meeting_point:
         print(f"Starting {processes} processes, {reason}.", flush=True)
-        return _run_workers(processes, argv, config.master_addr, meeting_point).status
+        return _run_workers(processes, [*worker, *argv], config.master_addr, meeting_point).status
 
 
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
@@ -101,7 +102,7 @@ def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
     with _listen(config.master_addr, config.master_port) as meeting_point:
         if processes > 1:
             print(f"Starting {processes} processes, {reason}.", flush=True)
-        return _run_workers(processes, argv, config.master_addr, meeting_point)
+        return _run_workers(processes, [*WORKER, *argv], config.master_addr, meeting_point)
 
 
 def is_started_by_others() -> bool:
@@ -198,7 +199,7 @@ def _listen(address: str, port: int) -> socket.socket:
 # --- the launcher ---
 
 
-def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_point: socket.socket) -> WorkersEnd:
+def _run_workers(processes: int, words: list[str], master_addr: str, meeting_point: socket.socket) -> WorkersEnd:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -212,7 +213,7 @@ def _run_workers(processes: int, argv: list[str], master_addr: str, meeting_poin
             descriptor = meeting_point.detach()
             server = TCPStore(master_addr, port, 1, True, multi_tenant=True, master_listen_fd=descriptor)
             try:
-                elastic_launch(launch, sys.executable)(*WORKER, *argv)
+                elastic_launch(launch, sys.executable)(*words)
             finally:
                 del server  # as long as the workers may need it
     except ChildFailedError as error:

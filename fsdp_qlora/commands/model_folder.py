@@ -1,6 +1,7 @@
 """Makes a model folder from another one, with one piece of a tensor in memory at a time."""
 
 import contextlib
+import ctypes
 import logging
 import os
 import shutil
@@ -21,6 +22,16 @@ from fsdp_qlora.units import format_bytes
 log = logging.getLogger("fsdp_qlora")
 
 _PIECE_BYTES = 64 * 2**20  # whole blocks of any quantizer in any dtype
+
+
+def free_at_once() -> None:
+    """Let the C library return what is freed: by default it keeps blocks of up to 32 MiB once some were freed.
+
+    Measured with a model of 1.4 GB: 0.6 GB instead of up to 1.2 GB at the peak of a merge.
+    """
+    m_mmap_threshold = -3  # malloc.h
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**20)
 
 
 def check_is_new(out: Path) -> None:

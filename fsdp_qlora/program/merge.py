@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.messages import shown
-from fsdp_qlora.program.run_options import Parser, log_to_stderr, run_options, underscored
+from fsdp_qlora.program.run_options import Parser, log_to_stderr, run_options
 from fsdp_qlora.storage.locations import folder_error
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
-    parser = Parser(prog="fsdp-qlora merge", description=DESCRIPTION)
+    parser = Parser("merge", DESCRIPTION)
     add_options(parser)
     log_to_stderr()
     try:
-        args, rest = parser.parse_known_args(underscored(argv))
+        args, rest = parser.split(argv)
         if error := folder_error("out", args.out):
             raise UserError(error)
-        run(args, run_options(Path(args.adapter), rest))
+        run(args, run_options(Path(args.adapter).expanduser(), rest))
     except UserError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         return 2
@@ -64,10 +64,11 @@ def run(args: argparse.Namespace, config: TrainConfig) -> None:
     import torch
 
     from fsdp_qlora.commands.merge import check_base, one_process, open_merge, write_merged
-    from fsdp_qlora.commands.model_folder import check_is_new
+    from fsdp_qlora.commands.model_folder import check_is_new, free_at_once
     from fsdp_qlora.commands.verify import compare, read_rows
     from fsdp_qlora.distributed import read_ranks
 
+    free_at_once()
     out = Path(args.out)
     check_is_new(out)
     ranks = read_ranks(config.device)

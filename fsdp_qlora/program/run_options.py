@@ -1,65 +1,90 @@
-"""The options of a run that an adapter comes from, for commands that use it: its config.yaml, then the command line."""
+"""The options of the run that an adapter comes from, for commands that use it."""
 
 import argparse
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.help import value_text
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.terminal import quiet_libraries
 
-FILE = "config.yaml"
+OPTIONS, RECORD, ADAPTER = "config.yaml", "training.json", "adapter_config.json"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours."""
+    """argparse whose errors are ours, and which leaves the options of training to their own parser."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(prog=f"fsdp-qlora {name}", description=description, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}. See --help.")
 
+    def split(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+        """This command's options, and the words of the others."""
+        parts = [word.partition("=") for word in argv]
+        names = [
+            name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name for name, _, _ in parts
+        ]
+        return self.parse_known_args([name + sep + value for name, (_, sep, value) in zip(names, parts, strict=True)])
 
-def underscored(argv: list[str]) -> list[str]:
-    """`--max-new-tokens=8` as `--max_new_tokens=8`."""
-    parts = [word.partition("=") for word in argv]
-    return [name.replace("-", "_").replace("__", "--", 1) + rest if name.startswith("--") else name + rest
-            for name, rest in ((name, equals + value) for name, equals, value in parts)]  # fmt: skip
 
-
-def run_options(adapter: Path | None, words: list[str]) -> TrainConfig:
+def run_options(adapter: Path | None, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
     """The options of an adapter's run; those in `words` win.
 
-    Without a config.yaml in its folder or the one above (that of a run's best adapter) only `words` count, and the
-    base is the one that adapter_config.json names.
+    They are in config.yaml of the run's folder, or in the training.json that goes with the adapter. One without both
+    is on an unquantized base, which its own configuration names, unless `words` say otherwise.
 
+    Args:
+        adapter: its folder; None for options without an adapter.
+        starts_from_it: set --adapter, so that a run with these options starts from it.
     Raises:
-        UserError: as parse_train_config.
+        UserError: as parse_train_config, or the adapter's folder does not say what its base is.
     """
-    folders = (adapter, adapter.resolve().parent) if adapter else ()
-    found = [folder / FILE for folder in folders if (folder / FILE).is_file()]
-    if found:
-        words = ["--config", str(found[0]), *words]
-    elif adapter and not any(word.startswith("--config") for word in words):
-        words = ["--train_type", "lora", *words]  # nothing says that its base was quantized
-        if not any(word.startswith("--model_name") for word in words):
-            words = ["--model_name", _named_base(adapter), *words]
-    return parse_train_config(words)
+    if adapter is None:
+        return parse_train_config(words)
+    if not adapter.is_dir():
+        raise UserError(f"--adapter {adapter}: there is no such folder.")
+    found = [folder / OPTIONS for folder in (adapter, adapter.resolve().parent) if (folder / OPTIONS).is_file()]
+    given = ["--config", str(found[0])] if found else list(_recorded(adapter))
+    end = (
+        ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
+        if starts_from_it
+        else ["--adapter", "none"]
+    )
+    return parse_train_config([*given, *words, *end])
 
 
-def _named_base(adapter: Path) -> str:
-    try:
-        name = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        if name:
-            return str(name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+def _recorded(adapter: Path) -> Iterator[str]:
+    """The options of a run without its folder: what its adapter's files say."""
+    config = _read(adapter / ADAPTER)
+    if config is None:
         raise UserError(
-            f"--adapter {adapter} has no adapter_config.json that can be read ({type(error).__name__}). Give the "
-            "output folder of a run, or one that PEFT saved."
-        ) from error
-    raise UserError(f"--adapter {adapter} does not name its base. Give it with --model_name.")
+            f"--adapter {adapter} has no {ADAPTER} that can be read. Give the output folder of a run, or one that PEFT "
+            "saved."
+        )
+    record = _read(adapter / RECORD) or {}
+    settings = record.get("settings") or {"train_type": "dora" if config.get("use_dora") else "lora"}
+    base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
+    if base:
+        yield from ("--model_name", str(base))
+    for name, value in settings.items():
+        if value is not None and hasattr(DEFAULTS, name):
+            yield from (f"--{name}", value_text(tuple(value) if isinstance(value, list) else value))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def log_to_stderr() -> None:

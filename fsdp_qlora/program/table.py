@@ -19,6 +19,7 @@ COMMANDS = {
     "train": Command("fine-tune a model", "fsdp_qlora.program.train"),
     "export": Command("make an adapter of a checkpoint", "fsdp_qlora.program.export"),
     "merge": Command("make an adapter and its base one model", "fsdp_qlora.program.merge"),
+    "generate": Command("let a trained model answer", "fsdp_qlora.program.generate"),
     "report": Command("draw the curves of runs, side by side, in one HTML file", "fsdp_qlora.program.report"),
     "quantize": Command("save a model in 4 bits", "fsdp_qlora.program.quantize"),
     "expand": Command("add blocks to a model that change nothing until they are trained", "fsdp_qlora.program.expand"),

@@ -1,0 +1,165 @@
+"""Generates text with a model as it was trained: its base in the same precision, on the same cards, and its adapter."""
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora import distributed, models
+from fsdp_qlora.attention import leave_out_cudnn
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.control import exits
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.generation.generate import Answer, Stops, TextGenerator
+from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question, read_questions
+from fsdp_qlora.generation.sampling import SamplingOptions
+from fsdp_qlora.load_model import load_model
+from fsdp_qlora.loading import hub
+from fsdp_qlora.planning.plan import plan_model
+from fsdp_qlora.run import open_weights
+from fsdp_qlora.storage.files import read_json, staged_file
+
+log = logging.getLogger("fsdp_qlora")
+
+_IDLE_MINUTES = 7 * 24 * 60  # how long a chat waits for its user
+
+
+class LoadedModel:
+    """A model that answers. Every rank makes one, and calls the same methods.
+
+    Args:
+        folder: of the adapter or the trained model, with its tokenizer and the format of its prompts; None for a base.
+    """
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None) -> None:
+        leave_out_cudnn()
+        store = distributed.connect(ranks, timeout_minutes=_IDLE_MINUTES)
+        with distributed.kept_until_all_connect(store, ranks):
+            plan = plan_model(config, ranks, store, ranks.world_size)
+            hub.fetch_weights(config.model, plan.folder, ranks=ranks, store=store)
+            weights = open_weights(plan)
+        distributed.start_process_group(ranks, store, timeout_minutes=_IDLE_MINUTES)
+        with exits.loading_explained(ranks.rank, {}):
+            load_model(dataclasses.replace(config, use_gradient_checkpointing=False), plan, weights, ranks)
+        distributed.release_loading_memory(ranks.device)
+        self.ranks, self.sampling = ranks, sampling
+        self.tokenizer = _tokenizer_of(folder, config) or plan.tokenizer
+        self.format = PromptFormat(self.tokenizer, _prompt_record(folder, config, self.tokenizer))
+        model = plan.meta.model
+        if (plan.folder / "generation_config.json").is_file():
+            model.generation_config = type(model.generation_config).from_pretrained(plan.folder)
+        self.stops = Stops(self.tokenizer, model, self.format.stop_text)
+        self._generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
+
+    def stream(self, asked: Question, number: int, output: Any) -> str:
+        """Answer one question on rank 0, which writes the text as it comes; returns the answer there."""
+        answers = [Answer(number, self.format.ids(asked))] if self.ranks.is_rank_0 else []
+        printed = 0
+        held = len(self.format.stop_text)
+
+        def show(answer: Answer) -> None:
+            nonlocal printed
+            text = self.stops.text_of(answer)
+            ready = len(text) if answer.is_done else max(printed, len(text.rstrip("\ufffd")) - held)
+            print(text[printed:ready], end="", file=output, flush=True)
+            printed = ready
+
+        self._generator.generate(answers, show)
+        if not answers:
+            return ""
+        text = self.stops.text_of(answers[0])
+        print(text[printed:], file=output, flush=True)
+        return text
+
+    def answer_all(self, asked: Sequence[Question], batch_size: int) -> Iterator[list[dict[str, Any]]]:
+        """Answer questions, `batch_size` on each rank at a time; yields the answers of each turn, in order, on every
+        rank."""
+        size = batch_size * self.ranks.world_size
+        for start in range(0, len(asked), size):
+            mine = range(start + self.ranks.rank, min(start + size, len(asked)), self.ranks.world_size)
+            answers = [Answer(number, self.format.ids(asked[number])) for number in mine]
+            self._generator.generate(answers)
+            text = json.dumps([[answer.number, self._result(answer)] for answer in answers])
+            everyone = [
+                pair for part in distributed.gather_texts(text, torch.device("cpu")) for pair in json.loads(part)
+            ]
+            yield [result for _, result in sorted(everyone, key=lambda pair: int(pair[0]))]
+
+    def _result(self, answer: Answer) -> dict[str, Any]:
+        finish = "stop" if answer.is_done else "length"
+        return {"completion": self.stops.text_of(answer), "num_tokens": len(answer.tokens), "finish": finish}
+
+
+def _tokenizer_of(folder: Path | None, config: TrainConfig) -> PreTrainedTokenizerBase | None:
+    if folder is None or not (folder / "tokenizer_config.json").is_file():
+        return None
+    return models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
+
+
+def _prompt_record(folder: Path | None, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The format that training noted, or else that of the options."""
+    noted = read_json(folder / "training.json").get("prompt") if folder and config.prompt_template is None else None
+    return dict(noted) if noted else chosen_format(config.dataset_format, config.prompt_template, tokenizer)
+
+
+def answer_file(model: LoadedModel, path: Path, out: Path, batch_size: int) -> None:
+    """Answer a file of prompts; the answers are the rows with a completion each, in a file that appears when complete.
+
+    Raises:
+        UserError: a file cannot be read or written.
+    """
+    rows = read_questions(path)
+    done = []
+    with tqdm(total=len(rows), unit=" prompts", disable=not model.ranks.is_rank_0 or not sys.stderr.isatty()) as bar:
+        for results in model.answer_all([asked for _, asked in rows], batch_size):
+            done += results
+            bar.update(len(results))
+    if model.ranks.is_rank_0:
+        try:
+            with staged_file(out) as partial:
+                lines = [
+                    json.dumps({**row, **result}, ensure_ascii=False)
+                    for (row, _), result in zip(rows, done, strict=True)
+                ]
+                partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
+        log.info("Saved: %s (%d prompts)", out, len(rows))
+
+
+def chat(model: LoadedModel, system: str) -> None:
+    """Answer what is typed, until its end. A conversation goes on if the model was trained on such."""
+    is_terminal = sys.stdin.isatty()
+    messages = question("", system=system).messages[:-1]
+    number = 0
+    if model.ranks.is_rank_0 and is_terminal:
+        print("Ctrl-D ends, an empty line begins anew.", file=sys.stderr)
+    while (line := _typed(model.ranks, is_terminal)) is not None:
+        if not line:
+            messages = question("", system=system).messages[:-1]
+            continue
+        asked = Question([*messages, {"role": "user", "content": line}])
+        text = model.stream(asked, number, sys.stdout)
+        number += 1
+        if model.format.keeps_history:
+            messages = [*asked.messages, {"role": "assistant", "content": text}]
+
+
+def _typed(ranks: Ranks, is_terminal: bool) -> str | None:
+    """A line that was typed on rank 0, on every rank; None at the end."""
+    line = ""
+    if ranks.is_rank_0:
+        if is_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+    # Over gloo: a GPU would be busy while it waits.
+    line = distributed.gather_texts(line, torch.device("cpu"))[0]
+    return line.strip() if line else None

@@ -1,0 +1,119 @@
+"""Generates text with a sharded model: every rank its own prompts, all ranks the same number of forward passes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from fsdp_qlora.distributed import Ranks, gather_numbers
+from fsdp_qlora.generation.sampling import SamplingOptions
+from fsdp_qlora.models import can_skip_logits
+from fsdp_qlora.precision import Precision
+from fsdp_qlora.sharding.parallelize import reshard_all
+
+
+@dataclass
+class Answer:
+    """What is generated for one prompt. number: of the prompt. is_done: whether it has ended by itself."""
+
+    number: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+
+class Stops:
+    """When an answer ends: at a token, or where its text has come to an end that a template gives it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, text: str) -> None:
+        named = getattr(model.generation_config, "eos_token_id", None)
+        ends = named if isinstance(named, list) else [named]
+        self.tokens = {token for token in (tokenizer.eos_token_id, *ends) if token is not None}
+        self._tokenizer, self._text = tokenizer, text
+
+    def ends(self, tokens: list[int]) -> bool:
+        if tokens[-1] in self.tokens:
+            return True
+        return bool(self._text) and self._text in self._tokenizer.decode(tokens[-len(self._text) - 1 :])
+
+    def text_of(self, answer: Answer) -> str:
+        """The answer as text, without what ended it."""
+        text = str(self._tokenizer.decode(answer.tokens))
+        if self._text and self._text in text:
+            return text.partition(self._text)[0]
+        return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
+
+
+class TextGenerator:
+    """Generates with one loaded model. Its mode, gathered weights and torch's random state are as before afterwards."""
+
+    def __init__(
+        self, model: PreTrainedModel, ranks: Ranks, precision: Precision, stops: Stops, options: SamplingOptions
+    ) -> None:
+        self._model, self._ranks, self._precision = model, ranks, precision
+        self._stops, self._options = stops, options
+        self._skips = can_skip_logits(model)
+
+    @torch.no_grad()
+    def generate(self, answers: Sequence[Answer], show: Callable[[Answer], object] = lambda answer: None) -> None:
+        """Fill in the answers to this rank's prompts. Called on every rank, also on those without a prompt.
+
+        Args:
+            show: called with an answer after each of its tokens.
+        """
+        was_training = self._model.training
+        self._model.eval()
+        generators = [self._options.generator(answer.number) for answer in answers]
+        state = _Batch(answers, self._ranks.device, self._model.config) if answers else None
+        try:
+            for _ in range(self._options.max_new_tokens):
+                logits = self._forward(state)
+                for index, answer in enumerate(answers):
+                    if not answer.is_done:
+                        answer.tokens.append(self._options.choose(logits[index], generators[index]))
+                        answer.is_done = self._stops.ends(answer.tokens)
+                        show(answer)
+                is_active = any(not answer.is_done for answer in answers)
+                if not gather_numbers([float(is_active)], self._ranks.device).any():
+                    break
+        finally:
+            reshard_all(self._model)
+            self._model.train(was_training)
+
+    def _forward(self, state: "_Batch | None") -> torch.Tensor:
+        """The logits of the last position, [B, vocabulary]; a rank without prompts takes part in gathering weights."""
+        device = self._ranks.device
+        inputs = state.inputs() if state else {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=device)}
+        last = {"logits_to_keep": 1} if self._skips else {}
+        with torch.autocast(device.type, dtype=self._precision.compute_dtype, enabled=self._precision.autocast):
+            logits: torch.Tensor = self._model(**inputs, use_cache=state is not None, **last).logits
+        return logits[:, -1].float()
+
+
+class _Batch:
+    """Prompts of any lengths with their cache; the shorter ones are padded in front."""
+
+    def __init__(self, answers: Sequence[Answer], device: torch.device, config: object) -> None:
+        self._answers, self._device = answers, device
+        longest = max(len(answer.prompt) for answer in answers)
+        self._padding = [longest - len(answer.prompt) for answer in answers]
+        self._cache = DynamicCache(config=config)  # type: ignore[no-untyped-call]
+        self._seen = 0
+
+    def inputs(self) -> dict[str, object]:
+        """The model's arguments for what it has not seen yet."""
+        columns = [
+            [0] * pad + answer.prompt + answer.tokens for pad, answer in zip(self._padding, self._answers, strict=True)
+        ]
+        length = max(map(len, columns))
+        ids = torch.tensor([row + [0] * (length - len(row)) for row in columns], device=self._device)
+        inputs: dict[str, object] = {"input_ids": ids[:, self._seen :], "past_key_values": self._cache}
+        if any(self._padding):
+            places = (
+                torch.arange(length, device=self._device) - torch.tensor(self._padding, device=self._device)[:, None]
+            )
+            inputs["attention_mask"] = (places >= 0).long()
+            inputs["position_ids"] = places.clamp_min(0)[:, self._seen :]
+        self._seen = length
+        return inputs

@@ -1,0 +1,171 @@
+"""Prompts in the format of a run: from a question to the token ids in front of the answer."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.data.encoding import encode
+from fsdp_qlora.data.examples import Fields, Rendered, Segment
+from fsdp_qlora.data.formats import FORMATS
+from fsdp_qlora.data.prompt_record import CHAT, TEMPLATE, TEXT, prompt_record
+from fsdp_qlora.data.prompts import PromptTemplate, find_template
+from fsdp_qlora.errors import UserError
+
+_MARK = "<<answer>>"
+# Columns of a file of prompts -> what they mean; a row has one of the first four.
+_INSTRUCTION, _CONTEXT = ("instruction", "question", "prompt", "text"), ("input", "context")
+
+
+class Question(NamedTuple):
+    """What is asked: a conversation that ends with the user, or an instruction with its context."""
+
+    messages: list[dict[str, str]]
+    context: str = ""
+
+
+def question(text: str, *, system: str = "", context: str = "") -> Question:
+    messages = [{"role": "system", "content": system}] if system else []
+    return Question([*messages, {"role": "user", "content": text}], context)
+
+
+class PromptFormat:
+    """What stands around a question.
+
+    Args:
+        record: of data/prompt_record.py.
+    Attributes:
+        stop_text: what ends an answer besides the tokenizer's end token; empty if nothing does.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]) -> None:
+        self._tokenizer, self._record = tokenizer, record
+        self.stop_text = self._find_stop_text().strip()
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether earlier questions and answers go in front of a new one."""
+        return bool(self._record["kind"] == CHAT)
+
+    def ids(self, asked: Question) -> list[int]:
+        """The token ids in front of the answer.
+
+        Raises:
+            UserError: the chat template refuses the conversation.
+        """
+        if self._record["kind"] == CHAT:
+            messages = asked.messages
+            if asked.context:
+                last = f"{messages[-1]['content']}\n\n{asked.context}"
+                messages = [*messages[:-1], {**messages[-1], "content": last}]
+            text = self._fill_chat(messages, add_generation_prompt=True)
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self._record["kind"] == TEMPLATE:
+            rendered = Rendered(self._segments(asked)[:-1])
+        else:
+            text = "\n".join(
+                [*(message["content"] for message in asked.messages), *[asked.context] * bool(asked.context)]
+            )
+            rendered = Rendered([Segment(text, learned=True)], is_joint=True)
+        [row] = encode([(0, rendered)], self._tokenizer, 10**9)
+        return [int(token) for token in row.ids[:-1]]  # without the end token
+
+    def _segments(self, asked: Question) -> list[Segment]:
+        names = [field.name for field in dataclasses.fields(PromptTemplate)]
+        template = PromptTemplate(**{name: self._record[name] for name in names})
+        system = "".join(message["content"] for message in asked.messages if message["role"] == "system")
+        fields = Fields(asked.messages[-1]["content"], "", asked.context, system)
+        return template.fill(fields, learn="assistant")
+
+    def _fill_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages,
+                    chat_template=self._record.get("chat_template"),
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                )
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise UserError(f"The chat template cannot be filled: {error}") from error
+
+    def _find_stop_text(self) -> str:
+        if self._record["kind"] == TEMPLATE:
+            return self._segments(question("?"))[-1].text
+        if self._record["kind"] == CHAT:
+            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+            return self._fill_chat(messages).partition(_MARK)[2]
+        return ""
+
+
+def chosen_format(
+    dataset_format: str, prompt_template: str | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """The format of options alone, where no training has noted one: that of a chat if the tokenizer has one.
+
+    Raises:
+        UserError: there is no such template.
+    """
+    chosen = find_template(prompt_template)
+    if dataset_format in FORMATS:
+        return prompt_record(dataset_format, chosen)
+    if chosen.prompt:
+        return prompt_record("alpaca", chosen)
+    if chosen.is_chat or tokenizer.chat_template:
+        return {"kind": CHAT, "chat_template": chosen.chat}
+    return {"kind": TEXT}
+
+
+def read_questions(path: Path) -> list[tuple[dict[str, Any], Question]]:
+    """The rows of a file of prompts: .jsonl with an object or a text in each line, or text with a prompt in each line.
+
+    Returns:
+        (the row, its question) of each.
+    Raises:
+        UserError: it cannot be read, or a row has no question.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line) if path.suffix in (".jsonl", ".json") else line
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number} is not JSON ({error}). Give one object in each line.") from error
+        row = {"prompt": row} if isinstance(row, str) else row
+        asked = _question_of(row)
+        if asked is None:
+            raise UserError(f"{path}:{number} has no question: give messages, or {', '.join(_INSTRUCTION)}.")
+        found.append((row, asked))
+    if not found:
+        raise UserError(f"{path} has no prompts.")
+    return found
+
+
+def _question_of(row: Any) -> Question | None:
+    if not isinstance(row, dict):
+        return None
+    messages = row.get("messages")
+    if isinstance(messages, list):
+        known = all(
+            isinstance(turn, dict)
+            and {"role", "content"} <= turn.keys()
+            and all(isinstance(turn[key], str) for key in ("role", "content"))
+            for turn in messages
+        )
+        while known and messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        return Question(messages) if known and messages else None
+    texts = [row[name] for name in _INSTRUCTION if isinstance(row.get(name), str) and row[name]]
+    contexts = [row[name] for name in _CONTEXT if isinstance(row.get(name), str)]
+    system = row.get("system") if isinstance(row.get("system"), str) else ""
+    return question(texts[0], system=str(system), context="".join(contexts[:1])) if texts else None

@@ -1,0 +1,121 @@
+"""A trained model answers as transformers and PEFT let it answer."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_qlora.generation.sampling import SamplingOptions
+from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
+from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+LENGTH = 12
+
+
+def _generate(argv: list[str], stdin: str) -> int:
+    import sys
+
+    from fsdp_qlora.__main__ import main
+
+    sys.stdin = io.StringIO(stdin)
+    return main(["generate", *argv])
+
+
+def generate(ranks: int, folder: Path, stdin: str = "", **options: object) -> str:
+    """The output of the command on this many ranks."""
+    argv = flags(**{"quant_cache": "off", "max_new_tokens": LENGTH, **options})
+    statuses, output = on_ranks(ranks, _generate, (argv, stdin), folder)
+    assert statuses == [0] * ranks, output[-6000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def run(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A QLoRA run whose adapter changes the answers."""
+    folder = tmp_path_factory.mktemp("generate")
+    rows = write_rows(folder / "rows.jsonl", make_rows(8))
+    train_ok(
+        2, folder / "run", model_name=models(), dataset=rows, precision="fp32", lr=3e-2, num_epochs=4, batch_size=4
+    )
+    return folder / "run"
+
+
+def expected(run: Path, base: Path, prompts: list[str]) -> list[str]:
+    """What transformers generates, one prompt after the other, from the decoded base and PEFT's adapter."""
+    model = PeftModel.from_pretrained(load_decoded_base(base), run).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    found = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
+        found.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+    return found
+
+
+def test_greedy_answers_on_two_ranks_are_those_of_transformers_on_one(
+    run: Path, models: Models, tmp_path: Path
+) -> None:
+    rows = make_rows(5, seed=9)
+    for row in rows:
+        row.pop("output")
+    asked = write_rows(tmp_path / "prompts.jsonl", rows)
+    prompts = [(PROMPT_WITH_INPUT if row["input"] else PROMPT).format(**row) for row in rows]
+    answers = expected(run, models(), prompts)
+    assert len(set(answers)) > 1
+    for name, ranks, options in (
+        ("two", 2, {"batch_size": 2}),
+        ("offloaded", 2, {"use_cpu_offload": True, "batch_size": 1}),
+        ("one", 1, {"batch_size": 5}),
+    ):
+        out = tmp_path / f"{name}.jsonl"
+        generate(ranks, tmp_path / name, adapter=run, prompts=asked, out=out, **options)
+        found = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [row["completion"] for row in found] == answers, name
+        assert [{name: row[name] for name in rows[0]} for row in found] == rows
+    output = generate(2, tmp_path / "chat", stdin=rows[1]["instruction"] + "\n", adapter=run)
+    assert answers[1] in output or rows[1]["input"]
+
+
+def test_a_chat_goes_on_and_the_plain_base_completes(models: Models, tmp_path: Path) -> None:
+    base = models()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    ids = tokenizer("sort the", return_tensors="pt")["input_ids"]
+    made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
+    answer = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    common = {"model_name": base, "train_type": "lora", "precision": "fp32"}
+    assert generate(1, tmp_path / "base", prompt="sort the", **common).endswith(answer + "\n")
+    chat = generate(2, tmp_path / "chat", stdin="red\nblue\n", prompt_template="user_assistant", **common)
+    ids = tokenizer("<s>User: red\nAssistant:", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
+    first = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    text = f"<s>User: red\nAssistant: {first}</s>\nUser: blue\nAssistant:"
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
+    second = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    assert f"{first}\n{second}\n" in chat
+
+
+def test_draws_follow_temperature_top_p_and_seed() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -5.0])
+
+    def drawn(**options: float) -> list[int]:
+        sampling = SamplingOptions(seed=3, **options)
+        generator = sampling.generator(0)
+        return [sampling.choose(logits, generator) for _ in range(3000)]
+
+    assert set(drawn()) == {0}
+    shares = torch.bincount(torch.tensor(drawn(temperature=2.0)), minlength=5) / 3000
+    torch.testing.assert_close(shares, (logits / 2).softmax(0), atol=0.03, rtol=0)
+    # 0.64, 0.24, 0.09, ...: two are needed for 0.7
+    assert set(drawn(temperature=1.0, top_p=0.7)) == {0, 1} and set(drawn(temperature=1.0, top_p=0.1)) == {0}
+    assert drawn(temperature=1.0) == drawn(temperature=1.0)
+    state = torch.get_rng_state()
+    drawn(temperature=1.0)
+    assert torch.equal(state, torch.get_rng_state())
