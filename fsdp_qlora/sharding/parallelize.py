@@ -84,8 +84,8 @@ def shard_model(
     # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
     shard(model, reshard=None if reshard_after_forward else False)
     _skip_backward_gathers(model)
-    if shard_size(mesh) > 1:
-        set_prefetch(model, on_compute_stream=not cpu_offload)
+    if shard_size(mesh) > 1 and not cpu_offload:
+        set_prefetch(model)
 
 
 def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
