@@ -21,10 +21,15 @@ from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.stores import open_store
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
-from fsdp_qlora.config.options import TrainConfig, identity_settings, names_marked, resolved_options, resolved_yaml
+from fsdp_qlora.config.options import TrainConfig, names_marked
+from fsdp_qlora.config.resolved import identity_settings, resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits, restarts
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped, TrainingError, UserError
+from fsdp_qlora.generation.generate import Stops, TextGenerator
+from fsdp_qlora.generation.prompts import PromptFormat, Question, read_questions
+from fsdp_qlora.generation.samples import SAMPLE_TOKENS, Samples
+from fsdp_qlora.generation.sampling import SamplingOptions
 from fsdp_qlora.load_model import build_trainer, load_model
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
@@ -130,6 +135,7 @@ def train_and_export(
     guard.folder.prepare(files, identity, keep_run=not start.is_new)
     guard.facts.describe(lambda: run_facts(plan, optimizer=config.optimizer))
     form = result_form(config, plan.model)
+    guard.samples = open_samples(config, plan, trainer, guard.folder.path)
     with guard.guarding(state, identity, total_steps=plan.schedule.total_steps):
         progress = restore(state, guard)
         try:
@@ -207,6 +213,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         {
             "the options": {name: value for name, value in options.items() if name not in per_node},
             "the rows": facts["rows"],
+            "the prompts of --sample_prompts": sample_questions(config),
             "the model": (facts["model"], sorted(weights.sources)),
         },
         ranks.device,
@@ -264,6 +271,28 @@ def restore(state: TrainState, guard: Supervision) -> Progress:
             rank = guard.ranks.rank
             raise RankError(f"Rank {rank} cannot read the checkpoint, though rank 0 could: {error}.") from error
     return Progress.from_dict(start.progress)
+
+
+# --- samples ---
+
+
+def sample_questions(config: TrainConfig) -> list[Question]:
+    """The questions of --sample_prompts."""
+    rows = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
+    return [asked for _, asked in rows]
+
+
+def open_samples(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path) -> Samples | None:
+    """What answers --sample_prompts at each evaluation; None without them."""
+    if not config.sample_prompts:
+        return None
+    model, tokenizer = plan.model.meta.model, plan.model.tokenizer
+    prompt_format = PromptFormat(tokenizer, plan.data.about["prompt"])
+    stops = Stops(tokenizer, model, prompt_format.stop_text)
+    sampling = SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
+    generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, sampling)
+    averaged = trainer.optimizer.averaged
+    return Samples(sample_questions(config), prompt_format, generator, trainer.ranks, folder, averaged)
 
 
 # --- the result ---

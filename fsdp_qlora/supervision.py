@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from fsdp_qlora.checkpointing.resume import Start
 from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.checkpointing.train_state import TrainState
-from fsdp_qlora.config.options import TrainConfig, resolved_options
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.resolved import resolved_options
 from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import how_it_ends
+from fsdp_qlora.generation.samples import Samples
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_metrics, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, Profiler, ProfilerOptions, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
@@ -38,6 +41,7 @@ class Supervision:
 
     Attributes:
         control: for the trainer: whether to stop or save, and its heartbeat.
+        samples: texts that are generated at each evaluation; may be set before training.
         identity: of the run, as in its checkpoints.
     """
 
@@ -94,6 +98,7 @@ class Supervision:
         self.metrics: MetricLog | None = None
         self.mirror: Mirror | None = None
         self.saver: Saver | None = None
+        self.samples: Samples | None = None
         self.identity: Mapping[str, Any] = {}
 
     @contextlib.contextmanager
@@ -188,6 +193,9 @@ class Supervision:
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
         assert self.metrics is not None
         self.metrics.evaluation(record)
+        if self.samples:
+            beat = partial(self.control.heartbeat.beat, progress.step, "evaluate")
+            self.metrics.samples(self.samples.write(progress.step, beat))
         self.facts.mark("evaluation")
 
     def is_save_due(self, step: int) -> bool:

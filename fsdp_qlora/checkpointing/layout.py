@@ -27,6 +27,7 @@ BRING_BACK = (
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
+    "samples.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
     "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, FETCHED,
 )  # fmt: skip

@@ -193,6 +193,8 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
     if c.eval_steps > 0 and not c.eval_dataset and c.eval_fraction == 0:
         yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
+    if c.sample_prompts and not c.eval_dataset and c.eval_fraction == 0:
+        yield "--sample_prompts are answered at each evaluation: give --eval_fraction (such as 0.05) or --eval_dataset."
     if c.early_stopping and not c.eval_steps:
         yield "--early_stopping counts the evaluations during training: it needs --eval_steps (such as 50)."
 

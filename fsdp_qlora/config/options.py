@@ -5,11 +5,9 @@ A field of `TrainConfig` is the flag, the YAML key and the attribute. Its type i
 conflicts.py lists the options that exclude each other.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
-
-import yaml
 
 from fsdp_qlora.config.marks import (
     COUNT_OR_WORD,
@@ -34,7 +32,6 @@ from fsdp_qlora.config.marks import (
     one_of_numbers,
 )
 from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import TRAIN_TYPES
 
 Group = TypeVar("Group")
@@ -249,6 +246,9 @@ class TrainConfig:
     early_stopping: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """End the training after this many evaluations in a row without a lower loss; 0 is never. The adapter of the lowest
     is in best/."""
+    sample_prompts: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
+    """File of prompts, .jsonl or one in each line, that are answered at each evaluation; the answers are in
+    samples.jsonl."""
 
     # == output ==
     save_model: Annotated[bool, MAY_DIFFER] = True
@@ -421,28 +421,6 @@ def option_types() -> dict[str, Any]:
     """Option -> its type, without marks; that of a name out of a table is a Literal."""
     types = get_type_hints(TrainConfig)
     return types | {name: Literal[limit.choices] for name, limit in LIMITS.items() if limit.choices}
-
-
-def resolved_options(config: TrainConfig) -> dict[str, Any]:
-    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans.
-
-    For files, logs and other machines: secrets are taken out.
-    """
-    options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
-    return redact_values(options | {"lr": config.learning_rate, "dry_run": False})
-
-
-def resolved_yaml(config: TrainConfig) -> str:
-    """`resolved_options` as YAML that `--config` accepts for the same run."""
-    return yaml.safe_dump(resolved_options(config), sort_keys=False, allow_unicode=True)
-
-
-def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of stored options those that make a run this run, none of which is a path; and of these the changed ones."""
-    may_differ, defaults = names_marked(MAY_DIFFER), resolved_options(DEFAULTS)
-    settings = {name: value for name, value in options.items() if name in defaults and name not in may_differ}
-    changed = {name: value for name, value in settings.items() if value != defaults[name] or name == "train_type"}
-    return settings, changed
 
 
 def pairs(items: Iterable[str]) -> list[tuple[str, str]]:

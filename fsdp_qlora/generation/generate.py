@@ -55,12 +55,20 @@ class TextGenerator:
         self._stops, self._options = stops, options
         self._skips = can_skip_logits(model)
 
+    def text_of(self, answer: Answer) -> str:
+        return self._stops.text_of(answer)
+
     @torch.no_grad()
-    def generate(self, answers: Sequence[Answer], show: Callable[[Answer], object] = lambda answer: None) -> None:
+    def generate(
+        self,
+        answers: Sequence[Answer],
+        show: Callable[[Answer], object] = lambda answer: None,
+        beat: Callable[[], object] = lambda: None,
+    ) -> None:
         """Fill in the answers to this rank's prompts. Called on every rank, also on those without a prompt.
 
         Args:
-            show: called with an answer after each of its tokens.
+            show: called with an answer after each of its tokens. beat: called for each token of the longest answer.
         """
         was_training = self._model.training
         self._model.eval()
@@ -68,6 +76,7 @@ class TextGenerator:
         state = _Batch(answers, self._ranks.device, self._model.config) if answers else None
         try:
             for _ in range(self._options.max_new_tokens):
+                beat()
                 logits = self._forward(state)
                 for index, answer in enumerate(answers):
                     if not answer.is_done:
@@ -98,7 +107,7 @@ class _Batch:
         self._answers, self._device = answers, device
         longest = max(len(answer.prompt) for answer in answers)
         self._padding = [longest - len(answer.prompt) for answer in answers]
-        self._cache = DynamicCache(config=config)  # type: ignore[no-untyped-call]
+        self._cache = DynamicCache(config=config)
         self._seen = 0
 
     def inputs(self) -> dict[str, object]:

@@ -100,6 +100,11 @@ class MetricLog:
         for name, result in record.get("eval_sets", {}).items():
             self.say(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
 
+    def samples(self, records: Sequence[Record]) -> None:
+        """Log texts that were generated: each with step, prompt and text."""
+        for sink in self._sinks:
+            sink.samples(records)
+
     def say(self, text: str) -> None:
         """Print a line without breaking the progress bar. Rank 0 only."""
         if self._sinks:

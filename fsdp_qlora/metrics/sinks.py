@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,9 @@ class Sink:
 
     def evaluation(self, record: Record) -> None:
         """Log one evaluation's record."""
+
+    def samples(self, records: Sequence[Record]) -> None:
+        """Log texts that were generated: each with step, prompt and text."""
 
     def flush(self) -> None:
         """Make all records so far survive a power cut, as far as the sink can."""

@@ -13,7 +13,7 @@ import shlex
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +47,7 @@ class WandbSink(Sink):
 
     def __init__(self, options: SinkOptions) -> None:
         self._run: Any = None
+        self._samples: list[list[Any]] = []
         self._problem: str | None = None  # why no more records are sent; also set by the sending thread
         self._refusal: str | None = None  # why the server lacks records that wandb has written to disk
         self._is_reported = False
@@ -75,6 +76,9 @@ class WandbSink(Sink):
 
     def evaluation(self, record: Record) -> None:
         self._post(lambda: self._log(record))
+
+    def samples(self, records: Sequence[Record]) -> None:
+        self._post(lambda: self._log_samples(records))
 
     def summary(self, values: Record) -> None:
         self._post(lambda: self._run.summary.update(values))
@@ -120,6 +124,14 @@ class WandbSink(Sink):
             is_there = record["step"] < first_step
         if not is_there:
             self._run.log(numbers, step=max(record["step"], first_step))
+
+    def _log_samples(self, records: Sequence[Record]) -> None:
+        """A table with all samples so far of this start: wandb shows the last one that was sent."""
+        import wandb
+
+        self._samples += [[record[name] for name in ("step", "prompt", "text")] for record in records]
+        table = wandb.Table(columns=["step", "prompt", "text"], data=self._samples)
+        self._run.log({"samples": table}, step=max(records[-1]["step"], self._run.starting_step))
 
     def _post(self, call: Callable[[], object]) -> None:
         """Queue a call for the sending thread, so that wandb cannot block the trainer."""

@@ -28,6 +28,7 @@ from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.documents import choose, describe_kernel
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.generation.prompts import read_questions
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.earlier_adapter import wanted_shapes
@@ -96,6 +97,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     check_optimizer(config.optimizer, device)
     refuse_sinks(config.log_to)
     check_output(config.pick(ProfilerOptions))
+    if config.sample_prompts:
+        read_questions(Path(config.sample_prompts))
     world_size = planned_processes(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(device, world_size))
     for line in needless_lines(config):

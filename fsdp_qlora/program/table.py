@@ -19,6 +19,7 @@ COMMANDS = {
     "train": Command("fine-tune a model", "fsdp_qlora.program.train"),
     "export": Command("make an adapter of a checkpoint", "fsdp_qlora.program.export"),
     "merge": Command("make an adapter and its base one model", "fsdp_qlora.program.merge"),
+    "gguf": Command("write a merged model or an adapter for llama.cpp", "fsdp_qlora.program.gguf"),
     "generate": Command("let a trained model answer", "fsdp_qlora.program.generate"),
     "report": Command("draw the curves of runs, side by side, in one HTML file", "fsdp_qlora.program.report"),
     "quantize": Command("save a model in 4 bits", "fsdp_qlora.program.quantize"),

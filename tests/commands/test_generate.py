@@ -41,7 +41,7 @@ def run(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
     train_ok(
-        2, folder / "run", model_name=models(), dataset=rows, precision="fp32", lr=3e-2, num_epochs=4, batch_size=4
+        2, folder / "run", model_name=models(), dataset=rows, precision="fp32", lr=3e-3, num_epochs=2, batch_size=4
     )
     return folder / "run"
 
@@ -119,3 +119,26 @@ def test_draws_follow_temperature_top_p_and_seed() -> None:
     state = torch.get_rng_state()
     drawn(temperature=1.0)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_samples_of_a_run_are_its_models_answers_and_change_nothing_of_it(models: Models, tmp_path: Path) -> None:
+    rows, held_out = (
+        write_rows(tmp_path / "rows.jsonl", make_rows(12)),
+        write_rows(tmp_path / "eval.jsonl", make_rows(4)),
+    )
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("sort the list\nname a river\nblue water\n")
+    common = {"model_name": models(), "dataset": rows, "eval_dataset": held_out, "eval_steps": 2, "batch_size": 1}
+    common |= {"precision": "fp32", "lr": 3e-3, "lora_dropout": 0.1, "max_steps": 4}
+    train_ok(2, tmp_path / "with", sample_prompts=prompts, **common)
+    train_ok(2, tmp_path / "without", **common)
+    saved = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("with", "without")]
+    assert saved[0] == saved[1]
+    samples = [json.loads(line) for line in (tmp_path / "with" / "samples.jsonl").read_text().splitlines()]
+    asked = prompts.read_text().splitlines()
+    assert [(row["step"], row["prompt"]) for row in samples] == [(step, text) for step in (0, 2, 4) for text in asked]
+    generate(
+        1, tmp_path / "one", adapter=tmp_path / "with", prompts=prompts, out=tmp_path / "out.jsonl", max_new_tokens=128
+    )
+    answers = [json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in samples[-3:]] == answers and len({row["text"] for row in samples}) > 3

@@ -157,7 +157,7 @@ def test_verify_finds_the_loss_of_the_run_and_the_better_base(
     rows, held_out = write_rows(tmp_path / "rows.jsonl", make_rows(8)), make_rows(6, seed=1)
     verify, run = write_rows(tmp_path / "held_out.jsonl", held_out), tmp_path / "run"
     common = {"model_name": models("llama"), "dataset": rows, "precision": "fp32", "lr": 1e-2, "num_epochs": 3}
-    train_ok(2, run, eval_dataset=verify, batch_size=2, logits_file=tmp_path / "logits", **common, **options)
+    train_ok(2, run, eval_dataset=verify, batch_size=2, **common, **options)
     assert merge("--adapter", run, "--out", tmp_path / "out", "--verify", verify) == 0
     said = "\n".join(lines)
     loss, *others = [float(found) for found in re.findall(r": loss ([\d.]+)", said)]
@@ -167,8 +167,6 @@ def test_verify_finds_the_loss_of_the_run_and_the_better_base(
     base = re.findall(r"Recommended: --base (\w+)", said)[0]
     assert base == ("dequantized" if "by chance" in said or others[1] < others[0] else "original")
     assert merge("--adapter", run, "--out", tmp_path / "same", "--base", "dequantized") == 0
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "same", dtype=torch.float32)
-    torch.testing.assert_close(logits_of(merged), load_file(tmp_path / "logits")["logits"], atol=1e-4, rtol=1e-4)
     if base == "dequantized":
         saved = [load_file(tmp_path / name / "model.safetensors") for name in ("same", "out")]
         assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])

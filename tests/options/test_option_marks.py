@@ -28,8 +28,8 @@ IDENTITY = """
     dataset_format eval_fraction
 """
 DIFFERS_BETWEEN_NODES = """
-    model_name dataset prompt_template eval_dataset output_dir profiling_output overwrite_output_dir quant_cache
-    loading_buffer_mib world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path adapter
+    model_name dataset prompt_template eval_dataset sample_prompts output_dir profiling_output
+    overwrite_output_dir quant_cache loading_buffer_mib world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path adapter
 """
 
 

@@ -1,0 +1,122 @@
+"""GGUF files hold what transformers reads back: the same weights, tokens and answers."""
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fsdp_qlora.__main__ import main
+from tests.commands.test_merge import make_adapter, merge
+from tests.tiny import PROBE
+
+Models = Callable[..., Path]
+
+
+def convert(*argv: object) -> int:
+    return main(["gguf", *map(str, argv)])
+
+
+def greedy(model: torch.nn.Module) -> torch.Tensor:
+    return model.eval().generate(input_ids=PROBE, max_new_tokens=12, do_sample=False, pad_token_id=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("llama", {}), ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}), ("qwen2", {})],
+)
+def test_a_merged_model_read_back_answers_the_same(
+    family: str, sizes: dict[str, object], models: Models, tmp_path: Path
+) -> None:
+    base, merged = models(family, **sizes), tmp_path / "merged"
+    assert merge("--adapter", make_adapter(base, tmp_path / "adapter"), "--out", merged) == 0
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(merged), AutoTokenizer.from_pretrained(merged)
+    # transformers gives a qwen2 without a pad token the id of Qwen's, which this vocabulary does not have.
+    options = {"dtype": torch.float32, **({"config": model.config} if family == "qwen2" else {})}
+    for kind, tolerance in (("f32", 1e-5), ("f16", 2e-2), ("q8_0", 0.5)):
+        assert convert("--model", merged, "--out", tmp_path / f"{kind}.gguf", "--type", kind) == 0
+        back = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=f"{kind}.gguf", **options)
+        with torch.no_grad():
+            torch.testing.assert_close(back(PROBE).logits, model(PROBE).logits, atol=tolerance, rtol=0)
+        if kind != "q8_0":
+            assert torch.equal(greedy(back), greedy(model))
+    read = AutoTokenizer.from_pretrained(tmp_path, gguf_file="f16.gguf")
+    text = "sort the  list of 27 rivers, please"
+    assert read(text, add_special_tokens=False)["input_ids"] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    fields = gguf.GGUFReader(tmp_path / "q8_0.gguf").fields
+    assert fields["tokenizer.ggml.pre"].contents() == "gpt-2" and fields["tokenizer.ggml.add_bos_token"].contents()
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True, "rank_pattern": {"k_proj": 2}, "alpha_pattern": {"o_proj": 3}}]
+)
+def test_an_adapter_alone_adds_to_the_bases_file_what_the_merged_one_has(
+    options: dict[str, object], models: Models, tmp_path: Path
+) -> None:
+    base, merged = models("llama"), tmp_path / "merged"
+    adapter = make_adapter(base, tmp_path / "adapter", **options)
+    assert merge("--adapter", adapter, "--out", merged) == 0
+    for name, folder in (("base", base), ("merged", merged)):
+        assert convert("--model", folder, "--out", tmp_path / f"{name}.gguf", "--type", "f32") == 0
+    assert convert("--adapter", adapter, "--base", base, "--out", tmp_path / "lora.gguf") == 0
+    before, after, lora = (gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("base", "merged", "lora"))
+    alpha = lora.fields["adapter.lora.alpha"].contents()
+    parts = {tensor.name: tensor.data for tensor in lora.tensors}
+    assert len(parts) == 2 * 14 and lora.fields["general.architecture"].contents() == "llama"
+    wanted = {tensor.name: tensor.data for tensor in after.tensors}
+    for tensor in before.tensors:
+        values = tensor.data
+        if f"{tensor.name}.lora_a" in parts:
+            lora_a, lora_b = parts[f"{tensor.name}.lora_a"], parts[f"{tensor.name}.lora_b"]
+            values = (
+                values + alpha / len(lora_a) * lora_b @ lora_a
+            )  # as llama.cpp's llama_adapter_lora_weight::get_scale
+        np.testing.assert_allclose(values, wanted[tensor.name], atol=1e-6)
+
+
+def test_other_types_are_made_by_llama_cpps_programs(models: Models, tmp_path: Path) -> None:
+    there = tmp_path / "llama.cpp"
+    (there / "build" / "bin").mkdir(parents=True)
+    script = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write(' '.join(sys.argv[1:]))"
+    (there / "convert_hf_to_gguf.py").write_text(script)
+    quantize = there / "build" / "bin" / "llama-quantize"
+    quantize.write_text('#!/bin/sh\n(echo "$3"; cat "$1") > "$2"\n')
+    quantize.chmod(quantize.stat().st_mode | stat.S_IXUSR)
+    argv = ("--model", models("gpt2", n_embd=64, n_head=4, n_layer=2), "--llama_cpp", there)
+    assert convert(*argv, "--out", tmp_path / "q4.gguf", "--type", "q4_k_m") == 0
+    kind, call = (tmp_path / "q4.gguf").read_text().splitlines()
+    assert kind == "q4_k_m" and "--outtype f16" in call
+    assert not list(tmp_path.glob(".gguf_*"))
+
+
+def test_what_cannot_be_converted_is_refused(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = models("llama"), tmp_path / "out.gguf"
+    dora = make_adapter(base, tmp_path / "dora", use_dora=True)
+    (tmp_path / "theirs.gguf").touch()
+    odd = tmp_path / "odd"
+    odd.mkdir()
+    (odd / "config.json").write_bytes((base / "config.json").read_bytes())
+    (odd / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes())
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    (odd / "tokenizer.json").write_text(json.dumps(tokenizer | {"pre_tokenizer": {"type": "Metaspace"}}))
+    for argv, words in {
+        ("--model", models("gpt2", n_embd=64, n_head=4, n_layer=2)): "Models of type gpt2 are not converted here",
+        ("--model", base, "--type", "q4_k_m"): "give its folder in --llama_cpp",
+        ("--model", odd): "no byte-level BPE",
+        ("--model", tmp_path / "absent"): "there is no such folder",
+        ("--adapter", dora, "--base", base): "has DoRA, which llama.cpp does not apply",
+        ("--adapter", dora): "--adapter needs --base",
+        ("--model", base, "--out", tmp_path / "theirs.gguf"): "exists already",
+        (): "Give --model DIR or --adapter DIR",
+    }.items():
+        assert convert("--out", out, *argv) == 2, words
+        assert words in capsys.readouterr().err
+    assert not out.exists() and not list(tmp_path.glob(".*"))
