@@ -85,6 +85,7 @@ class TrainKeywords(TypedDict, total=False):
     eval_dataset: Texts
     eval_steps: int
     early_stopping: int
+    sample_prompts: Text | None
     save_model: bool
     output_dir: Text
     overwrite_output_dir: bool

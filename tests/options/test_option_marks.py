@@ -29,7 +29,8 @@ IDENTITY = """
 """
 DIFFERS_BETWEEN_NODES = """
     model_name dataset prompt_template eval_dataset sample_prompts output_dir profiling_output
-    overwrite_output_dir quant_cache loading_buffer_mib world_size nproc_per_node master_addr master_port verbose resume mirror llama_pro_path adapter
+    overwrite_output_dir quant_cache loading_buffer_mib world_size nproc_per_node master_addr master_port verbose resume
+    mirror llama_pro_path adapter
 """
 
 
