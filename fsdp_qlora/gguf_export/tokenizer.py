@@ -83,7 +83,8 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: Vocabulary) -> N
     writer.add_token_types(vocabulary.types)
     writer.add_token_merges(vocabulary.merges)
     for name in ("bos", "eos", "pad"):
-        if (token := getattr(tokenizer, f"{name}_token_id")) is not None:
+        token = getattr(tokenizer, f"{name}_token_id")
+        if token is not None and token < len(vocabulary.tokens):  # transformers gives some kinds a token of its own
             getattr(writer, f"add_{name}_token_id")(token)
     begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id] and tokenizer.bos_token_id is not None
     writer.add_add_bos_token(begins)

@@ -17,7 +17,7 @@ from tests.phantom.environment import run, subtract
 from tests.tiny import flags, make_rows, write_rows
 
 NUMBERS = 7  # float64 of each rank in a step: loss, norm, three flags of `control`, memory allocated and reserved
-PIECES = 2  # tensors of the adapter in a piece of their own: A and B are small
+PIECES = 1  # tensors of the adapter to the optimizer
 PER_STEP = {"fsdp_qlora/distributed.py": 1}  # all ranks' numbers come back
 # With padding transformers asks the device whether a mask is needed.
 PER_PADDED_MICRO_BATCH = {"fsdp_qlora/training/head_loss.py": 1}
