@@ -26,4 +26,7 @@ step "Training: ${command[*]}"
 
 step "What the adapter does"
 TQDM_DISABLE=1 python -W ignore::FutureWarning scripts/demo_report.py --model_name demo/model --output_dir demo/output
+step "Its answer on the ranks that trained it"
+python -m fsdp_qlora generate --adapter demo/output --nproc_per_node "$ranks" --max_new_tokens 40 \
+    --prompt "Explain why leaves change colour in autumn."
 step "Done: the adapter is in demo/output"

@@ -47,6 +47,8 @@ BY_HAND = {
 OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle"),  # torchrun
     *("out", "prune", "expansion_rate", "best", "version", "json"),  # our commands
+    *("base", "verify", "dtype", "model", "type", "llama_cpp"),  # merge and gguf
+    *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("logdir", "project", "shm-size", "ipc"),  # tensorboard, trackio, docker
     *("config", "help", "dry_run"),
 }
@@ -135,13 +137,26 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
     train_ok(1, tmp_path / "run", model_name=models(), dataset=rows, max_steps=1, eval_fraction=0.1)
     for number, (_, command, *words) in enumerate(lines):
-        if command in ("quantize", "expand", "export"):  # MODEL --out DIR
+        if command in ("merge", "gguf", "generate"):
+            # As in training's commands, the folders and files that a reader has are replaced.
+            merged, out = tmp_path / "merged", tmp_path / f"{number}.out"
+            stand_ins = {
+                "adapter": tmp_path / "run",
+                "model": merged,
+                "base": models(),
+                "verify": rows,
+                "prompts": rows,
+            }
+            stand_ins["out"] = merged if command == "merge" and not merged.exists() else out
+            words += flags(**{name: value for name, value in stand_ins.items() if f"--{name}" in words})
+            words += flags(max_new_tokens=2, nproc_per_node=1) if command == "generate" else []
+        elif command in ("quantize", "expand", "export"):  # MODEL --out DIR
             source = tmp_path / "run" if command == "export" else models()
             words[0], words[words.index("--out") + 1] = str(source), str(tmp_path / str(number))
         if command == "expand":
             words += flags(expansion_rate=0.5)  # of two blocks
-        line, _, kept = " ".join(words).partition(" > ")  # the shell's
-        assert beside.main([command, *line.split()]) == 0, (command, words, kept)
+        words = words[: words.index(">")] if ">" in words else words  # the shell's
+        assert beside.main([command, *words]) == 0, (command, words)
 
 
 def test_every_other_command_is_run_by_a_test_or_a_script() -> None:

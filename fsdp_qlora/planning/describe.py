@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft import LoraConfig
 
 from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.data.schedule import Schedule
@@ -14,6 +15,8 @@ from fsdp_qlora.planning.step_memory import StepBytes
 from fsdp_qlora.sharding.build_model import MetaModel
 from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
 from fsdp_qlora.units import GIB, format_bytes
+
+SERVED_RANK = 16  # vLLM's default of max_lora_rank
 
 
 def describe_model(meta: MetaModel) -> str:
@@ -134,3 +137,18 @@ def describe_result(summary: dict[str, float], output_dir: Path, seconds: float,
     files = sorted(path.name for path in entries if path.is_file() and not path.name.startswith("."))
     lines.append(f"  {'Saved' if saved else 'Nothing saved, metrics only'}: {output_dir}/ ({', '.join(files)})")
     return "\n".join(lines)
+
+
+def describe_servers(adapter: LoraConfig | None) -> str | None:
+    """One line if the adapter is one that servers such as vLLM do not load as it is; None if it is not."""
+    if adapter is None:
+        return None
+    rank = max(adapter.r, *(adapter.rank_pattern or {}).values(), 0)
+    reasons = [
+        *["no DoRA"] * adapter.use_dora,
+        *["no modules_to_save"] * bool(adapter.modules_to_save),
+        *[f"rank {SERVED_RANK} at most unless told otherwise (this one is saved in {rank})"] * (rank > SERVED_RANK),
+    ]
+    if not reasons:
+        return None
+    return f"For later: servers of adapters such as vLLM take {', '.join(reasons)}. A merged model has no such limit."
