@@ -104,8 +104,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     for line in needless_lines(config):
         log.info(line)
     model = plan_model(config, ranks, store, world_size)
-    if line := describe.describe_servers(adapter_config(config, model)):
-        log.info(line)
+    if needs_merging := describe.describe_servers(adapter_config(config, model)):
+        log.info(needs_merging)
     # Before the process group starts, so that no collective waits for the tokenizer.
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     data = prepare_data(model.tokenizer, config.pick(DataOptions), vocab_size=vocab_size)
