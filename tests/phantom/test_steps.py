@@ -145,17 +145,20 @@ def test_the_host_waits_once_and_only_inputs_and_numbers_are_copied_where_the_de
     assert dict(+found) == PER_STEP | {"fsdp_qlora/optimizers/sharded.py": PIECES}
     moved = Counter()
     for copied in counts["copies"]:
-        assert copied["pinned"] or copied["bytes"] <= 4096 or not copied["count"], copied
+        assert copied["pinned"] or not copied["stream"], copied
         moved[copied["kind"], "beside" if copied["stream"] else "at work"] += copied["bytes"] * copied["count"]
     assert moved["device_to_host", "at work"] == 8 * NUMBERS  # nothing frozen
-    assert moved["host_to_device", "at work"] <= 8 * NUMBERS + micro_batches * 64 * 1024
-    embedding, blocks, _, head, _ = sizes(models(), 1)
-    if offload:
-        # Forward and backward turn at the head and at the embedding, which are there then; so is the last block.
-        assert moved["host_to_device", "beside"] >= micro_batches * (embedding + head + sum(blocks) + sum(blocks[:-1]))
-        assert moved["device_to_host", "beside"] > 0
-    else:
+    assert moved["host_to_device", "at work"] < micro_batches * 16 * 1024
+    if not offload:
         assert not moved["host_to_device", "beside"] and not moved["device_to_host", "beside"]
+        return
+    embedding, blocks, _, head, _ = sizes(models(), 1)
+    # Where forward and backward turn, at the head and at the embedding, two modules are there already.
+    weights = micro_batches * (embedding + sum(blocks[:-1]) + sum(blocks[1:]) + head)
+    inputs = moved["device_to_host", "beside"]
+    assert inputs > 0
+    aligned = 64 * 100 * micro_batches  # bytes between the parameters
+    assert 0 <= moved["host_to_device", "beside"] - weights - inputs * (len(blocks) - 1) // len(blocks) < aligned
 
 
 def test_with_padding_the_host_waits_once_in_each_micro_batch(step):
