@@ -3,9 +3,11 @@
 The values come from a model in training, gathered from all ranks, or from a checkpoint (first_values.Values).
 """
 
+import errno
 import functools
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,7 +40,12 @@ class Companions:
     documents: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        self.tokenizer.save_pretrained(str(folder))
+        try:
+            self.tokenizer.save_pretrained(str(folder))
+        except Exception as error:  # the package tokenizers raises Exception itself
+            if "No space left" in str(error):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
         for name, text in self.documents.items():
             (folder / name).write_text(text, encoding="utf-8")
 

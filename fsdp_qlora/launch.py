@@ -66,12 +66,12 @@ def is_from_an_agent(name: str) -> bool:
     return name in _AGENT_VARIABLES or name.startswith("TORCHELASTIC_")
 
 
-def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[str] = WORKER) -> int | None:
+def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[str] = ()) -> int | None:
     """Start the workers and wait for them, if this process is not a worker itself.
 
     Args:
         argv: the arguments after the program's name; the workers get the same.
-        worker: what python is given before them.
+        worker: what python is given before them; by default WORKER.
     Returns:
         None if this process is a worker and should continue, else the status to exit with: the first failed worker's,
         the one in errors.ENDINGS if a signal ended the run, or 0.
@@ -90,7 +90,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
     # print and not the logger, which is set up in the workers.
     with _listen(config.master_addr, config.master_port) as meeting_point:
         print(f"Starting {processes} processes, {reason}.", flush=True)
-        return _run_workers(processes, [*worker, *argv], config.master_addr, meeting_point).status
+        return _run_workers(processes, [*(worker or WORKER), *argv], config.master_addr, meeting_point).status
 
 
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:

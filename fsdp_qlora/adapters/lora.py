@@ -33,7 +33,7 @@ class LoraAdapter(nn.Module):
         self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module) -> torch.Tensor:
-        """base_layer(x) + scaling * B A x. FSDP2 gathers this module's weights when it is called."""
+        """base_layer(x) + scaling * B A x, [.., out] or [N, out]. FSDP2 gathers this module's weights when it is called."""
         base = frozen_product(base_layer, x)
         if base is None:
             return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
@@ -77,7 +77,8 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.lora(x, self.base_layer)
-        return result
+        # Here, since FSDP2's hooks on what the adapter returns must not be on a view.
+        return result.view(*x.shape[:-1], result.shape[-1])
 
 
 class ExpertsLora(nn.Module):

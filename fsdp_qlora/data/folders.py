@@ -97,7 +97,10 @@ def _names(files: Iterable[Path], folder: Path) -> str:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    files = [file for file in folder.iterdir() if kind_of(file) and file.name[0] != "." and file.is_file()]
+    try:
+        files = [file for file in folder.iterdir() if kind_of(file) and file.name[0] != "." and file.is_file()]
+    except OSError as error:
+        raise UserError(f"dataset: {folder} cannot be listed ({error.strerror or error}).") from error
     texts = [file for file in files if file.name.lower().removesuffix(".gz").endswith(".txt")]
     if texts and len(texts) < len(files):  # a licence or notes beside the rows
         log.info("%s: text files beside rows are not read: %s.", folder, _names(texts, folder))

@@ -283,7 +283,7 @@ def test_columns_with_names_of_their_own_give_the_same_rows(prepare: Any, tmp_pa
 def test_held_out_files_of_a_folder_are_for_evaluation(prepare: Any, tmp_path: Path) -> None:
     for write in (split_files, saved_splits):
         folder = write(tmp_path / write.__name__, ALPACA)
-        data, _ = prepare(folder, eval_dataset=f"{folder}[test]")
+        data, _ = prepare(folder, eval_dataset=(f"{folder}[test]",))
         assert (len(data.train_rows), len(data.eval_rows)) == (4, 1)
         with pytest.raises(UserError, match=r"validation.*Its splits: test, train"):
             prepare(f"{folder}[validation]")

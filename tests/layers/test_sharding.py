@@ -116,11 +116,20 @@ def test_what_no_gradient_passes_through_is_not_gathered_for_the_backward_pass(m
 
 def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
     import train
+    from fsdp_qlora.training import trainer
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        status = train.main(argv)
+    events, train_step = [], trainer.Trainer.train_step
+
+    def step(self: Any, number: int, rows: Any) -> dict[str, Any]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            record = train_step(self, number, rows)
+        events.extend(profile.events())
+        return record
+
+    trainer.Trainer.train_step = step  # type: ignore[method-assign]
+    status = train.main(argv)
     seen = []
-    for event in sorted(profile.events(), key=lambda event: event.time_range.start):
+    for event in sorted(events, key=lambda event: event.time_range.start):
         found = re.match(r"FSDP::(all_gather|pre_forward|pre_backward) \(model\.layers\.(\d)(.*)\)", event.name)
         if found and not (found[3] and found[1] != "all_gather"):
             kind = {"all_gather": "gather", "pre_forward": "forward", "pre_backward": "backward"}[found[1]]

@@ -20,7 +20,7 @@ def test_a_state_of_another_number_of_ranks_is_refused_while_the_earlier_results
     train_ok(2, tmp_path / "two", **options, optimizer="adamw_8bit", gradient_accumulation_steps=1)
     train_ok(1, tmp_path / "one", **options, gradient_accumulation_steps=2)
     before = sorted(tmp_path.glob("one/**/*"))
-    again = {**options, "optimizer": "adamw_8bit", "max_steps": 2, "gradient_accumulation_steps": 2}
+    again = {**options, "optimizer": "adamw_8bit", "gradient_accumulation_steps": 2}
     argv = flags(**again, output_dir=tmp_path / "one", overwrite_output_dir=True, resume=tmp_path / "two")
     statuses, output = run_ranks(1, argv, tmp_path / "logs")
     assert statuses == [2] and "can be resumed on 2 ranks only" in output, output

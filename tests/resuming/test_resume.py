@@ -130,7 +130,14 @@ def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Pat
 def loading(out: Path) -> contextlib.AbstractContextManager[None]:
     """A start that is about to load the model."""
     folder = RunFolder(out, read_ranks(), StartRequest(OPTIONS, is_unattended=True))
-    guard = Supervision(TrainConfig(output_dir=str(out)), folder, folder.choose_start(ABOUT), HashStore(), started=0.0)
+    guard = Supervision(
+        TrainConfig(output_dir=str(out)),
+        folder,
+        folder.choose_start(ABOUT),
+        HashStore(),
+        started=0.0,
+        memory_settings="",
+    )
     return guard.loading()
 
 
