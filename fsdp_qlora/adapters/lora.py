@@ -33,7 +33,7 @@ class LoraAdapter(nn.Module):
         self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module) -> torch.Tensor:
-        """base_layer(x) + scaling * B A x, [.., out] or [N, out]. FSDP2 gathers this module's weights when it is called."""
+        """base_layer(x) + scaling * B A x, [.., out] or [N, out]. FSDP2 gathers the weights when it is called."""
         base = frozen_product(base_layer, x)
         if base is None:
             return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)

@@ -44,7 +44,7 @@ class Product(NamedTuple):
 
 
 def lora_product(x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product) -> torch.Tensor:
-    """x W^T + b + scaling * B A x' of x [.., in], [N, out] in the base's compute dtype; differentiable in x, A and B."""
+    """x W^T + b + scaling * B A x' of x [.., in], as [N, out] in the base's dtype; differentiable in x, A and B."""
     rows = x.to(product.base.dtype).flatten(0, -2)
     low = _LowRank.apply(rows, lora_A, product.dropout)
     y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, product)
