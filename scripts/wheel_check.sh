@@ -20,7 +20,7 @@ python -m venv --without-pip "$work/venv"
 site="$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 # Under the wheel's own files, so that they win over an editable installation.
 python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/libraries.pth"
-python -m pip --python "$work/venv/bin/python" install --quiet --disable-pip-version-check --no-deps --no-index \
+python -m pip --python "$work/venv/bin/python" install --quiet --disable-pip-version-check --no-deps --no-index --ignore-installed \
     "$work"/fsdp_qlora-*.whl
 
 mkdir "$work/empty"
