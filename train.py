@@ -7,5 +7,7 @@ import sys
 
 from fsdp_qlora.program.train import main
 
+__all__ = ["main"]
+
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
