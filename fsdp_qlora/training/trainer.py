@@ -180,7 +180,9 @@ class Trainer:
         Returns:
             Bytes of GPU memory that were allocated between the forward and the backward pass, the most of them.
         """
-        longest, num_turns = self.schedule.longest_micro_batch(rows, self.data.lengths)
+        return self._try(*self.schedule.longest_micro_batch(rows, self.data.lengths))
+
+    def _try(self, micro_batch: np.ndarray, num_turns: int) -> int:
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
@@ -188,7 +190,7 @@ class Trainer:
         for is_last in (False, True) if num_turns > 1 else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
             with self._documents_apart():
-                loss = self._loss(self._batch(longest, self.data))
+                loss = self._loss(self._batch(micro_batch, self.data))
                 held = max(held, torch.cuda.memory_allocated())
                 loss.backward()
         del state
@@ -207,7 +209,8 @@ class Trainer:
         def least(value: float) -> float:
             return gather_numbers([value], device).min().item()
 
-        number = fit_recompute(self.model, lambda: self.try_longest(rows), meter, least, block_bytes=block_bytes)
+        longest, num_turns = self.schedule.longest_micro_batch(rows, self.data.lengths)  # goes through the whole run
+        number = fit_recompute(self.model, lambda: self._try(longest, num_turns), meter, least, block_bytes=block_bytes)
         self.memory_watch = MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
         log.info("Recompute: %d of %d blocks, found by trial.", number, self.memory_watch.blocks)
 
