@@ -8,7 +8,8 @@ from pathlib import Path
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import LostRank, TrainingError, UserError, how_it_ends, print_error
 from fsdp_qlora.launch import relaunch_if_needed
-from fsdp_qlora.program.run_options import Parser, run_options
+from fsdp_qlora.program.parser import Parser
+from fsdp_qlora.program.run_options import run_options
 from fsdp_qlora.redact import guard_output
 from fsdp_qlora.terminal import quiet_libraries
 

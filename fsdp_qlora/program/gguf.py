@@ -8,8 +8,6 @@ import tempfile
 from pathlib import Path
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.messages import shown
-from fsdp_qlora.program.run_options import Parser, log_to_stderr
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -31,23 +29,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--llama_cpp", metavar="DIR", help="folder of llama.cpp, whose programs convert then")
 
 
-def main(argv: list[str]) -> int:
-    """Returns the exit status."""
-    parser = Parser("gguf", DESCRIPTION)
-    add_options(parser)
-    log_to_stderr()
-    try:
-        args, rest = parser.split(argv)
-        if rest:
-            raise UserError(f"Unknown option {rest[0]}. See --help.")
-        check(args)
-        run(args)
-    except UserError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def check(args: argparse.Namespace) -> None:
     """Refuse options that do not fit together. Raises UserError."""
     if bool(args.model) == bool(args.adapter):
@@ -64,6 +45,7 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Convert as the options say."""
+    check(args)
     out = Path(args.out)
     if args.llama_cpp:
         _convert_there(args, Path(args.llama_cpp), out)

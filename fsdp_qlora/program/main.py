@@ -1,6 +1,5 @@
 """`fsdp-qlora COMMAND`, which is also `python -m fsdp_qlora COMMAND`."""
 
-import argparse
 import difflib
 import importlib
 import logging
@@ -8,8 +7,10 @@ import sys
 
 from fsdp_qlora.errors import ENDINGS, TrainingError, UserError
 from fsdp_qlora.messages import shown
+from fsdp_qlora.program.parser import Parser
 from fsdp_qlora.program.table import COMMANDS
 from fsdp_qlora.redact import guard_output
+from fsdp_qlora.terminal import quiet_libraries
 from fsdp_qlora.version import VERSION
 
 PROGRAM = "fsdp-qlora"
@@ -41,15 +42,22 @@ def main(argv: list[str]) -> int:
 
 def run_command(name: str, words: list[str]) -> int:
     """Run a row of the table. Returns the exit status."""
-    module = importlib.import_module(COMMANDS[name].module)
+    command = COMMANDS[name]
+    module = importlib.import_module(command.module)
     if hasattr(module, "main"):
         return int(module.main(words))
-    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {name}", description=module.DESCRIPTION)
+    parser = Parser(name, module.DESCRIPTION)
     module.add_options(parser)
-    args = parser.parse_args(words)
+    quiet_libraries()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        module.run(args)
+        args, others = parser.split(words)
+        if command.takes_training_options:
+            module.run(args, others)
+        elif others:
+            raise UserError(f"Unknown option {others[0]}. See --help.")
+        else:
+            module.run(args)
     except (UserError, TrainingError) as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

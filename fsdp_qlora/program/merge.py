@@ -1,14 +1,12 @@
 """`merge`: an adapter and its base become one model."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.messages import shown
-from fsdp_qlora.program.run_options import Parser, log_to_stderr, run_options
+from fsdp_qlora.program.run_options import run_options
 from fsdp_qlora.storage.locations import folder_error
 
 if TYPE_CHECKING:
@@ -43,24 +41,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify_rows", type=int, default=64, metavar="N", help="rows to compare on (default: 64)")
 
 
-def main(argv: list[str]) -> int:
-    """Returns the exit status."""
-    parser = Parser("merge", DESCRIPTION)
-    add_options(parser)
-    log_to_stderr()
-    try:
-        args, rest = parser.split(argv)
-        if error := folder_error("out", args.out):
-            raise UserError(error)
-        run(args, run_options(Path(args.adapter).expanduser(), rest))
-    except UserError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return 2
-    return 0
+def run(args: argparse.Namespace, others: list[str]) -> None:
+    """Merge as the options say.
 
-
-def run(args: argparse.Namespace, config: TrainConfig) -> None:
-    """Merge as the options say."""
+    Args:
+        others: options of training.
+    """
+    if error := folder_error("out", args.out):
+        raise UserError(error)
+    config = run_options(Path(args.adapter).expanduser(), others)
     import torch
 
     from fsdp_qlora.commands.merge import check_base, one_process, open_merge, write_merged

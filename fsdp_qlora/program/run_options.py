@@ -1,38 +1,16 @@
 """The options of the run that an adapter comes from, for commands that use it."""
 
-import argparse
 import json
-import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.help import value_text
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.terminal import quiet_libraries
 
 OPTIONS, RECORD, ADAPTER = "config.yaml", "training.json", "adapter_config.json"
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are ours, and which leaves the options of training to their own parser."""
-
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=f"fsdp-qlora {name}", description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[0].upper()}{message[1:]}. See --help.")
-
-    def split(self, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        """This command's options, and the words of the others."""
-        parts = [word.partition("=") for word in argv]
-        names = [
-            name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name for name, _, _ in parts
-        ]
-        return self.parse_known_args([name + sep + value for name, (_, sep, value) in zip(names, parts, strict=True)])
 
 
 def run_options(adapter: Path | None, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
@@ -85,9 +63,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def log_to_stderr() -> None:
-    """Let the log go to stderr: stdout is for results."""
-    quiet_libraries()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -7,18 +7,20 @@ class Command(NamedTuple):
     """A command of `fsdp-qlora`.
 
     summary: one line of `fsdp-qlora --help`. module: it has DESCRIPTION, add_options(parser) and run(args); or, where
-    argparse does not read the options, main(argv), which returns the exit status. It imports torch where it needs it
-    and not at its top, so that --help and wrong options answer at once.
+    argparse does not read the options or several processes run, main(argv), which returns the exit status. It imports
+    torch where it needs it and not at its top, so that --help and wrong options answer at once.
+    takes_training_options: run(args, words) gets the other words too, which are options of training.
     """
 
     summary: str
     module: str
+    takes_training_options: bool = False
 
 
 COMMANDS = {
     "train": Command("fine-tune a model", "fsdp_qlora.program.train"),
     "export": Command("make an adapter of a checkpoint", "fsdp_qlora.program.export"),
-    "merge": Command("make an adapter and its base one model", "fsdp_qlora.program.merge"),
+    "merge": Command("make an adapter and its base one model", "fsdp_qlora.program.merge", takes_training_options=True),
     "gguf": Command("write a merged model or an adapter for llama.cpp", "fsdp_qlora.program.gguf"),
     "generate": Command("let a trained model answer", "fsdp_qlora.program.generate"),
     "report": Command("draw the curves of runs, side by side, in one HTML file", "fsdp_qlora.program.report"),
