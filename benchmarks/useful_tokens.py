@@ -24,19 +24,18 @@ LAYOUTS = {"padded": (True, False), "one behind the other": (False, False), "pac
 
 def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
     """Of an epoch: rows' tokens per token computed, and per token that the ranks could compute in that time."""
-    steps = [schedule.useful_shares(rows, data.train.lengths) for _, rows in schedule.rows_of_steps(data.train_rows)]
-    sizes = [data.train.lengths[rows].sum() for _, rows in schedule.rows_of_steps(data.train_rows)]
+    lengths = data.train.lengths
+    dealt = [schedule.micro_batches(rows, lengths) for _, rows in schedule.rows_of_steps(data.train_rows)]
+    steps = [schedule.useful_shares(pieces, lengths) for pieces in dealt]
+    sizes = [sum(lengths[piece].sum() for piece in pieces) for pieces in dealt]
     # Means over tokens and not over steps, of which the last may be small.
     of_computed, of_lock_step = (
         np.sum(sizes) / np.sum(np.array(sizes) / column) for column in zip(*steps, strict=True)
     )
-    turns = sum(
-        len(schedule.micro_batches(rows, data.train.lengths)) for _, rows in schedule.rows_of_steps(data.train_rows)
-    )
     return {
         "useful_of_computed": round(float(of_computed), 4),
         "useful_of_lock_step": round(float(of_lock_step), 4),
-        "micro_batches_per_rank": turns // schedule.world_size,
+        "micro_batches_per_rank": sum(map(len, dealt)) // schedule.world_size,
     }
 
 

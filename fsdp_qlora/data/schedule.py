@@ -121,20 +121,25 @@ class Schedule:
             longest = max([longest, *pieces], key=lambda piece: self.tokens_computed(piece, lengths))
         return longest, most_turns
 
-    def useful_shares(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
+    def useful_shares(self, pieces: list[np.ndarray], lengths: np.ndarray) -> tuple[float, float]:
         """Shares of the tokens that are rows' own: of those computed, and of those that the ranks' time is enough for.
 
         In each turn all ranks take as long as the one with the most tokens.
+
+        Args:
+            pieces: a step's micro-batches.
         """
-        computed = [self.tokens_computed(piece, lengths) for piece in self.micro_batches(rows, lengths)]
+        computed = [self.tokens_computed(piece, lengths) for piece in pieces]
         turns = [computed[i : i + self.world_size] for i in range(0, len(computed), self.world_size)]
-        useful = int(lengths[rows].sum())
+        useful = sum(int(lengths[piece].sum()) for piece in pieces)
         return useful / sum(computed), useful / sum(self.world_size * max(turn) for turn in turns)
 
     def first_useful_shares(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
         """The mean of `useful_shares` over the first steps; of a stream only its first rows are known."""
         steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
-        shares = [self.useful_shares(of_step, lengths) for _, of_step in steps if len(of_step)]
+        shares = [
+            self.useful_shares(self.micro_batches(of_step, lengths), lengths) for _, of_step in steps if len(of_step)
+        ]
         of_computed, of_lock_step = np.mean(shares, axis=0).tolist()
         return of_computed, of_lock_step
 

@@ -92,8 +92,9 @@ class Trainer:
         started = time.perf_counter()
         self.heartbeat.beat(step, "rows")
         num_targets = int(self.data.num_targets[rows].sum())
+        pieces = self.schedule.micro_batches(rows, self.data.lengths)
         with self._documents_apart():
-            losses = self._forward_backward(step, rows, num_targets)
+            losses = self._forward_backward(step, pieces, num_targets)
         self.optimizer.take_gradients()
         self.heartbeat.beat(step, "exchange")
         loss_sum, grad_norm, memory = self._exchange(step, losses)
@@ -118,7 +119,7 @@ class Trainer:
             self.memory_watch.stepped(memory[:, -1].max().item())
         seconds = time.perf_counter() - started
         num_tokens = int(self.data.lengths[rows].sum())
-        of_computed, of_lock_step = self.schedule.useful_shares(rows, self.data.lengths)
+        of_computed, of_lock_step = self.schedule.useful_shares(pieces, self.data.lengths)
         return {
             "step": step + 1,
             "epoch": (step + 1) / self.schedule.steps_per_epoch,
@@ -136,10 +137,14 @@ class Trainer:
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
         }
 
-    def _forward_backward(self, step: int, rows: np.ndarray, num_targets: int) -> list[torch.Tensor]:
-        """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device."""
+    def _forward_backward(self, step: int, pieces: list[np.ndarray], num_targets: int) -> list[torch.Tensor]:
+        """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device.
+
+        Args:
+            pieces: the rows of all ranks' micro-batches, as Schedule.micro_batches deals them.
+        """
         self.model.train()
-        micro_batches = self._micro_batches(rows)
+        micro_batches = self._micro_batches(pieces)
         losses = []
         for index, micro_batch in enumerate(micro_batches):
             self.heartbeat.beat(step, "compute")
@@ -251,14 +256,14 @@ class Trainer:
         size = self.schedule.batch_size * self.ranks.world_size
         # Padded rows keep the order in which their losses were always added.
         parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
-        return [piece for part in parts for piece in self._own_pieces(part, data)]
+        return [piece for part in parts for piece in self._own(self.schedule.micro_batches(part, data.lengths))]
 
-    def _own_pieces(self, rows: np.ndarray, data: TokenizedRows) -> list[np.ndarray]:
-        return self.schedule.micro_batches(rows, data.lengths)[self.ranks.rank :: self.ranks.world_size]
+    def _own(self, pieces: list[np.ndarray]) -> list[np.ndarray]:
+        return pieces[self.ranks.rank :: self.ranks.world_size]
 
-    def _micro_batches(self, rows: np.ndarray) -> list[dict[str, Any]]:
+    def _micro_batches(self, pieces: list[np.ndarray]) -> list[dict[str, Any]]:
         """This rank's batches of an optimizer step."""
-        return [self._batch(piece, self.data) for piece in self._own_pieces(rows, self.data)]
+        return [self._batch(piece, self.data) for piece in self._own(pieces)]
 
     def _batch(self, rows: np.ndarray, data: TokenizedRows) -> dict[str, Any]:
         lay_out = collate if self.schedule.padding else join

@@ -716,10 +716,10 @@ def test_without_padding_ranks_compute_equally_many_tokens_at_the_same_time() ->
     pieces = split_by_tokens(np.arange(8), lengths, world_size=2, batch_size=2)
     assert [lengths[rows].tolist() for rows in pieces] == [[80, 10], [70, 20], [60, 30], [50, 40]]
     schedule = Schedule(8, 2, 2, 2, num_epochs=1, max_steps=-1, seed=0)
-    assert schedule.useful_shares(np.arange(8), lengths) == (1.0, 1.0)
+    assert schedule.useful_shares(pieces, lengths) == (1.0, 1.0)
     padded = dataclasses.replace(schedule, padding=True)
     # Of 2 x (80 + 60 + 40 + 20) tokens, and of twice 2 x (80 + 40) in the time of the first rank.
-    assert padded.useful_shares(np.arange(8), lengths) == (360 / 400, 360 / 480)
+    assert padded.useful_shares(padded.micro_batches(np.arange(8), lengths), lengths) == (360 / 400, 360 / 480)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
