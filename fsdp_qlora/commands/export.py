@@ -20,7 +20,7 @@ from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.results.upload import upload
-from fsdp_qlora.run import result_form
+from fsdp_qlora.run_result import result_form
 from fsdp_qlora.storage.files import staged_folder
 from fsdp_qlora.train_types import TRAIN_TYPES
 

@@ -28,7 +28,7 @@ from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.documents import choose, describe_kernel
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.generation.prompts import read_questions
+from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.earlier_adapter import wanted_shapes
@@ -85,6 +85,8 @@ class Plan:
     data: RunData
     schedule: Schedule
     warmup_steps: int
+    questions: tuple[Question, ...] = ()
+    """Of --sample_prompts."""
 
 
 def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
@@ -97,8 +99,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     check_optimizer(config.optimizer, device)
     refuse_sinks(config.log_to)
     check_output(config.pick(ProfilerOptions))
-    if config.sample_prompts:
-        read_questions(Path(config.sample_prompts))
+    questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     world_size = planned_processes(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(device, world_size))
     for line in needless_lines(config):
@@ -110,7 +111,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     data = prepare_data(model.tokenizer, config.pick(DataOptions), vocab_size=vocab_size)
     schedule = make_schedule(config, data, world_size)
-    plan = Plan(model, data, schedule, num_warmup_steps(config, schedule))
+    asked = tuple(question for _, question in questions)
+    plan = Plan(model, data, schedule, num_warmup_steps(config, schedule), asked)
     log.info("%s", shorten(data.sample, num_lines=_SAMPLE_LINES, heading="---"))
     log.info(schedule.describe(plan.warmup_steps))
     log.info(describe.describe_batches(schedule, data.train_rows, data.train.lengths))

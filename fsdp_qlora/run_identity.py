@@ -1,0 +1,98 @@
+"""What makes a run this run: its options, model, rows and the adapter it starts from, the same on all ranks."""
+
+from pathlib import Path
+from typing import Any
+
+from fsdp_qlora import distributed
+from fsdp_qlora.adapters.earlier import parent_of, read_adapter
+from fsdp_qlora.checkpointing.checkpoint import record_of
+from fsdp_qlora.checkpointing.result import changed_error
+from fsdp_qlora.checkpointing.same_run import StartRequest
+from fsdp_qlora.checkpointing.stores import open_store
+from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
+from fsdp_qlora.config.options import TrainConfig, names_marked
+from fsdp_qlora.config.resolved import resolved_options
+from fsdp_qlora.control import restarts
+from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.weight_files import Weights
+from fsdp_qlora.planning.plan import (
+    Plan,
+)
+from fsdp_qlora.storage.fingerprint import fingerprint_files
+
+
+def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
+    """What this start was asked to do with the run's folder. Raises UserError if the mirror cannot be used."""
+    return StartRequest(
+        options=resolved_options(config),
+        may_differ=names_marked(MAY_DIFFER),
+        world_size=ranks.world_size,
+        resume=config.resume,
+        overwrite=config.overwrite_output_dir,
+        is_unattended=restarts.is_unattended(),
+        mirror=open_store(config.mirror) if config.mirror else None,
+    )
+
+
+def known_facts(plan: Plan) -> dict[str, Any]:
+    """What of the run is compared by content, as far as it is known without the weights: see same_run.FACTS."""
+    model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
+    return {
+        "model": f"{distributed.derive_seed(model_config):x}",
+        "rows": plan.data.identity,
+        "precision": plan.model.precision_name,
+    }
+
+
+def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> dict[str, Any]:
+    """Check that all ranks have the same options, rows and model; returns the run's identity.
+
+    Raises:
+        UserError: they differ; the same on every rank.
+    """
+    options, per_node, facts = resolved_options(config), names_marked(PER_NODE), known_facts(plan)
+    base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
+    parent, digest = agree_on_parent(config, ranks, base)
+    distributed.check_agreement(
+        {
+            "the options": {name: value for name, value in options.items() if name not in per_node},
+            "the rows": facts["rows"],
+            "the prompts of --sample_prompts": plan.questions,
+            "the model": (facts["model"], sorted(weights.sources)),
+        },
+        ranks.device,
+    )
+    return {
+        "options": options,
+        "facts": {"base": base, **facts, "adapter": digest},
+        **({"parent": parent} if parent else {}),
+        "world_size": ranks.world_size,
+        "global_batch_size": plan.schedule.global_batch_size,
+        **plan.data.about,
+    }
+
+
+def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tuple[dict[str, Any], str | None]:
+    """Whom the run descends from by --adapter, empty without, and a hash of it, which rank 0 has checked.
+
+    Args:
+        base: fingerprint of the base's weights, on rank 0.
+    Raises:
+        UserError: the adapter has changed since it was saved, or belongs to other weights; the same on every rank.
+    """
+    if config.adapter is None:
+        return {}, None
+    adapter, failure, digest = read_adapter(Path(config.adapter).expanduser()), None, None
+    if ranks.is_rank_0:
+        digest = record_of(adapter.weights).sha256
+        failure = changed_error(adapter.folder, [adapter.weights.name])
+        trained_on = adapter.record.get("base", {}).get("weights")
+        if failure is None and config.base_name is None and trained_on not in (None, base):
+            failure = (
+                f"it was trained on other weights than those of --model_name {config.model}. If they are the same in "
+                "other bits or files, say so by naming them: --base_name OWNER/NAME"
+            )
+    if failure := distributed.first_failure(failure, ranks.device):
+        raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")
+    return parent_of(adapter), digest
