@@ -156,7 +156,8 @@ def _facts(record: Mapping[str, Any], base: Base) -> Iterator[str]:
 
 
 def _dataset(item: Mapping[str, Any]) -> str:
-    return f"{item['name']} ({item['rows']:,} rows, format {item['format']})"
+    rows = "streamed" if item["rows"] is None else f"{item['rows']:,} rows"
+    return f"{item['name']} ({rows}, format {item['format']})"
 
 
 def _prompt(prompt: Mapping[str, Any] | None) -> Iterator[str]:

@@ -29,7 +29,7 @@ def test_a_killed_stream_goes_on_to_the_same_bytes(models: Callable[..., Path], 
     for name, part in (("a", rows[:25]), ("b", rows[25:])):
         write_rows(tmp_path / "rows" / f"{name}.jsonl", part)
     streamed = {**OPTIONS, "eval_fraction": 0, "eval_steps": 0, "streaming": True, "shuffle_buffer": 15}
-    streamed |= {"model_name": models(), "dataset": tmp_path / "rows"}
+    streamed |= {"max_steps": 22, "model_name": models(), "dataset": tmp_path / "rows"}
     run({**streamed, "output_dir": tmp_path / "whole"}, tmp_path / "logs")
     killed = {**streamed, "output_dir": tmp_path / "killed"}
     with ended(Job(killed, tmp_path / "logs0", fault=die_after, arguments=(8,))) as job:
@@ -37,4 +37,5 @@ def test_a_killed_stream_goes_on_to_the_same_bytes(models: Callable[..., Path], 
     assert "Resuming at step 6" in run(killed, tmp_path / "logs1")
     assert adapter(tmp_path / "killed") == adapter(tmp_path / "whole")
     assert read_metrics(tmp_path / "killed") == read_metrics(tmp_path / "whole")
-    assert len(read_metrics(tmp_path / "whole")) == 2 * 11  # epochs of 10 whole steps and one of the last row
+    assert len(read_metrics(tmp_path / "whole")) == 22  # of 4 rows, so the second epoch begins in step 11
+    assert "rows (streamed, format alpaca)" in (tmp_path / "whole" / "README.md").read_text()
