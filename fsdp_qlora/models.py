@@ -135,6 +135,7 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
         # Without an explicit trust_remote_code, transformers asks at the terminal whether to run a tokenizer's code.
         with _one_process_at_a_time(enabled=trust_remote_code):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer("a")  # what is wrong with model_max_length, say, shows here only
     except UserError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, TypeError or KeyError here
