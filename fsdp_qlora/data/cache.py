@@ -7,26 +7,37 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from fsdp_qlora.data.rows import DataReport, SourceFile, TokenizedRows
+from fsdp_qlora.data.mixture import continue_numbers
+from fsdp_qlora.data.rows import (
+    DataReport,
+    SourceFile,
+    TokenizedRows,
+    arrays_in_pieces,
+    digest_of,
+    join_pieces,
+)
 from fsdp_qlora.messages import warn_from_any_rank
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.storage.files import staged_file
+from fsdp_qlora.storage.safetensors_files import TensorForm, layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("fsdp_qlora")
 
-CACHE_VERSION = 3  # raise it when the arrays, the templates or the rules of masking change
+Found = TypeVar("Found")
+
+CACHE_VERSION = 4  # raise it when the arrays, the templates or the rules of masking change
 
 
 class DamagedFile(ValueError):
@@ -74,37 +85,64 @@ def locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def write_cache(path: Path, tokenized: TokenizedRows, report: DataReport) -> None:
+def write_cache(path: Path, pieces: Sequence[TokenizedRows], report: DataReport) -> None:
     """Keep rows and their report in one file; a folder that is full or may only be read is gone without."""
-    arrays = {field.name: getattr(tokenized, field.name) for field in dataclasses.fields(tokenized)}
-    about = redact_values({**dataclasses.asdict(report), "digest": tokenized.digest})
+    _keep(path, pieces, {"report": json.dumps(redact_values(dataclasses.asdict(report)))})
+
+
+def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
+    """The rows that `write_cache` saved, mapped; None if there is no file or it is damaged."""
+
+    def checked() -> tuple[TokenizedRows, DataReport]:
+        tokenized, metadata = _map_rows(path)
+        fields = json.loads(metadata["report"])
+        parts = [SourceFile(**part) for part in fields.pop("parts")]
+        report = DataReport(**fields, parts=parts)
+        _check_cached(tokenized, report)
+        return tokenized, report
+
+    return _unless_damaged(path, checked)
+
+
+def join_cached(cache_dir: Path, parts: Sequence[TokenizedRows]) -> TokenizedRows:
+    """The rows of several datasets, one after the other, mapped from one file by all ranks of a machine."""
+    if len(parts) == 1:
+        return parts[0]
+    path = cache_path(cache_dir, ["joined", *(part.digest for part in parts)])
+    with locked(path):
+        found = _unless_damaged(path, lambda: _map_rows(path)[0])
+        if found is None:
+            _keep(path, continue_numbers(parts), {})
+            found = _unless_damaged(path, lambda: _map_rows(path)[0])
+    return join_pieces(continue_numbers(parts)) if found is None else found
+
+
+def _keep(path: Path, pieces: Sequence[TokenizedRows], metadata: dict[str, str]) -> None:
     try:
-        write_arrays(path, arrays, {"report": json.dumps(about)})
-    except (OSError, SafetensorError) as error:
+        write_arrays(path, arrays_in_pieces(pieces), {**metadata, "digest": digest_of(pieces)})
+    except OSError as error:
         log.warning(
             "Tokenized rows are not kept for the next start: %s cannot be written (%s). The environment variable "
             "FSDP_QLORA_CACHE names another folder.", path.parent, error,
         )  # fmt: skip
 
 
-def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
-    """The rows that `write_cache` saved, mapped; None if there is no file or it is damaged."""
+def _map_rows(path: Path) -> tuple[TokenizedRows, dict[str, str]]:
+    arrays, metadata = map_arrays(path)
+    tokenized = TokenizedRows(**arrays)
+    if tokenized.digest != metadata["digest"]:
+        raise DamagedFile("its content has changed since it was written")
+    return tokenized, metadata
+
+
+def _unless_damaged(path: Path, read: Callable[[], Found]) -> Found | None:
     try:
-        arrays, metadata = map_arrays(path)
-        tokenized = TokenizedRows(**arrays)
-        fields = json.loads(metadata["report"])
-        digest = fields.pop("digest")
-        parts = [SourceFile(**part) for part in fields.pop("parts")]
-        report = DataReport(**fields, parts=parts)
-        _check_cached(tokenized, report)
-        if tokenized.digest != digest:
-            raise DamagedFile("its content has changed since it was written")
+        return read()
     except FileNotFoundError:
         return None
     except (DamagedFile, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         warn_from_any_rank(f"The tokenized rows in {path} are damaged ({error}): making them anew.")
         return None
-    return tokenized, report
 
 
 def _check_cached(tokenized: TokenizedRows, report: DataReport) -> None:
@@ -115,10 +153,20 @@ def _check_cached(tokenized: TokenizedRows, report: DataReport) -> None:
         raise DamagedFile("the offsets do not match the tokens")
 
 
-def write_arrays(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    """Write a file atomically: it is complete or absent, whenever the process or machine stops."""
-    with staged_file(path) as partial:
-        save_file(arrays, partial, metadata)
+def write_arrays(path: Path, arrays: Mapping[str, Sequence[np.ndarray]], metadata: dict[str, str]) -> None:
+    """Write a file atomically: it is complete or absent, whenever the process or machine stops.
+
+    Args:
+        arrays: each in pieces, which are written one behind the other and not joined in memory.
+    """
+    by_size = sorted(arrays, key=lambda name: -arrays[name][0].itemsize)  # so that each begins at a multiple of its own
+    dtypes = {name: torch.from_numpy(np.empty(0, arrays[name][0].dtype)).dtype for name in by_size}
+    forms = {name: TensorForm(dtypes[name], (sum(map(len, arrays[name])),)) for name in by_size}
+    with staged_file(path) as partial, partial.open("wb") as file:
+        file.write(layout(forms, metadata)[0])
+        for name in by_size:
+            for piece in arrays[name]:
+                file.write(np.ascontiguousarray(piece).data)
 
 
 def map_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -1,5 +1,6 @@
 """Mixtures: several datasets in one run, one after the other or in given shares."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,16 +74,10 @@ def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def concatenate(parts: Sequence[TokenizedRows]) -> TokenizedRows:
-    """The rows of several datasets, one after the other. Row numbers continue from dataset to dataset."""
-    if len(parts) == 1:
-        return parts[0]
-    tokens = np.cumsum([0, *(len(part.input_ids) for part in parts)])
+def continue_numbers(parts: Sequence[TokenizedRows]) -> list[TokenizedRows]:
+    """The rows of several datasets, whose numbers continue from dataset to dataset."""
     last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) for part in parts)])
-    pairs = list(zip(parts, tokens, last, strict=False))
-    return TokenizedRows(
-        input_ids=np.concatenate([part.input_ids for part in parts]),
-        learned=np.concatenate([part.learned for part in parts]),
-        offsets=np.concatenate([[0], *(part.offsets[1:] + start for part, start, _ in pairs)]),
-        row_numbers=np.concatenate([part.row_numbers + first for part, _, first in pairs]),
-    )
+    return [
+        dataclasses.replace(part, row_numbers=part.row_numbers + first)
+        for part, first in zip(parts, last, strict=False)
+    ]

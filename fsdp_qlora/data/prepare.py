@@ -13,14 +13,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data import tokenization
-from fsdp_qlora.data.cache import cache_path, locked, read_cache, tokenizer_identity, write_cache
+from fsdp_qlora.data.cache import cache_path, join_cached, locked, read_cache, tokenizer_identity, write_cache
 from fsdp_qlora.data.dataset_names import parse_eval_names, parse_name
 from fsdp_qlora.data.formats import FORMATS, choose_format, given_names, parse_columns, used_columns
-from fsdp_qlora.data.mixture import Mixture, check_weights, concatenate, mix, split_rows
+from fsdp_qlora.data.mixture import Mixture, check_weights, mix, split_rows
 from fsdp_qlora.data.prompt_record import prompt_record
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer
-from fsdp_qlora.data.rows import NO_ROOM, NUMBERS_SHOWN, DataReport, Rows, TokenizedRows
+from fsdp_qlora.data.rows import NO_ROOM, NUMBERS_SHOWN, DataReport, Rows, TokenizedRows, join_pieces
 from fsdp_qlora.data.schedule import split_eval
 from fsdp_qlora.data.sources import DEFAULT_SAMPLES, DUMMY, Part, Source, find_parts, find_source
 from fsdp_qlora.data.streaming import Place, RowStream, StreamOptions
@@ -112,7 +112,7 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         parts = []
         for dataset in datasets:
             one = dataclasses.replace(options, dataset=(dataset,), dataset_samples=samples)
-            rows, report = prepare_rows(tokenizer, one, cache_dir=cache_folder() / "tokenized", show_progress=True)
+            rows, report = prepare_rows(tokenizer, one, cache_dir=_tokenized_folder(), show_progress=True)
             tokenization.check_vocabulary(rows, vocab_size)
             rejected.extend(report.places())
             described.append(_about(dataset, report, report.num_used))
@@ -135,11 +135,11 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         parts = prepare(options.dataset, options.dataset_samples)
         train_rows, eval_rows = split_eval(sum(map(len, parts)), fraction=options.eval_fraction, seed=options.seed)
         mixture = _mixture(options.dataset, shares, parts, train_rows) if shares else None
-    train = evaluation = concatenate(parts)
+    train = evaluation = join_cached(_tokenized_folder(), parts)
     eval_sets = {}
     if eval_names:
         eval_parts = prepare(list(eval_names.values()), None)
-        evaluation = concatenate(eval_parts)
+        evaluation = join_cached(_tokenized_folder(), eval_parts)
         eval_rows = np.arange(len(evaluation))
         ends = np.cumsum([len(part) for part in eval_parts])
         eval_sets = dict(zip(eval_names, np.split(eval_rows, ends[:-1]), strict=True))
@@ -153,6 +153,10 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
     several = eval_sets if len(eval_sets) > 1 else {}
     held_out = (evaluation, eval_rows, sample, rejected, about, several)
     return RunData(train, train_rows, *held_out, mixture, stream, of_training)
+
+
+def _tokenized_folder() -> Path:
+    return cache_folder() / "tokenized"
 
 
 def _about(dataset: str, report: DataReport, num_rows: int | None) -> dict[str, Any]:
@@ -180,9 +184,12 @@ def _open_stream(
         rows = dataclasses.replace(rows, columns=list(columns))
         if rows.rows:
             rows, _ = _with_format(rows, renames, format_name, dataset.name)
-        made = tokenization.tokenize_rows(rows, format_name, dataset.name, tokenizer, options.context_length, renderer)
-        tokenization.check_vocabulary(made[0], vocab_size)
-        return made
+        pieces, report = tokenization.tokenize_rows(
+            rows, format_name, dataset.name, tokenizer, options.context_length, renderer
+        )
+        made = join_pieces(pieces)
+        tokenization.check_vocabulary(made, vocab_size)
+        return made, report
 
     stream = RowStream(
         parts,
@@ -200,7 +207,7 @@ def _open_stream(
     rows, _ = stream.read_block(Place(), _ROWS_LOOKED_AT)
     if not rows.rows:
         raise UserError(f"{dataset.name}: {next(iter(rows.malformed.values()), 'the dataset is empty')}.")
-    _, format_name = _with_format(rows, renames, options.dataset_format, dataset.name)
+    _, format_name = _format_of(rows, renames, options.dataset_format, dataset.name)
     renderer = Renderer(tokenizer, template, options.learn, FORMATS[format_name].template)
     first, report = tokenize(rows)
     check_report(
@@ -301,15 +308,21 @@ def _cached_rows(
         used = partial(used_columns, dataset_format=options.dataset_format, renames=renames)
         rows, name = _with_format(source.read(num_samples, used=used), renames, options.dataset_format, source.origin)
         with Renderer(tokenizer, template, options.learn, FORMATS[name].template) as renderer:
-            made = tokenization.tokenize_rows(
+            pieces, report = tokenization.tokenize_rows(
                 rows, name, source.origin, tokenizer, options.context_length, renderer, show_progress
             )
-        write_cache(path, *made)
-        return read_cache(path) or made  # mapped, so that all ranks share it
+        write_cache(path, pieces, report)
+        return read_cache(path) or (join_pieces(pieces), report)  # mapped, so that all ranks share it
 
 
 def _with_format(rows: Rows, renames: Mapping[str, str], dataset_format: str, origin: str) -> tuple[Rows, str]:
-    """The rows with the columns of their format, and its name.
+    """The rows with the columns of their format, and its name. Raises UserError as `_format_of`."""
+    names, name = _format_of(rows, renames, dataset_format, origin)
+    return rows.renamed(names), name
+
+
+def _format_of(rows: Rows, renames: Mapping[str, str], dataset_format: str, origin: str) -> tuple[dict[str, str], str]:
+    """The columns that are used -> their names in the rows' format, and the format's name.
 
     Raises:
         UserError: a column to rename is not there, or the columns are of no format.
@@ -318,11 +331,11 @@ def _with_format(rows: Rows, renames: Mapping[str, str], dataset_format: str, or
         raise UserError(
             f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(rows.columns)}."
         )
-    renamed = rows.renamed(given_names(rows.columns, renames))
-    first = renamed.rows[0]
-    name = choose_format(renamed.columns, dataset_format=dataset_format, origin=origin, first_row=first)
-    used = renamed.renamed(FORMATS[name].renames(renamed.columns))
-    return dataclasses.replace(used, unused_columns=renamed.unused_columns + used.unused_columns), name
+    given = given_names(rows.columns, renames)
+    first = {given[column]: value for column, value in rows.rows[0].items() if column in given}
+    name = choose_format(list(given.values()), dataset_format=dataset_format, origin=origin, first_row=first)
+    wanted = FORMATS[name].renames(given.values())
+    return {column: wanted[named] for column, named in given.items() if named in wanted}, name
 
 
 def check_report(report: DataReport, *, on_bad_row: str, max_bad_rows: float, context_length: int) -> None:

@@ -17,6 +17,7 @@ CUT_SHARE_TO_WARN = 0.05  # of the tokens
 # Why a row is left out, besides what a format or template says of it.
 NO_ROOM = "no room for a response within context_length"
 NO_TARGET = "nothing to learn"
+NO_ROOM_FOR_TURN = "a turn that is a row of its own has no room within context_length"
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,15 @@ class Rows:
     """Columns that the format does not use."""
 
     def renamed(self, names: Mapping[str, str]) -> "Rows":
-        """The rows with these columns alone (their name -> another); the others are listed as unused."""
-        rows = [{names[name]: value for name, value in row.items() if name in names} for row in self.rows]
+        """The rows with these columns alone (their name -> another); the others are listed as unused.
+
+        The rows of this object are replaced too, so that there are never twice as many.
+        """
+        for index, row in enumerate(self.rows):
+            self.rows[index] = {names[name]: value for name, value in row.items() if name in names}
         columns = [names[name] for name in self.columns if name in names]
         unused = [name for name in self.columns if name not in names]
-        return dataclasses.replace(self, rows=rows, columns=columns, unused_columns=unused)
+        return dataclasses.replace(self, columns=columns, unused_columns=unused)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +96,7 @@ class TokenizedRows:
     @cached_property
     def digest(self) -> str:
         """A hash of all rows."""
-        total = hashlib.blake2b(digest_size=16)
-        for array in (self.input_ids, self.learned, self.offsets, self.row_numbers):
-            total.update(np.ascontiguousarray(array).data)
-        return total.hexdigest()
+        return digest_of([self])
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -108,6 +110,37 @@ class TokenizedRows:
         return np.add.reduceat(self.learned, starts, dtype=np.int64) - self.learned[starts]
 
 
+def arrays_in_pieces(pieces: Sequence[TokenizedRows]) -> dict[str, list[np.ndarray]]:
+    """The arrays of rows that are in several pieces, one behind the other, as `TokenizedRows` names them.
+
+    The small ones, with an entry for each row, are in one piece.
+    """
+    starts = np.cumsum([0, *(len(piece.input_ids) for piece in pieces)])
+    offsets = [piece.offsets[1:] + start for piece, start in zip(pieces, starts, strict=False)]
+    return {
+        "input_ids": [piece.input_ids for piece in pieces],
+        "learned": [piece.learned for piece in pieces],
+        "offsets": [np.concatenate([np.zeros(1, dtype=np.int64), *offsets])],
+        "row_numbers": [np.concatenate([np.zeros(0, dtype=np.int64), *(piece.row_numbers for piece in pieces)])],
+    }
+
+
+def join_pieces(pieces: Sequence[TokenizedRows]) -> TokenizedRows:
+    """The rows of all pieces, copied; of one piece that piece itself."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return TokenizedRows(**{name: np.concatenate(parts) for name, parts in arrays_in_pieces(pieces).items()})
+
+
+def digest_of(pieces: Sequence[TokenizedRows]) -> str:
+    """A hash of the rows of all pieces, which does not depend on where they are cut."""
+    total = hashlib.blake2b(digest_size=16)
+    for parts in arrays_in_pieces(pieces).values():
+        for part in parts:
+            total.update(np.ascontiguousarray(part).data)
+    return total.hexdigest()
+
+
 @dataclass(frozen=True)
 class DataReport:
     """What became of a dataset's rows. It is kept in the cache beside them."""
@@ -118,6 +151,7 @@ class DataReport:
     num_rows: int
     """Rows that were read, malformed ones included."""
     num_used: int
+    """Rows to train on, those of `num_apart` included."""
     num_tokens: int
     num_targets: int
     num_truncated: int
@@ -132,6 +166,8 @@ class DataReport:
     unused_columns: list[str] = field(default_factory=list)
     length_of_99_percent: int = 0
     """The tokens that 99% of the rows have at most, before any is cut."""
+    num_apart: int = 0
+    """Turns of chats that are rows of their own, besides one for each chat."""
 
     @property
     def num_rejected(self) -> int:
@@ -149,8 +185,10 @@ class DataReport:
 
     def describe(self) -> str:
         """One line: rows, tokens and truncation."""
+        apart = f" and {self.num_apart:,} turns of them as rows of their own" if self.num_apart else ""
         return (
-            f"{self.origin}: {self.num_used:,} of {self.num_rows:,} rows, {self.num_tokens:,} tokens "
+            f"{self.origin}: {self.num_used - self.num_apart:,} of {self.num_rows:,} rows{apart}, "
+            f"{self.num_tokens:,} tokens "
             f"({self.num_targets:,} learned), {self.num_truncated:,} rows truncated "
             f"({self.num_tokens_cut:,} tokens cut)"
         )

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from tqdm import tqdm
@@ -12,7 +12,7 @@ from fsdp_qlora.data.encoding import EncodedRow, encode
 from fsdp_qlora.data.examples import BadRow, Rendered
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.rendering import Renderer
-from fsdp_qlora.data.rows import NO_ROOM, NO_TARGET, DataReport, Row, Rows, SourceFile, TokenizedRows
+from fsdp_qlora.data.rows import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport, Row, Rows, SourceFile, TokenizedRows
 from fsdp_qlora.data.sources import DUMMY
 from fsdp_qlora.errors import UserError
 
@@ -28,50 +28,78 @@ def tokenize_rows(
     context_length: int,
     renderer: Renderer,
     show_progress: bool = False,
-) -> tuple[TokenizedRows, DataReport]:
+) -> tuple[list[TokenizedRows], DataReport]:
     """Render and tokenize rows, so that the boundaries of what is learned are exact.
 
     A row that is not filled into a chat template ends with the end-of-sequence token, which is learned if the last
     segment is. Rows are cut at `context_length`, from the end. A row that cannot be rendered, or that has nothing
     learned before the cut, is left out and listed in the report.
+
+    Args:
+        rows: their content is given up as it is tokenized, so that text and tokens are not both in memory.
+    Returns:
+        The tokenized rows, in pieces.
     """
     row_format = FORMATS[dataset_format]
     rejected: defaultdict[str, list[int]] = defaultdict(list)
-    notes: defaultdict[str, list[int]] = defaultdict(list)
     for number, reason in rows.malformed.items():
         rejected[reason].append(number)
-    used: list[EncodedRow] = []
-    lengths: list[int] = []
+    kept, pieces = _Kept(rejected), []
     with tqdm(total=len(rows.rows), desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
         for start in range(0, len(rows.rows), TEXTS_PER_BATCH):
             batch = slice(start, start + TEXTS_PER_BATCH)
             rendered = _render(rows.rows[batch], rows.numbers[batch], row_format, renderer, rejected)
-            for row in encode(rendered, tokenizer, context_length):
-                lengths.append(len(row.ids) + row.num_cut)
-                for note in row.notes:
-                    notes[note].append(row.number)
-                if row.learned[1:].any():  # the first token has nothing to be predicted from
-                    used.append(row)
-                else:
-                    rejected[NO_ROOM if row.num_cut else NO_TARGET].append(row.number)
+            pieces.append(_flatten(kept.choose(encode(rendered, tokenizer, context_length))))
+            rows.rows[batch] = [{}] * len(rows.rows[batch])
             bar.update(len(rows.rows[batch]))
-    tokenized = _flatten(used)
+    pieces = pieces or [_flatten([])]
+    num_used = sum(map(len, pieces))
     report = DataReport(
         origin=origin,
         dataset_format=dataset_format,
         num_rows=len(rows.rows) + len(rows.malformed),
-        num_used=len(tokenized),
-        num_tokens=len(tokenized.input_ids),
-        num_targets=int(tokenized.num_targets.sum()),
-        num_truncated=sum(row.num_cut > 0 for row in used),
-        num_tokens_cut=sum(row.num_cut for row in used),
+        num_used=num_used,
+        num_apart=num_used - kept.num_rows,
+        num_tokens=sum(len(piece.input_ids) for piece in pieces),
+        num_targets=sum(int(piece.num_targets.sum()) for piece in pieces),
+        num_truncated=kept.num_truncated,
+        num_tokens_cut=kept.num_tokens_cut,
         rejected=dict(rejected),
         parts=rows.files,
-        notes=dict(notes),
+        notes=dict(kept.notes),
         unused_columns=rows.unused_columns,
-        length_of_99_percent=int(np.quantile(lengths, 0.99, method="higher")) if lengths else 0,
+        length_of_99_percent=int(np.quantile(kept.lengths, 0.99, method="higher")) if kept.lengths else 0,
     )
-    return tokenized, report
+    return pieces, report
+
+
+class _Kept:
+    """Chooses the encoded rows that can be learned from, and counts."""
+
+    def __init__(self, rejected: defaultdict[str, list[int]]) -> None:
+        self.rejected = rejected
+        self.notes: defaultdict[str, list[int]] = defaultdict(list)
+        self.lengths: list[int] = []
+        self.num_rows = self.num_truncated = self.num_tokens_cut = 0
+
+    def choose(self, encoded: Iterable[EncodedRow]) -> list[EncodedRow]:
+        """Those that can be learned from, in their order."""
+        chosen: list[EncodedRow] = []
+        for number, group in itertools.groupby(encoded, key=lambda row: row.number):
+            of_row = list(group)
+            learning = [row for row in of_row if row.learned[1:].any()]  # the first token has nothing to predict it
+            chosen += learning
+            self.lengths += [len(row.ids) + row.num_cut for row in of_row]
+            self.num_rows += bool(learning)
+            for note in dict.fromkeys(note for row in of_row for note in row.notes):
+                self.notes[note].append(number)
+            if not learning:
+                self.rejected[NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET].append(number)
+            elif len(learning) < len(of_row):
+                self.notes[NO_ROOM_FOR_TURN].append(number)
+        self.num_truncated += sum(row.num_cut > 0 for row in chosen)
+        self.num_tokens_cut += sum(row.num_cut for row in chosen)
+        return chosen
 
 
 def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int) -> tuple[TokenizedRows, DataReport]:

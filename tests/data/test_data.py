@@ -582,9 +582,11 @@ def test_damaged_cache_file_is_made_anew(
     arrays, metadata = cache.map_arrays(file)
     file.unlink()  # the first call's rows are still mapped
     if damage == "foreign":
-        cache.write_arrays(file, {"input_ids": np.zeros(3, dtype=np.int32)}, {})
+        cache.write_arrays(file, {"input_ids": [np.zeros(3, dtype=np.int32)]}, {})
     elif damage == "mixed":
-        cache.write_arrays(file, {**arrays, "input_ids": arrays["input_ids"][:-1]}, metadata)
+        cache.write_arrays(
+            file, {name: [array[:-1] if name == "input_ids" else array] for name, array in arrays.items()}, metadata
+        )
     else:
         file.write_bytes(
             {
