@@ -35,8 +35,10 @@ class ChatTemplate:
             self._worker.kill()
             self._worker.communicate()
 
-    def fill(self, chat: Chat, *, learn: str) -> list[Segment]:
-        """The text of a chat, and what of it is learned.
+    def fill(self, chat: Chat, *, learn: str) -> tuple[list[list[Segment]], tuple[str, ...]]:
+        """The text of a chat, and what of it is learned: mostly as one row. And notes on it.
+
+        Turns that the template writes in another way when others follow are rows of their own, which end with them.
 
         Args:
             learn: "assistant" for the assistant's turns, "last" for the last of them, "all" for all text; without
@@ -50,14 +52,15 @@ class ChatTemplate:
             turns = sorted(set(chat.learned_turns("assistant")) ^ set(Chat(chat.messages).learned_turns("assistant")))
         elif not turns:
             raise BadRow("no assistant turn has a weight above 0, so nothing to learn")
-        reply = self._ask(chat, turns)
+        reply = self._ask(chat, turns, apart=learn != "all")
         if "error" in reply:
             raise BadRow(reply["error"])
         if "fatal" in reply:
             raise UserError(f"The chat template cannot be used: {reply['fatal']}. {_CURE}")
-        return _split(reply["text"], reply["spans"], inside=learn != "all")
+        rows = [_split(text, spans, inside=learn != "all") for text, spans in reply["rows"]]
+        return rows, tuple(reply["notes"])
 
-    def _ask(self, chat: Chat, turns: list[int]) -> dict[str, Any]:
+    def _ask(self, chat: Chat, turns: list[int], *, apart: bool) -> dict[str, Any]:
         try:
             template = self._template or self._tokenizer.get_chat_template(None, chat.tools)
         except ValueError as error:
@@ -67,6 +70,7 @@ class ChatTemplate:
             "messages": chat.messages,
             "tools": chat.tools,
             "turns": turns,
+            "apart": apart,
             "variables": self._variables,
             "end_tokens": self._end_tokens,
             "seconds": SECONDS_PER_CHAT,

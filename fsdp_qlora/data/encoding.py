@@ -46,11 +46,12 @@ def encode(
     from_apart = _encode_apart(apart, tokenizer)
     from_joint = {templated: iter(_encode_joint(rows, tokenizer, templated)) for templated, rows in joint.items()}
     for number, row in rendered:
-        notes: tuple[str, ...] = ()
+        notes = row.notes
         if row.tokens:
             ids, learned = list(row.tokens.ids), np.array(row.tokens.learned, dtype=np.bool_)
         else:
-            ids, learned, notes = next(from_joint[row.is_templated] if _is_joint(row, tokenizer) else from_apart)
+            ids, learned, more = next(from_joint[row.is_templated] if _is_joint(row, tokenizer) else from_apart)
+            notes += more
         kept = slice(context_length)
         kept_ids = np.array(ids[kept], dtype=np.int32)
         yield EncodedRow(number, kept_ids, learned[kept].copy(), len(ids[context_length:]), notes)

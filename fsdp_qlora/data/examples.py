@@ -42,6 +42,9 @@ class Chat:
     weights: tuple[int | None, ...] = ()
     """Of each message: 1 or 0 where the row says whether it is learned, None where it does not."""
 
+    unused: tuple[str, ...] = ()
+    """Names of what turns have besides."""
+
     def learned_turns(self, learn: str) -> list[int]:
         """The places of the messages that are learned: those of the assistant, all or the last, without weight 0."""
         turns = [turn for turn, message in enumerate(self.messages) if message["role"] == "assistant"]
@@ -86,6 +89,8 @@ class Rendered:
     is_templated: bool = False
     """Whether the text has the tokens that begin and end it, as a chat template writes them."""
     tokens: Tokens | None = None
+    notes: tuple[str, ...] = ()
+    """What is odd about the row, though it is used."""
 
 
 def text_of(row: Mapping[str, object], column: str, *, required: bool = True) -> str:

@@ -210,6 +210,11 @@ def _open_stream(
     _, format_name = _format_of(rows, renames, options.dataset_format, dataset.name)
     renderer = Renderer(tokenizer, template, options.learn, FORMATS[format_name].template)
     first, report = tokenize(rows)
+    if report.num_apart and options.max_steps < 0:
+        raise UserError(
+            "--streaming true: turns of these chats become rows of their own, since the chat template writes them in "
+            "another way when others follow, so nobody knows how many rows there are. Give --max_steps."
+        )
     check_report(
         report,
         on_bad_row=options.on_bad_row,

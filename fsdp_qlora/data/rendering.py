@@ -34,20 +34,19 @@ class Renderer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._chat.__exit__(kind, error, trace)
 
-    def render(self, content: Content) -> Rendered:
-        """The row as text or tokens.
+    def render(self, content: Content) -> list[Rendered]:
+        """The row as text or tokens; several where turns of a chat become rows of their own.
 
         Raises:
             BadRow: it cannot be rendered, or nothing of it is learned.
             UserError: no row can be rendered.
         """
-        rendered = self._render(content)
-        tokens, segments = rendered.tokens, rendered.segments
-        if not any(tokens.learned if tokens else (segment.learned and segment.text for segment in segments)):
+        rendered = [row for row in self._render(content) if _learns(row)]
+        if not rendered:
             raise BadRow("nothing to learn")
         return rendered
 
-    def _render(self, content: Content) -> Rendered:
+    def _render(self, content: Content) -> list[Rendered]:
         if isinstance(content, Preference):
             raise UserError(
                 "These rows are preferences (chosen and rejected), and training on them is not supported yet. To train "
@@ -56,14 +55,19 @@ class Renderer:
         if isinstance(content, Fields) and self._chosen.is_chat:
             content = as_chat(content)
         if isinstance(content, Fields):
-            return Rendered(self._prompt.fill(content, learn=self._learn))
+            return [Rendered(self._prompt.fill(content, learn=self._learn))]
         if isinstance(content, Chat):
-            return Rendered(self._chat.fill(content, learn=self._learn), is_joint=True, is_templated=True)
+            rows, notes = self._chat.fill(content, learn=self._learn)
+            notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
+            return [
+                Rendered(segments, is_joint=True, is_templated=True, notes=() if number else notes)
+                for number, segments in enumerate(rows)
+            ]
         if isinstance(content, Text):
-            return Rendered(self._relearn(content), is_joint=True)
+            return [Rendered(self._relearn(content), is_joint=True)]
         if isinstance(content, Tokens):
-            return Rendered(tokens=content)
-        return Rendered(content)
+            return [Rendered(tokens=content)]
+        return [Rendered(content)]
 
     def _relearn(self, text: Text) -> list[Segment]:
         """The segments of a text, learned as --learn says."""
@@ -73,3 +77,9 @@ class Renderer:
             return self._learn == "all" or (segment.learned and (self._learn != "last" or i == last))
 
         return [dataclasses.replace(segment, learned=is_learned(i, segment)) for i, segment in enumerate(text.segments)]
+
+
+def _learns(row: Rendered) -> bool:
+    if row.tokens:
+        return any(row.tokens.learned)
+    return any(segment.learned and segment.text for segment in row.segments)

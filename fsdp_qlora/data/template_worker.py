@@ -10,14 +10,25 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from fsdp_qlora.data.turns import (
+    Conversation,
+    Message,
+    NotSplit,
+    Span,
+    learned_rows,
+    left_out,
+    with_arguments_as_text,
+)
+
 MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
 
-Message = dict[str, Any]
-Span = tuple[int, int]
+# Notes on rows that are used.
+APART = "chats of which turns are rows of their own: the chat template writes these in another way when others follow"
+CUT = "the chat template leaves out a part of what the assistant says, such as its reasoning"
+LEFT_OUT = "the chat template leaves out what the row has for: {}"
 
 # Llama 3 writes the day into its system prompt. Tokens must be the same tomorrow, or the run could not be resumed.
 _FIXED_DAY = (
@@ -27,97 +38,32 @@ _FIXED_DAY = (
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-class NotSplit(ValueError):
-    """What is learned of a turn cannot be told from the rendered text. The message is the reason."""
-
-
-def turn_spans(
-    render: Callable[..., str], messages: list[Message], turns: Sequence[int], full: str, end_tokens: Sequence[str]
-) -> list[Span]:
-    """Where the assistant's turns stand in the rendered conversation.
-
-    A turn begins where the model begins to write: behind the text of the messages before it with the prompt for a
-    generation. It ends with its end token, or where the text of the messages up to it ends.
-
-    Args:
-        render: (messages, add_generation_prompt=bool) -> text.
-        turns: places of the turns in `messages`.
-        full: the text of all messages.
-        end_tokens: tokens after which a model stops; white space that the template writes behind one is not learned.
-    Raises:
-        NotSplit: the text before a turn, or that up to its end, does not begin the whole text.
-    """
-    spans = []
-    for turn in turns:
-        content = str(messages[turn].get("content") or "").strip()
-        start = _start(render, messages[:turn], content, full, turn)
-        end = _end(render, messages[: turn + 1], content, full, start) if turn + 1 < len(messages) else len(full)
-        if end is None or end < start:
-            raise NotSplit(_reason(turn))
-        body = full[start:end].rstrip()
-        spans.append((start, start + len(body) if body.endswith(tuple(end_tokens)) else end))
-    return spans
-
-
-def _start(render: Callable[..., str], before: list[Message], content: str, full: str, turn: int) -> int:
-    prompt = render(before, add_generation_prompt=True)
-    if full.startswith(prompt):
-        return len(prompt)
-    # The prompt opens a block for reasoning that this turn does not have: the turn begins where the two part.
-    head = render(before, add_generation_prompt=False)
-    same = next((i for i, (a, b) in enumerate(zip(prompt, full, strict=False)) if a != b), min(len(prompt), len(full)))
-    start = full.find(content, len(head)) if content and full.startswith(head) else -1
-    if not 0 <= start <= same:
-        raise NotSplit(_reason(turn))
-    return start
-
-
-def _end(render: Callable[..., str], until: list[Message], content: str, full: str, start: int) -> int | None:
-    text = render(until, add_generation_prompt=False)
-    if full.startswith(text):
-        return len(text)
-    # As the last turn it has a block for reasoning, say, that earlier ones do not have: look for its text and what
-    # the template writes behind it.
-    if not content or content not in text:
-        return None
-    written = text[text.rindex(content) :]
-    return start + len(written) if full.startswith(written, start) else None
-
-
-def _reason(turn: int) -> str:
-    return (
-        f"turn {turn + 1}: the chat template writes this turn in another way when others follow, so what is learned "
-        "cannot be told; --learn last or all can"
-    )
-
-
-def generation_spans(blocks: Sequence[Span], messages: list[Message], turns: Sequence[int]) -> list[Span] | None:
-    """The blocks that the template marks as generated, for these turns; None if there is not one for each turn."""
-    speakers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    by_turn = dict(zip(speakers, blocks, strict=False))
-    return [by_turn[turn] for turn in turns] if len(blocks) == len(speakers) else None
-
-
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"text", "spans"} of the learned parts, or {"error"}, or {"fatal"} for what every row would meet."""
+    """{"rows": [(text, spans)], "notes"}, or {"error"}, or {"fatal"} for what every row would meet."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template, messages, turns = request["template"], request["messages"], request["turns"]
+    template, messages = request["template"], request["messages"]
     if "strftime_now" in template:
         template = _FIXED_DAY + template
+    has_blocks = bool(_GENERATION.search(template))
     fill = partial(render_jinja_template, tools=request["tools"], chat_template=template, **request["variables"])
 
-    def render(part: list[Message], *, add_generation_prompt: bool) -> str:
-        return fill([part], add_generation_prompt=add_generation_prompt)[0][0]
+    def render(part: list[Message], *, add_generation_prompt: bool = False, **options: Any) -> tuple[str, list[Span]]:
+        texts, blocks = fill(
+            [part], add_generation_prompt=add_generation_prompt, return_assistant_tokens_mask=has_blocks, **options
+        )
+        return texts[0], blocks[0] if has_blocks else []
 
     try:
-        has_blocks = bool(_GENERATION.search(template)) and bool(turns)
-        texts, blocks = fill([messages], return_assistant_tokens_mask=has_blocks)
-        spans = generation_spans(blocks[0], messages, turns) if has_blocks else None
-        if spans is None:
-            spans = turn_spans(render, messages, turns, texts[0], request["end_tokens"])
-        return {"text": texts[0], "spans": spans}
+        try:
+            whole = Conversation(render, messages, request["end_tokens"])
+        except TypeError:  # some templates take the arguments of tool calls as text
+            messages = with_arguments_as_text(messages)
+            whole = Conversation(render, messages, request["end_tokens"])
+        rows, num_cut, is_apart = learned_rows(whole, request["turns"], apart=request["apart"])
+        notes = [LEFT_OUT.format(what) for what in left_out(messages, request["tools"], whole.text)]
+        return {"rows": rows, "notes": [*notes, *[CUT] * bool(num_cut), *[APART] * is_apart]}
     except NotSplit as error:
         return {"error": str(error)}
     except jinja2.TemplateSyntaxError as error:

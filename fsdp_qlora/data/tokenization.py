@@ -133,7 +133,7 @@ def _render(
     rendered = []
     for number, row in zip(numbers, rows, strict=True):
         try:
-            rendered.append((number, renderer.render(row_format.read(row))))
+            rendered += [(number, made) for made in renderer.render(row_format.read(row))]
         except BadRow as reason:
             rejected[str(reason)].append(number)
     return rendered

@@ -31,7 +31,8 @@ def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, ex
     assert choose_format(list(row), dataset_format="auto", origin="", first_row=row) == name
     tokenizer = spelled_tokenizer("byte_level")
     with Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template) as renderer:
-        [found] = encode([(1, renderer.render(FORMATS[name].read(row)))], tokenizer, 1000)
+        [rendered] = renderer.render(FORMATS[name].read(row))
+    [found] = encode([(1, rendered)], tokenizer, 1000)
     if learned.startswith("tokens"):
         assert (np.flatnonzero(found.learned) + 1).tolist() == [int(number) for number in re.findall(r"\d+", learned)]
     else:

@@ -13,6 +13,7 @@ from fsdp_qlora.data.examples import BadRow, Chat, Preference, Segment, Text
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
+from fsdp_qlora.data.template_worker import APART
 from fsdp_qlora.errors import UserError
 from tests.tiny import spelled_tokenizer
 
@@ -67,7 +68,7 @@ def tokens_of(
     """The row's tokens, 1 for each that is learned, and the notes on the row."""
     tokenizer, row_format = spelled_tokenizer(kind), FORMATS[format_name]
     with Renderer(tokenizer, ChosenTemplate(**chosen), learn, row_format.template) as renderer:
-        rendered = renderer.render(row_format.read(row))
+        [rendered] = renderer.render(row_format.read(row))
     [found] = encode([(1, rendered)], tokenizer, 1000)
     return tokenizer.convert_ids_to_tokens(found.ids.tolist()), found.learned.astype(int).tolist(), found.notes
 
@@ -134,18 +135,19 @@ def test_a_prompt_that_opens_a_block_which_the_turn_does_not_have_ends_where_the
     assert learned == mask("assistant")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_turn() -> None:
-    rewriting = "{{ messages | length }}" + template()
-    with pytest.raises(BadRow, match="turn 2: the chat template writes this turn in another way"):
-        tokens_of("byte_level", "messages", CHAT, chat=rewriting)
+def test_turns_that_a_template_rewrites_when_others_follow_are_rows_of_their_own() -> None:
+    rewriting = template(TAGS["without"].replace("m.content", "(m.content if loop.last else '...')"))
+    rows = [
+        tokens_of("byte_level", "messages", {"messages": CHAT["messages"][:length]}, "last", chat=rewriting)
+        for length in (2, 4)
+    ]
+    tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
+    with Renderer(tokenizer, ChosenTemplate(chat=rewriting), "assistant", row_format.template) as renderer:
+        rendered = renderer.render(row_format.read(CHAT))
+    found = encode([(1, row) for row in rendered], tokenizer, 1000)
+    assert [row.ids.tolist() for row in found] == [tokenizer.convert_tokens_to_ids(tokens) for tokens, _, _ in rows]
+    assert [row.notes for row in encode([(1, row) for row in rendered], tokenizer, 1000)] == [(APART,), ()]
     tokens_of("byte_level", "messages", CHAT, "all", chat=rewriting)
-    # The system prompt in front of the last question, as Mistral's: the last answer can be told, no other.
-    last_question = "messages[loop.index0:] | selectattr('role', 'eq', 'user') | list | length == 1"
-    system = "{% if m.role == 'user' and " + last_question + " %}"
-    moving = template().replace("{% else %}", "{% else %}" + system + "!{% endif %}")
-    with pytest.raises(BadRow, match=r"turn 2: .*--learn last or all can"):
-        tokens_of("byte_level", "messages", CHAT, chat=moving)
-    assert sum(tokens_of("byte_level", "messages", CHAT, "last", chat=moving)[1]) == 2
 
 
 @pytest.mark.parametrize(
@@ -314,5 +316,5 @@ def test_the_tokenizer_s_own_template_is_used_and_its_lack_named() -> None:
         none.fill(Chat(CHAT["messages"]), learn="assistant")
     tokenizer.chat_template = template()
     with ChatTemplate(tokenizer) as own:
-        segments = own.fill(Chat(CHAT["messages"]), learn="assistant")
+        [segments], _ = own.fill(Chat(CHAT["messages"]), learn="assistant")
     assert [segment.text for segment in segments if segment.learned] == ["go on</s>", "no</s>"]

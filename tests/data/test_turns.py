@@ -1,0 +1,150 @@
+# ruff: noqa: E501
+"""Where assistant turns stand in texts of chat templates with the habits of well-known families."""
+
+from typing import Any
+
+import pytest
+
+from fsdp_qlora.data.examples import Chat
+from fsdp_qlora.data.template_worker import APART, CUT, LEFT_OUT, answer
+
+pytestmark = pytest.mark.quick
+
+END_TOKENS = ["<s>", "</s>", "<end>", "<return>", "<user>", "<bot>", "<think>", "</think>", "<call>", "</call>"]
+
+# {bot}: how a turn of the assistant is written.
+CHAT = (
+    "{{{{ bos_token }}}}{{% for m in messages %}}{{% if m.role == 'assistant' %}}{bot}"
+    "{{% else %}}<user>{user}<end>\n{{% endif %}}{{% endfor %}}{end}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+)
+BOT, USER, PROMPT = "<bot>{{ m.content }}<end>\n", "{{ m.content }}", "<bot>"
+REASONING = (
+    "{% set text = m.content.split('</think>')[-1].lstrip() %}"
+    "{% set thought = m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1].strip() "
+    "if '</think>' in m.content or m.reasoning_content else '' %}<bot>"
+)
+
+
+def template(*, bot: str = BOT, user: str = USER, end: str = "", prompt: str = PROMPT) -> str:
+    return CHAT.format(bot=bot, user=user, end=end, prompt=prompt)
+
+
+TEMPLATES = {
+    "plain": template(),
+    "trims white space": template(bot="<bot>{{ m.content | trim }}<end>\n", user="{{ m.content | trim }}"),
+    "ends the text with a token of its own": template(
+        end="{% if not add_generation_prompt %}</s>{% endif %}"
+    ),
+    "ends the last turn with another token": template(
+        bot="<bot>{{ m.content }}{{ '<return>' if loop.last else '<end>' }}"
+    ),
+    "writes the system prompt into the last question": template(
+        user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | length == 0 %}"
+        "{{ 'BE KIND ' if last else '' }}{{ m.content }}"
+    ),
+    "keeps reasoning in the last turn alone": template(
+        bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n"
+    ),
+    "opens a block for reasoning in the prompt": template(
+        bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n",
+        prompt="<bot>{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}",
+    ),
+    "leaves reasoning out": template(bot=REASONING + "{{ text }}<end>\n", prompt="<bot><think>"),
+    "begins turns with the first letters of the prompt's block": template(prompt="<bot><think>", bot="<bot>{{ m.content }}</s>"),
+    "has no end token": template(bot="<bot>{{ m.content }}", user="{{ m.content }}"),
+    "takes arguments as text": template(
+        bot="<bot>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ '<call>' + c.function.name + c.function.arguments + '</call>' }}{% endfor %}<end>\n",
+        user="{{ tools[0].name + ' ' if tools and loop.first else '' }}{{ m.content }}",
+    ),
+    "wants alternate roles": template(
+        user="{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}"
+    ),
+}  # fmt: skip
+
+
+def turns(*contents: str, first: str = "user") -> list[dict[str, Any]]:
+    roles = ("user", "assistant") if first == "user" else ("assistant", "user")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def learned(
+    name: str, messages: list[dict[str, Any]], learn: str = "assistant", tools: list[dict[str, Any]] | None = None
+) -> tuple[list[list[str]], list[str]]:
+    """The learned texts of each row, and the notes; or the refusal."""
+    reply = answer(
+        {
+            "template": TEMPLATES[name],
+            "messages": messages,
+            "tools": tools,
+            "turns": Chat(messages).learned_turns(learn),
+            "apart": True,
+            "variables": {"bos_token": "<s>", "eos_token": "</s>"},
+            "end_tokens": END_TOKENS,
+        }
+    )
+    if "error" in reply:
+        return [], [reply["error"]]
+    return [[text[start:end] for start, end in spans] for text, spans in reply["rows"]], reply["notes"]
+
+
+TWO = turns("hi", "go on", "so", "no")
+THOUGHT = turns("hi", "<think>hm</think>go on", "so", "<think>ah</think>no")
+FIELDS = [{**turn, **({"reasoning_content": "hm"} if turn["role"] == "assistant" else {})} for turn in TWO]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLS = [TWO[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, *turns("2", "it is 2")]
+ONE_ROW = [["go on<end>", "no<end>"]]
+IN_ROWS = [["<think>hm</think>go on<end>"], ["<think>ah</think>no<end>"]]
+
+# name of the template, chat -> what is learned of each row, and notes.
+CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
+    ("plain", "two turns"): (TWO, ONE_ROW, []),
+    ("plain", "words of the template"): (turns("bot", "b", "end", "e"), [["b<end>", "e<end>"]], []),
+    ("plain", "all the same"): (turns("a", "a", "a", "a"), [["a<end>", "a<end>"]], []),
+    ("plain", "the assistant first"): (turns("go on", "so", "no", first="assistant"), ONE_ROW, []),
+    ("plain", "two in a row"): ([*TWO[:2], *turns("more", "so", "no", first="assistant")], [["go on<end>", "more<end>", "no<end>"]], []),
+    ("plain", "a question at the end"): (TWO[:3], [["go on<end>"]], []),
+    ("plain", "reasoning in a field"): (FIELDS, ONE_ROW, [CUT]),
+    ("trims white space", "white space"): (turns(" hi ", " go on\n", "so ", "\nno"), ONE_ROW, []),
+    ("plain", "white space"): (turns(" hi ", " go on\n", "so ", "\nno"), [[" go on\n<end>", "\nno<end>"]], []),
+    ("ends the text with a token of its own", "two turns"): (TWO, [["go on<end>", "no<end>\n</s>"]], []),
+    ("ends the text with a token of its own", "white space"): (turns("hi", " go on\n", "so"), [[" go on\n<end>"]], []),
+    ("ends the last turn with another token", "two turns"): (TWO, [["go on<end>", "no<return>"]], []),
+    ("writes the system prompt into the last question", "two turns"): (TWO, ONE_ROW, []),
+    ("keeps reasoning in the last turn alone", "no reasoning"): (TWO, [["go on<end>", "<think></think>no<end>"]], []),
+    ("keeps reasoning in the last turn alone", "in the text"): (THOUGHT, IN_ROWS, [APART]),
+    ("keeps reasoning in the last turn alone", "in the last turn"): ([*TWO[:3], THOUGHT[3]], [["go on<end>", IN_ROWS[1][0]]], []),
+    ("keeps reasoning in the last turn alone", "in a field"): (FIELDS, [["<think>hm</think>go on<end>"], ["<think>hm</think>no<end>"]], [APART]),
+    ("opens a block for reasoning in the prompt", "in the text"): (THOUGHT, [["hm</think>go on<end>"], ["ah</think>no<end>"]], [APART]),
+    ("opens a block for reasoning in the prompt", "no reasoning"): (TWO, [["go on<end>", "</think>no<end>"]], []),
+    ("leaves reasoning out", "in the text"): (THOUGHT, ONE_ROW, [CUT]),
+    ("leaves reasoning out", "no reasoning"): (TWO, ONE_ROW, []),
+    ("begins turns with the first letters of the prompt's block", "tags"): (turns("hi", "<t>a", "so", "</t>"), [["<t>a</s>", "</t></s>"]], []),
+    ("has no end token", "two turns"): (TWO, [["go on", "no"]], []),
+    ("takes arguments as text", "calls"): (CALLS, [['<call>add{"a": 1}</call><end>', "it is 2<end>"]], []),
+    ("plain", "calls"): (CALLS, [], ["turn 2: the chat template does not write tool calls, so it cannot be learned"]),
+    ("wants alternate roles", "the assistant first"): (TWO[1:], [], ["the chat template refuses it: roles must alternate"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "chat"), CASES)
+def test_what_is_learned_is_exact_whatever_a_template_s_habits(name: str, chat: str) -> None:
+    messages, expected, notes = CASES[name, chat]
+    assert learned(name, messages) == (expected, notes)
+
+
+def test_only_the_last_turn_is_learned_where_that_is_asked_for() -> None:
+    assert learned("keeps reasoning in the last turn alone", THOUGHT, "last") == ([IN_ROWS[1]], [])
+    assert learned("keeps reasoning in the last turn alone", [*THOUGHT, THOUGHT[0]], "last") == ([IN_ROWS[1]], [APART])
+
+
+def test_what_a_template_leaves_out_is_named() -> None:
+    system = {"role": "system", "content": "be kind"}
+    tools = [{"name": "add"}]
+    TEMPLATES["drops"] = template(user="{% if m.role == 'user' %}{{ m.content }}{% endif %}")
+    try:
+        found = learned("drops", [system, *TWO], tools=tools)
+    finally:
+        del TEMPLATES["drops"]
+    assert found == (ONE_ROW, [LEFT_OUT.format("system"), LEFT_OUT.format("tools")])
+    assert learned("takes arguments as text", [system, *CALLS], tools=tools)[1] == []
