@@ -9,12 +9,15 @@ from fsdp_qlora.data.examples import BadRow, Chat, unicode_of
 # How roles are called in datasets -> in chat templates.
 ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    **dict.fromkeys(("human",), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
-    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
-CALL = "function_call"  # ShareGPT's turn that is a call of a tool, as JSON
+CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
+_VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
 KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # what chat templates know besides
+WEIGHTS = ("weight", "train", "loss")  # whether a turn is learned, as OpenAI, axolotl and ms-swift call it
+_USED = {"role", "from", "content", "value", "tool_calls", "function_call", *KEPT, *WEIGHTS}
 
 
 def read_messages(row: Mapping[str, object]) -> Chat:
@@ -58,25 +61,32 @@ def _chat(row: Mapping[str, object], turns: list[dict[str, Any]]) -> Chat:
         weights.insert(0, None)
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRow("no assistant turn, so nothing to learn")
-    return Chat(messages, _tools(row.get("tools")), tuple(weights))
+    unused = dict.fromkeys(
+        key for turn in turns for key, value in turn.items() if value is not None and key not in _USED
+    )
+    return Chat(messages, _tools(row.get("tools")), tuple(weights), tuple(unused))
 
 
 def _message(turn: dict[str, Any], number: int) -> dict[str, Any]:
     """One turn as OpenAI writes it."""
     called = turn.get("role") if turn.get("role") is not None else turn.get("from")
     content = turn.get("content") if turn.get("content") is not None else turn.get("value")
-    if called == CALL:
+    if called in CALLS:
         return {"role": "assistant", "tool_calls": _calls([_json(content, f"turn {number}")], number)}
     if not isinstance(called, str) or called.lower() not in ROLES:
-        raise BadRow(f"turn {number}: unknown role {called!r}; known: {', '.join([*ROLES, CALL])}")
+        raise BadRow(f"turn {number}: unknown role {called!r}; known: {', '.join([*ROLES, *CALLS])}")
     message: dict[str, Any] = {"role": ROLES[called.lower()]}
-    if turn.get("tool_calls"):
-        message["tool_calls"] = _calls(turn["tool_calls"], number)
+    if calls := turn.get("tool_calls") or turn.get("function_call"):
+        message["tool_calls"] = _calls(calls, number)
     if content is not None:
         message["content"] = unicode_of(_plain(content, number), f"turn {number}")
     elif "tool_calls" not in message:
         raise BadRow(f"turn {number}: its content is null")
-    return message | {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)}
+    message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)}
+    is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT))
+    if message["role"] == "assistant" and is_empty and _weight(turn, number) != 0:
+        raise BadRow(f"turn {number}: the assistant says nothing")
+    return message
 
 
 def _plain(content: object, number: int) -> str:
@@ -93,23 +103,26 @@ def _plain(content: object, number: int) -> str:
 
 
 def _weight(turn: Mapping[str, Any], number: int) -> int | None:
-    weight = turn.get("weight")
-    if weight is not None and weight not in (0, 1):
-        raise BadRow(f"turn {number}: its weight is {weight!r}, and can be 0 (only read) or 1 (learned)")
-    return None if weight is None else int(weight)
+    for name in WEIGHTS:
+        weight = turn.get(name)
+        if weight is not None and weight not in (0, 1):
+            raise BadRow(f"turn {number}: its {name} is {weight!r}, and can be 0 (only read) or 1 (learned)")
+        if weight is not None:
+            return int(weight)
+    return None
 
 
 def _calls(calls: object, number: int) -> list[dict[str, Any]]:
     """Calls of tools, each with a name; arguments as an object, which is what templates write out again."""
     found = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        call = _without_nulls(call)
-        function = call.get("function", call) if isinstance(call, dict) else None
+    listed: list[Any] = calls if isinstance(calls, list) else [calls]
+    for call in listed:
+        function = call.get("function") or call if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise BadRow(f"turn {number}: a tool call without a name")
-        arguments = function.get("arguments", {})
+        arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = _json(arguments, f"turn {number}: the arguments of {function['name']}") if arguments else {}
+            arguments = _json(arguments, f"turn {number}: the arguments of {function['name']}")
         kept = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         found.append({**kept, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
     return found
@@ -120,17 +133,20 @@ def _tools(tools: object) -> list[dict[str, Any]] | None:
         tools = _json(tools, "tools") if tools.strip() else None
     if not tools:
         return None
-    tools = _without_nulls(tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow("tools is not a list of objects")
-    return tools
+    return [_schema(tool) for tool in tools]
 
 
-def _without_nulls(value: Any) -> Any:
-    """Tables fill what an object lacks with null; a template would write it out."""
+def _schema(value: Any) -> Any:
+    """A tool's description without nulls, which mean nothing in it but as values; a template would write them out."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {
+            key: inner if key in _VALUES else _schema(inner)
+            for key, inner in value.items()
+            if inner is not None or key in _VALUES
+        }
+    return [_schema(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _json(text: object, where: str) -> Any:

@@ -164,7 +164,7 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
                 batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
                 for row in _rows_of(batch):
                     count += 1
-                    yield count, dict.fromkeys(schema.names) | row
+                    yield count, dict.fromkeys(schema.names) | without_nulls(row)
     except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
         place = f"{path} row {count + 1}" if isinstance(error, Malformed) else str(path)
         behind = f"behind row {count}, " if count and place == str(path) else ""
@@ -214,6 +214,19 @@ def _rows_of(batch: Any) -> Iterator[Row]:
             except Exception as error:
                 raise Malformed(f"column {name!r}: {error}") from error
         yield row
+
+
+def without_nulls(row: Row) -> Row:
+    """A table's row whose objects have no nulls: tables fill with them what an object lacks."""
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from fsdp_qlora.data.files import (
     kind_of,
     read_file,
     read_files,
+    without_nulls,
 )
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.data.rows import Rows, SourceFile
@@ -132,7 +133,8 @@ def _hub_part(name: str, config: str | None, split: str) -> tuple[list[Part], st
 
     def read(used: ChooseColumns, after: int) -> NumberedRows:
         try:
-            yield from enumerate(table.skip(after) if after else table, start=after + 1)
+            rows = map(without_nulls, table.skip(after) if after else table)
+            yield from enumerate(rows, start=after + 1)
         except Exception as error:  # of the network, or of the files
             # No UserError: the other ranks may not have it, and a restart may help.
             raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
@@ -255,7 +257,8 @@ def hub_source(name: str, *, config: str | None = None, split: str = "train", sh
 def _read_table(table: Any, name: str, limit: int | None, start: int = 0, *, used: ChooseColumns = tuple) -> Rows:
     end = len(table) if limit is None else min(start + limit, len(table))
     chosen = [column for column in table.column_names if column in used(table.column_names)]
-    rows = table.select(range(min(start, end), end)).select_columns(chosen).to_list()
+    found = table.select(range(min(start, end), end)).select_columns(chosen).to_list()
+    rows = [without_nulls(row) for row in found]
     if not rows:
         raise UserError(f"{name}: the dataset is empty.")
     return Rows(rows, list(range(start + 1, end + 1)), list(table.column_names), [SourceFile(name, "row")])

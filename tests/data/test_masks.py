@@ -5,16 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.data import files
 from fsdp_qlora.data.chat_template import ChatTemplate
 from fsdp_qlora.data.encoding import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.data.examples import BadRow, Chat, Preference, Segment, Text
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
+from fsdp_qlora.data.sources import find_source
 from fsdp_qlora.data.template_worker import APART
 from fsdp_qlora.errors import UserError
+from tests.data.test_data import write_parquet
 from tests.tiny import spelled_tokenizer
 
 KINDS = ["byte_level", "sentencepiece"]
@@ -94,6 +98,17 @@ def test_a_turn_of_weight_0_is_only_read(tags: str) -> None:
     with pytest.raises(BadRow, match="weight above 0"):
         messages[3]["weight"] = 0
         tokens_of("byte_level", "messages", {"messages": messages}, chat=template(TAGS[tags]))
+
+
+def test_what_other_programs_call_a_weight_is_one_and_other_fields_are_named() -> None:
+    messages = turns("hi", "go on", "so", "no")
+    for name, value in (("train", False), ("loss", False)):
+        row = {"messages": [messages[0], {**messages[1], name: value}, *messages[2:]]}
+        assert tokens_of("byte_level", "messages", row, chat=template())[1:] == (mask("last"), ())
+    row = {"messages": [{**messages[0], "lang": "en", "note": None}, *messages[1:]]}
+    assert tokens_of("byte_level", "messages", row, chat=template())[2] == (
+        "turns have fields that are not used: lang",
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,3 +333,43 @@ def test_the_tokenizer_s_own_template_is_used_and_its_lack_named() -> None:
     with ChatTemplate(tokenizer) as own:
         [segments], _ = own.fill(Chat(CHAT["messages"]), learn="assistant")
     assert [segment.text for segment in segments if segment.learned] == ["go on</s>", "no</s>"]
+
+
+def test_nulls_that_a_table_adds_reach_no_template_and_those_of_a_row_do(tmp_path: Path) -> None:
+    def row(name: str, *, schema: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+        return {"messages": messages, "tools": [{"name": name, "parameters": {"properties": schema}}]}
+
+    rows = [row("go", schema={"a": {"default": 1}}, a=1), row("so", schema={"b": {"type": "x"}}, b=2)]
+    read = FORMATS["messages"].read
+    plain = [read(found) for found in rows]
+    for found in (read_parquet(write_parquet(tmp_path / "a.parquet", rows)), read_saved(tmp_path / "saved", rows)):
+        assert [read(row) for row in found] == plain
+    null = row("go", schema={"a": {"default": None, "description": None}, "b": None}, a=None)
+    chat = read(null)
+    assert isinstance(chat, Chat) and chat.tools is not None
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
+    assert chat.tools[0]["parameters"]["properties"] == {"a": {"default": None}}
+
+
+def read_parquet(path: Path) -> list[Any]:
+    return [row for _, row in files.read_parquet(path)]
+
+
+def read_saved(path: Path, rows: list[dict[str, Any]]) -> list[Any]:
+    Dataset.from_list(rows).save_to_disk(str(path))
+    return list(find_source(str(path)).read(None).rows)
+
+
+def test_a_call_of_a_tool_is_the_same_in_each_of_its_forms() -> None:
+    function = {"name": "add", "arguments": {"a": 1}}
+    asked = {"role": "user", "content": "so"}
+    forms = [
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "tool_call", "content": json.dumps(function)},
+        {"from": "function_call", "value": json.dumps(function)},
+    ]
+    chats = [FORMATS["messages"].read({"messages": [asked, form]}) for form in forms]
+    assert all(isinstance(chat, Chat) and chat.messages == chats[0].messages for chat in chats)  # type: ignore[union-attr]
