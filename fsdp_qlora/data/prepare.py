@@ -202,7 +202,7 @@ def _open_stream(
         ),
         origin=dataset.name,
         identity=identity,
-        num_rows=count_streamed(parts) if options.max_steps < 0 else None,
+        num_rows=count_streamed(dataset.name, parts) if options.max_steps < 0 else None,
     )
     rows, _ = stream.read_block(Place(), _ROWS_LOOKED_AT)
     if not rows.rows:
@@ -229,7 +229,7 @@ def _open_stream(
     return first, report, stream
 
 
-def count_streamed(parts: Sequence[Part]) -> int:
+def count_streamed(dataset: str, parts: Sequence[Part]) -> int:
     """The rows of an epoch.
 
     Raises:
@@ -237,8 +237,7 @@ def count_streamed(parts: Sequence[Part]) -> int:
     """
     counts = [part.count() for part in parts]
     if None in counts:
-        name = parts[counts.index(None)].name
-        raise UserError(f"--streaming true: nobody knows how many rows {name} has. Give --max_steps.")
+        raise UserError(f"--streaming true: nobody knows how many rows {dataset} has. Give --max_steps.")
     return sum(count for count in counts if count is not None)
 
 

@@ -79,7 +79,7 @@ def find_source(dataset: str | DatasetName) -> Source:
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a dataset, or all of a dataset on the hub, to be read row by row."""
+    """A file of a dataset, to be read row by row."""
 
     name: str
     unit: str
@@ -117,10 +117,11 @@ def find_parts(dataset: DatasetName) -> tuple[list[Part], str]:
         raise UserError(
             f"dataset: --streaming true takes files, folders and owner/name on the hub, not {dataset.name!r}."
         )
-    return _hub_part(dataset.name, dataset.config, dataset.split or "train")
+    return _hub_parts(dataset.name, dataset.config, dataset.split or "train")
 
 
-def _hub_part(name: str, config: str | None, split: str) -> tuple[list[Part], str]:
+def _hub_parts(name: str, config: str | None, split: str) -> tuple[list[Part], str]:
+    """A part for each file of the dataset: a run that is resumed asks for none of those before."""
     import datasets
 
     try:
@@ -131,15 +132,23 @@ def _hub_part(name: str, config: str | None, split: str) -> tuple[list[Part], st
     splits = (table.info.splits or {}) if table.info else {}
     known = splits[split].num_examples if split in splits else None
 
-    def read(used: ChooseColumns, after: int) -> NumberedRows:
+    def read(index: int, used: ChooseColumns, after: int) -> NumberedRows:
+        file = table.shard(table.num_shards, index)
         try:
-            rows = map(without_nulls, table.skip(after) if after else table)
+            rows = map(without_nulls, file.skip(after) if after else file)
             yield from enumerate(rows, start=after + 1)
         except Exception as error:  # of the network, or of the files
             # No UserError: the other ranks may not have it, and a restart may help.
             raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
 
-    return [Part(name, "row", read, lambda: known)], f"{name} {config} {split} {commit}"
+    def count(index: int) -> int | None:  # what is known is the number of all rows
+        return known if index == 0 or known is None else 0
+
+    parts = [
+        Part(f"{split} file {index + 1}", "row", partial(read, index), partial(count, index))
+        for index in range(table.num_shards)
+    ]
+    return parts, f"{name} {config} {split} {commit} by files"
 
 
 def _part(source: Source, wanted: DatasetName) -> Source:

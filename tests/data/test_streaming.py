@@ -3,13 +3,13 @@
 import gzip
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
-from huggingface_hub import HfApi
 from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
@@ -17,8 +17,9 @@ from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.streaming import Place
 from fsdp_qlora.errors import UserError
+from tests.data.dataset_hub import DatasetHub
 from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
-from tests.tiny import make_rows, make_tokenizer
+from tests.tiny import ROOT, make_rows, make_tokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -113,26 +114,61 @@ def test_what_a_stream_cannot_do_is_one_sentence(tmp_path: Path, stream: Callabl
     assert stream(rows, max_steps=7).rows_per_epoch is None
 
 
-def test_a_dataset_of_the_hub_is_streamed_and_skipped_into(
-    monkeypatch: pytest.MonkeyPatch, stream: Callable[..., RunData]
-) -> None:
-    def load(name: str, *config: str, **how: Any) -> datasets.IterableDataset:
-        assert (name, config, how) == ("o/rows", ("c",), {"split": "train", "streaming": True, "revision": "abc"})
-        return datasets.Dataset.from_list(ROWS).to_iterable_dataset()
+STREAM = """
+import json, sys
+from transformers import AutoTokenizer
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.prepare import DataOptions, prepare_data
+from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.data.streaming import Place
+from fsdp_qlora.errors import UserError
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+for max_steps in (-1, 9):
+    options = TrainConfig(dataset=("owner/rows",), streaming=True, shuffle_buffer=10, max_steps=max_steps)
+    try:
+        data = prepare_data(tokenizer, options.pick(DataOptions), vocab_size=len(tokenizer))
+    except UserError as error:
+        print("REFUSED", error)
+schedule = Schedule(108, 12, 1, 1, num_epochs=1, max_steps=9, seed=1)
+steps = list(data.stream.steps(schedule, Place()))
+print("ROWS", json.dumps([rows.row_numbers.tolist() for _, rows, _ in steps]))
+print("COUNT", data.rows_per_epoch)
+print("FROM", flush=True)
+sys.stdin.readline()
+left = list(data.stream.steps(schedule, steps[3][2], first=4))
+print("SAME", [rows.digest for _, rows, _ in left] == [rows.digest for _, rows, _ in steps[4:]])
+"""
 
-    info = type("Info", (), {"sha": "abc"})
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(HfApi, "dataset_info", lambda self, name, **how: info)
-    with pytest.raises(UserError, match=r"nobody knows how many rows o/rows has\. Give --max_steps"):
-        stream(Path("o/rows:c"))
-    data = stream(Path("o/rows:c"), max_steps=9)
-    given = Schedule(108, 12, 1, 1, num_epochs=1, max_steps=9, seed=1)
-    assert data.stream is not None and data.rows_per_epoch is None
-    steps = [(step, rows.digest, place) for step, rows, place in data.stream.steps(given, Place())]
-    again = stream(Path("o/rows:c"), max_steps=9).stream
-    assert again is not None
-    left = again.steps(given, steps[2][2], first=3)
-    assert [(step, rows.digest, place) for step, rows, place in left] == steps[3:] and len(steps) == 9
+
+def test_a_dataset_of_the_hub_is_streamed_by_ranges_of_its_files(tmp_path: Path) -> None:
+    files = [
+        write_parquet(tmp_path / f"{i}.parquet", part, row_group_size=5)
+        for i, part in enumerate((ROWS[:33], ROWS[33:]))
+    ]
+    hub = DatasetHub({f"data/train-0000{i}-of-00002.parquet": file.read_bytes() for i, file in enumerate(files)})
+    make_tokenizer(tmp_path / "tokenizer")
+    places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "FSDP_QLORA_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", STREAM, str(tmp_path / "tokenizer")]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **places}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    said = {}
+    for line in process.stdout:
+        word, _, rest = line.strip().partition(" ")
+        said[word] = rest
+        if word == "FROM":
+            before = len(hub.ranges)
+            process.stdin.write("\n")
+            process.stdin.flush()
+    hub.server.shutdown()
+    assert process.wait() == 0
+    assert said["REFUSED"].endswith("nobody knows how many rows owner/rows has. Give --max_steps.")
+    steps = json.loads(said["ROWS"])
+    epoch = [number for step in steps for number in step][:57]
+    assert sorted(epoch) == list(range(1, 58)) and said["COUNT"] == "None"
+    # After the 48th row nothing is asked for of the first file before the next epoch.
+    assert said["SAME"] == "True" and "00001" in hub.ranges[before][0]
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, stream: Callable[..., RunData]) -> None:
