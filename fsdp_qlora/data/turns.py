@@ -72,9 +72,10 @@ class Conversation:
         # The prompt may open a block for reasoning that this turn does not have: it begins where they part.
         if prompts[0] is not None and (parted := self._parted(prompts[0], before, content)) is not None:
             return parted
-        # The messages before are written in another way here: what a prompt adds to a question stands before the turn.
+        # The messages before are written in another way here: what stands before the turn is as where it is the last,
+        # or what a prompt adds to a question.
         if content is not None:
-            for opening, is_written in self._openings():
+            for opening, is_written in [*self._opening_as_last(turn), *self._openings()]:
                 if opening and self.text[:content].endswith(opening):
                     return content - is_written
         return None
@@ -90,6 +91,16 @@ class Conversation:
         head = self._prompt(before, add_generation_prompt=False)
         known = head is not None and self.text.startswith(head) and len(head) < min(starts, default=0)
         return min(starts) if known else None
+
+    def _opening_as_last(self, turn: int) -> list[tuple[str, int]]:
+        """What is before the content of a turn where the conversation ends with it, as from `_openings`."""
+        alone = self.until(turn)
+        start = alone._start(turn) if alone is not None else None
+        content = alone._place(turn, at_end=False) if alone is not None else None
+        if alone is None or start is None or content is None:
+            return []
+        head = max((alone.text.rfind(token, 0, start) for token in self._end_tokens), default=-1)
+        return [(alone.text[max(head, 0) : content], content - start)]
 
     def _openings(self) -> list[tuple[str, int]]:
         """What the prompts for a generation add, and how many characters of it the model would write by default."""

@@ -42,6 +42,12 @@ TEMPLATES = {
         user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | length == 0 %}"
         "{{ 'BE KIND ' if last else '' }}{{ m.content }}"
     ),
+    "has no prompt and moves the system prompt": template(
+        bot="{{ m.content }}</s>",
+        prompt="",
+        user="{% set last = messages[loop.index:] | selectattr('role', 'eq', 'user') | list | length == 0 %}"
+        "{{ 'BE KIND ' if last else '' }}{{ m.content }}",
+    ),
     "keeps reasoning in the last turn alone": template(
         bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n"
     ),
@@ -111,6 +117,7 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
     ("ends the text with a token of its own", "white space"): (turns("hi", " go on\n", "so"), [[" go on\n<end>"]], []),
     ("ends the last turn with another token", "two turns"): (TWO, [["go on<end>", "no<return>"]], []),
     ("writes the system prompt into the last question", "two turns"): (TWO, ONE_ROW, []),
+    ("has no prompt and moves the system prompt", "two turns"): (TWO, [["go on</s>", "no</s>"]], []),
     ("keeps reasoning in the last turn alone", "no reasoning"): (TWO, [["go on<end>", "<think></think>no<end>"]], []),
     ("keeps reasoning in the last turn alone", "in the text"): (THOUGHT, IN_ROWS, [APART]),
     ("keeps reasoning in the last turn alone", "in the last turn"): ([*TWO[:3], THOUGHT[3]], [["go on<end>", IN_ROWS[1][0]]], []),
