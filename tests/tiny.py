@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,6 +190,11 @@ def train_ok(world_size: int, output_dir: Path, *, logits_file: Path | None = No
     return output
 
 
+TEKKEN_WORDS = (  # the pattern of its tekken.json
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 MERGES = [("h", "i"), ("g", "o"), ("{blank}", "o"), ("{blank}o", "n"), ("n", "o"), ("s", "o")]  # of `spelled_tokenizer`
 
 
@@ -197,19 +202,24 @@ def spelled_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens can be told by hand: letters, and `hi`, `go`, ` on`, `no`, `so`.
 
     Args:
-        kind: "byte_level" (GPT-2's, Llama 3's, Qwen's) or "sentencepiece" (Llama 2's, Mistral's).
+        kind: "byte_level" (GPT-2's, Llama 3's, Qwen's), "sentencepiece" (Llama 2's, Mistral's of 2023) or "tekken"
+            (Mistral's later ones), in which a word may begin with a sign, as `:go` does.
     """
-    blank = {"byte_level": "Ġ", "sentencepiece": "▁"}[kind]
+    blank = "▁" if kind == "sentencepiece" else "Ġ"
     merges = [(a.format(blank=blank), b) for a, b in MERGES]
-    letters = pre_tokenizers.ByteLevel.alphabet() if kind == "byte_level" else [blank, "\n", *map(chr, range(33, 127))]
+    merges += [(":", "go")] if kind == "tekken" else []
+    is_bytes = kind != "sentencepiece"
+    letters = pre_tokenizers.ByteLevel.alphabet() if is_bytes else [blank, "\n", *map(chr, range(33, 127))]
     tokens = ["<s>", "</s>", *sorted(letters), *(a + b for a, b in merges)]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    if kind == "byte_level":
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if is_bytes:
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind != "tekken")
+        words = pre_tokenizers.Split(Regex(TEKKEN_WORDS), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, plain]) if kind == "tekken" else plain
         backend.decoder = decoders.ByteLevel()
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
         backend.decoder = decoders.Metaspace(prepend_scheme="always")
-    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_special_tokens(["<s>", "</s>", *(["[INST]", "[/INST]"] if kind == "tekken" else [])])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")

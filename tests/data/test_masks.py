@@ -86,6 +86,21 @@ def test_a_chat_is_learned_turn_by_turn(kind: str, tags: str, learn: str) -> Non
     assert notes == ()
 
 
+def test_a_tokenizer_whose_words_begin_with_a_sign_learns_whole_turns() -> None:
+    mistral = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}"
+        "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    tokens, learned, notes = tokens_of(
+        "tekken", "messages", {"messages": turns("so:", "go on", "hi:go", "no")}, chat=mistral
+    )
+    assert " ".join(tokens) == "<s> [INST] so : [/INST] go Ġon </s> [INST] hi :go [/INST] no </s>"
+    assert learned == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
+    assert notes == ()
+    tokens, learned, notes = tokens_of("tekken", "prompt_completion", {"prompt": "so:", "completion": "go"})
+    assert (tokens, learned, notes) == (["<s>", "so", ":", "go", "</s>"], [0, 0, 0, 1, 1], (MERGED,))
+
+
 @pytest.mark.parametrize("tags", TAGS)
 def test_a_turn_of_weight_0_is_only_read(tags: str) -> None:
     messages = turns("hi", "go on", "so", "no")
