@@ -47,7 +47,8 @@ def log(tmp_path: Path) -> str:
 
 
 def workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return [child for child in psutil.Process(process.pid).children() if "train.py" in " ".join(child.cmdline())]
+    started = psutil.Process(process.pid).children()
+    return [child for child in started if {"fsdp_qlora", str(ROOT / "train.py")} & set(child.cmdline())]
 
 
 def is_gone(process: psutil.Process) -> bool:
@@ -66,7 +67,7 @@ def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
     argv = flags(**reference.same_but(tmp_path / "out"))
-    process = start([*TORCHRUN, "--max-restarts", "3", str(ROOT / "train.py"), *argv])
+    process = start([*TORCHRUN, "--max-restarts", "3", "-m", "fsdp_qlora", "train", *argv])
     for kill, step in enumerate((4, 10)):
         wait_for_step(tmp_path / "out", step, process, tmp_path)
         victims = workers(process)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from fsdp_qlora.adapters.earlier import read_adapter
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
+from tests.parity.test_experts import FAMILIES
 from tests.reference import load_adapter, load_base
 from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
@@ -68,6 +69,37 @@ def test_the_first_held_out_loss_is_the_earlier_runs_last(
     run_id = json.loads((tmp_path / "first" / "run.json").read_text())["run_id"]
     assert record["parent"] == {"name": "first", "run_id": run_id, "step": 2}
     assert f"run {run_id} at step 2" in (tmp_path / "second_2" / "README.md").read_text()
+
+
+# Of these one start of each stage.
+MORE: dict[str, dict[str, object]] = {
+    "int8_lora": {"train_type": "int8_lora", "lora_rank": 4},
+    "hqq_dora": {"train_type": "hqq_dora", "lora_rank": 4, "lora_target_modules": "q_proj,down_proj"},
+    "experts": {
+        "lora_rank": 4,
+        "lora_target_modules": "q_proj",
+        "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_the_first_held_out_loss_is_the_earlier_runs_last_on_two_ranks_after_one(
+    kind: str, models: Models, data: dict[str, object], tmp_path: Path
+) -> None:
+    model = models("mixtral", **FAMILIES["mixtral"]) if kind == "experts" else models()
+    train_ok(1, tmp_path / "first", model_name=model, **data, **MORE[kind])
+    first = read_metrics(tmp_path / "first", "eval_loss")
+    train_type = MORE[kind].get("train_type", "qlora")
+    given = {**data, "model_name": model, "train_type": train_type, "adapter": tmp_path / "first"}
+    train_ok(2, tmp_path / "second", **given)
+    second = read_metrics(tmp_path / "second", "eval_loss")
+    assert abs(second[0] - first[-1]) < 1e-6 and abs(first[0] - first[-1]) > 1e-3 and second[-1] != second[0]
+    shapes = [
+        {name: value.shape for name, value in load_file(tmp_path / run / "adapter_model.safetensors").items()}
+        for run in ("first", "second")
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def peft_adapter(folder: Path, model: Path, **options: object) -> torch.Tensor:
