@@ -22,7 +22,7 @@ from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import how_it_ends
 from fsdp_qlora.generation.samples import Samples
-from fsdp_qlora.metrics.metric_log import MetricLog, copy_metrics, cut_metrics, open_metric_log
+from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, Profiler, ProfilerOptions, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.redact import redact_values
@@ -164,7 +164,7 @@ class Supervision:
             return
         progress = Progress.from_dict(self.start.progress)
         if self.start.folder and self.start.is_new:
-            copy_metrics(Path(self.start.folder).parents[1], self.folder.path)
+            copy_records(Path(self.start.folder).parents[1], self.folder.path)
         cut_metrics(self.folder.path, progress.step, progress.last_eval_step)
 
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ from fsdp_qlora.checkpointing.resume import Start
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.distributed import Ranks, first_failure, gather_texts
 from fsdp_qlora.errors import RunStopped, TrainingError, UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE
+from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
 from fsdp_qlora.storage.files import why_not_writable, write_json
 
 
@@ -142,7 +142,7 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
     entries = list(path.iterdir()) if path.is_dir() else []
     names, leftovers = {entry.name for entry in entries}, {entry.name for entry in entries if is_leftover(entry)}
     # A start was killed while it moved these here from its mirror; the mirror still has them.
-    moving = {CHECKPOINTS, METRICS_FILE, STATUS} if FETCHED in names and RUN not in names else set()
+    moving = {CHECKPOINTS, METRICS_FILE, SAMPLES_FILE, STATUS} if FETCHED in names and RUN not in names else set()
     is_used = bool(names - leftovers - moving)
     if is_used and not overwrite:
         raise UserError(

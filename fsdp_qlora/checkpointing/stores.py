@@ -1,7 +1,7 @@
 """The places for a mirror: a folder, an rclone remote, or a private repository on the Hugging Face hub.
 
-Each holds copies of a run folder's run.json, status.json, metrics.jsonl and checkpoints/. A checkpoint is complete if
-its manifest is there, which is copied last (on the hub, in one commit with the rest).
+Each holds copies of a run folder's run.json, status.json, metrics.jsonl, samples.jsonl and checkpoints/. A checkpoint
+is complete if its manifest is there, which is copied last (on the hub, in one commit with the rest).
 """
 
 import contextlib
@@ -22,14 +22,15 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import MANIFEST
 from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED, RUN, STATUS
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE
+from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
 from fsdp_qlora.redact import redact
 from fsdp_qlora.storage.files import copy_regular, flush, read_json, read_regular, staged_file, write_json
 from fsdp_qlora.storage.locations import mirror_error
 
 log = logging.getLogger("fsdp_qlora")
 
-_SMALL_FILES = (METRICS_FILE, STATUS, RUN)  # run.json last: it makes a folder a run's
+_RECORDS = (METRICS_FILE, SAMPLES_FILE)
+_SMALL_FILES = (*_RECORDS, STATUS, RUN)  # run.json last: it makes a folder a run's
 # A remote that does not answer must not delay the end of a run.
 _RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
 
@@ -269,8 +270,9 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     for name in _SMALL_FILES:
         with contextlib.suppress(FileNotFoundError):
             text = _as_here(store.read(name)) if name == STATUS else store.read(name)
-            with staged_file(partial / name) as whole:
-                whole.write_text(text)
+            if text:
+                with staged_file(partial / name) as whole:
+                    whole.write_text(text)
     _move_run(partial, output_dir)
     return True
 
@@ -334,11 +336,14 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _write_small_files(output_dir: Path, target: Path) -> None:
-    """Copy run.json, metrics.jsonl and status.json."""
+    """Copy run.json, status.json and the run's records."""
     if run := read_json(output_dir / RUN):  # a damaged one must not replace the good copy
         write_json(target / RUN, run)
-    if (output_dir / METRICS_FILE).is_file():
-        copy_regular(output_dir / METRICS_FILE, target / METRICS_FILE)
+    for name in _RECORDS:
+        if (output_dir / name).is_file():
+            copy_regular(output_dir / name, target / name)
+        else:
+            (target / name).touch()  # in the place of what another run had there
     # A new machine does not have the results, so the run must not appear finished there.
     write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running"})
 

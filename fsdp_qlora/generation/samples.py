@@ -11,12 +11,12 @@ from typing import Any
 from fsdp_qlora.distributed import Ranks, gather_texts
 from fsdp_qlora.generation.generate import Answer, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat, Question
+from fsdp_qlora.metrics.sinks import SAMPLES_FILE
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.storage.files import read_regular, staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
-SAMPLES_FILE = "samples.jsonl"
 SAMPLE_TOKENS = 128  # of each answer, at most
 
 

@@ -22,7 +22,16 @@ from typing import Any
 from tqdm import tqdm
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, METRICS_SET_ASIDE, Record, Sink, SinkOptions, numbers_in, plain
+from fsdp_qlora.metrics.sinks import (
+    METRICS_FILE,
+    METRICS_SET_ASIDE,
+    SAMPLES_FILE,
+    Record,
+    Sink,
+    SinkOptions,
+    numbers_in,
+    plain,
+)
 from fsdp_qlora.metrics.tensorboard_sink import TensorBoardSink
 from fsdp_qlora.metrics.trackio_sink import TrackioSink
 from fsdp_qlora.metrics.wandb_sink import WandbSink
@@ -248,11 +257,12 @@ class JsonlSink(Sink):
         return None
 
 
-def copy_metrics(source: Path, output_dir: Path) -> None:
-    """Start metrics.jsonl as a copy of the parent run's, if there is one."""
-    if (source / METRICS_FILE).is_file():
-        with staged_file(output_dir / METRICS_FILE) as partial:
-            copy_regular(source / METRICS_FILE, partial)
+def copy_records(source: Path, output_dir: Path) -> None:
+    """Start metrics.jsonl and samples.jsonl as copies of the parent run's, if there are any."""
+    for name in (METRICS_FILE, SAMPLES_FILE):
+        if (source / name).is_file():
+            with staged_file(output_dir / name) as partial:
+                copy_regular(source / name, partial)
 
 
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:

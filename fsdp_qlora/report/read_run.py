@@ -11,12 +11,11 @@ import yaml
 
 from fsdp_qlora.control.status import STATUS
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, numbers_in
+from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.report.facts import FACTS_FILE
 from fsdp_qlora.storage.files import read_json, read_regular
 
-SAMPLES_FILE = "samples.jsonl"
 CONFIG_FILE = "config.yaml"
 
 _MOST_POINTS = 1200  # of a curve: more than a screen has

@@ -137,9 +137,11 @@ def add_step(tmp_path: Path) -> Callable[[int], None]:
 def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[int], None], tmp_path: Path) -> None:
     run, there = tmp_path / "run", tmp_path / "there"
     assert store.run() == {}
+    (run / "samples.jsonl").write_text("of another run\n")
     for step in (1, 2):
         add_step(step)
         store.update(run)
+        (run / "samples.jsonl").unlink(missing_ok=True)
     checkpoint.remove(checkpoint.step_folder(run / CHECKPOINTS, 1))
     add_step(3)
     # Cut off before its manifest, the copy of a checkpoint is none, and is made whole by the next update.
@@ -158,6 +160,10 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
     assert sorted(path.name for path in (tmp_path / "box").iterdir()) == [
         *("checkpoints", "metrics.jsonl", "run.json", "status.json"),
     ]
+    (run / "samples.jsonl").write_text('{"step": 3}\n')
+    store.update(run)
+    fetch(store, tmp_path / "next_box")
+    assert (tmp_path / "next_box" / "samples.jsonl").read_text() == '{"step": 3}\n'
     if isinstance(store, stores.RcloneStore):
         (there / "run.json").write_text('{"run_id"')
         with pytest.raises(OSError, match=r"run\.json there cannot be read"):
