@@ -105,16 +105,18 @@ def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads_and_export_make
     assert adapter(out) == adapter(finished_at(6)) and json.loads((out / "training.json").read_text())["step"] == 6
 
 
-def evaluate_to(losses: dict[int, float], is_killed: bool) -> None:
-    """Let evaluations give these losses, by step; with `is_killed` rank 0 dies before it saves the result."""
+def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
+    """Let evaluations give these losses, by step. A rank dies in that of step 5, or before it saves the result."""
     from fsdp_qlora import export
     from fsdp_qlora.training.trainer import Trainer
 
     def evaluate(self: Trainer, step: int, *_: object) -> dict[str, float]:
+        if step == 5 and killed_at == "evaluation":
+            os.kill(os.getpid(), signal.SIGKILL)
         return {"eval_loss": losses[step], "perplexity": 1.0, "num_target_tokens": 1}
 
     Trainer.evaluate = evaluate  # type: ignore[method-assign, assignment]
-    if is_killed:
+    if killed_at == "result":
         export.save_adapter = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -123,13 +125,16 @@ def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is
 ) -> None:
     losses = {0: 5.0, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "eval_steps": 1, "early_stopping": 2}
-    with ended(Job(options, tmp_path / "logs0", fault=evaluate_to, arguments=(losses, True))) as job:
-        job.wait()
-    out = tmp_path / "out"
-    assert not (out / "adapter_model.safetensors").exists() and max(published(out / "checkpoints")) == 5
+    options["save_steps"], out = 1, tmp_path / "out"
+    # The second start goes on behind the first of the two evaluations without a lower loss.
+    for killed_at, newest in (("evaluation", 4), ("result", 5)):
+        with ended(Job(options, tmp_path / killed_at, fault=evaluate_to, arguments=(losses, killed_at))) as job:
+            job.wait()
+        assert max(published(out / "checkpoints")) == newest, job.output()
+    assert not (out / "adapter_model.safetensors").exists()
     assert "Stopped early after step 5: 2 evaluations without a lower loss than 4.0000 of step 3." in job.output()
     before = numbers(out)
-    output = run(options, tmp_path / "logs1", fault=evaluate_to, arguments=(losses, False))
+    output = run(options, tmp_path / "logs1", fault=evaluate_to, arguments=(losses, ""))
     assert "Stopped early after step 5" in output and "4.1000, lowest 4.0000 at step 3" in output
     assert numbers(out) == before and status(out)["state"] == "finished"
     assert adapter(out) == adapter(finished_at(5)) and adapter(out / "best") == adapter(finished_at(3))
