@@ -1,7 +1,6 @@
 """What a run leaves at its end: its result, or the newest and the best adapter; and its upload."""
 
 import logging
-from pathlib import Path
 
 from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import LiveValues
@@ -9,7 +8,6 @@ from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.resolved import identity_settings, resolved_options
 from fsdp_qlora.errors import RunStopped, TrainingError
-from fsdp_qlora.loading import hub
 from fsdp_qlora.planning.plan import (
     ModelPlan,
     adapter_config,
@@ -26,13 +24,7 @@ log = logging.getLogger("fsdp_qlora")
 def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
     """The form of the run's results."""
     settings, changed = identity_settings(resolved_options(config))
-    return ResultForm(plan, adapter_config(config, plan), published_base(config), settings, changed)
-
-
-def published_base(config: TrainConfig) -> Base:
-    """The base model as the result names it."""
-    name = config.base_name or hub.public_name(config.model)
-    return Base(name, is_on_hub="/" in name or not Path(config.model).expanduser().is_dir())
+    return ResultForm(plan, adapter_config(config, plan), Base.of(config.model, config.base_name), settings, changed)
 
 
 def save_result(form: ResultForm, trainer: Trainer, guard: Supervision, progress: Progress) -> None:

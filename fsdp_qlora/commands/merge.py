@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.checkpointing.layout import RECORD
 from fsdp_qlora.commands.model_folder import check_is_new, new_model_folder, new_weights
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
@@ -30,7 +31,9 @@ from fsdp_qlora.merging.merged_model import MergedModel, split_ends
 from fsdp_qlora.merging.peft_folder import PeftFolder, read_peft_folder
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings, take_settings
+from fsdp_qlora.results.record import Base, merged_documents
 from fsdp_qlora.sharding.build_model import LayerOptions, build_model
+from fsdp_qlora.storage.files import read_json
 from fsdp_qlora.train_types import TrainType
 
 log = logging.getLogger("fsdp_qlora")
@@ -175,14 +178,28 @@ def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
         UserError: it cannot be written, or a weight is not finite.
     """
     check_is_new(out)
+    texts = _documents(merge, merged)
     with_code = (merge.folder / "config.json").read_text(encoding="utf-8").count('"auto_map"') > 0
     with new_model_folder(out, merge.folder, with_code=with_code) as partial:
         for name in _TOKENIZER:
             if (merge.adapter.path / "tokenizer_config.json").is_file() and (merge.adapter.path / name).is_file():
                 shutil.copyfile(merge.adapter.path / name, partial / name)
         _write_weights(merged, partial)
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
         content = _config_of(merge, merged)
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
+    """The card and training.json, name -> text."""
+    config, path = merge.adapter.config, merge.adapter.path
+    targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
+    settings = {"train_type": "dora" if config.use_dora else "lora", "lora_rank": config.r}
+    settings |= {"lora_alpha": config.lora_alpha, "use_rslora": config.use_rslora, "lora_target_modules": targets}
+    into = "dequantized" if isinstance(merged.base, DequantizedBase) else "original"
+    about = {"adapter": path.resolve().name, "kind": "dora" if config.use_dora else "lora", "into": into}
+    return merged_documents(read_json(path / RECORD), Base.of(merge.trained_on.model_name), settings, about)
 
 
 def _write_weights(merged: MergedModel, folder: Path) -> None:

@@ -4,12 +4,22 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.checkpointing.layout import CARD, RECORD
+from fsdp_qlora.config.resolved import identity_settings
 from fsdp_qlora.data.prompt_record import CHAT, TEMPLATE, example_prompts
+from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.redact import redact_values
+from fsdp_qlora.version import VERSION
 
+# What a training.json says of an adapter of which nothing is known.
+_UNKNOWN: dict[str, Any] = {
+    "format": 1, "base": {}, "run_id": None, "parent": None, "step": None, "num_tokens": None, "losses": {"loss": None},
+    "prompt": None, "data": [], "eval_data": [], "settings": {}, "versions": {},
+}  # fmt: skip
+_KINDS = {"lora": "LoRA adapter", "dora": "DoRA adapter"}
 _PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes", "hqq")
 
 
@@ -18,6 +28,12 @@ class Base(NamedTuple):
 
     name: str
     is_on_hub: bool
+
+    @classmethod
+    def of(cls, model_name: str, published: str | None = None) -> "Base":
+        """Of a model as an option names it. published: a name on the hub that is given to it."""
+        name = published or public_name(model_name)
+        return cls(name, is_on_hub="/" in name or not Path(model_name).expanduser().is_dir())
 
 
 def training_record(
@@ -73,6 +89,21 @@ def documents(record: Mapping[str, Any], *, kind: str | None, changed: Mapping[s
     return {RECORD: text, CARD: "\n".join(_card(record, kind, changed)) + "\n"}
 
 
+def merged_documents(
+    earlier: Mapping[str, Any], base: Base, settings: Mapping[str, Any], merged: Mapping[str, str]
+) -> dict[str, str]:
+    """File name -> text: training.json and the model card of an adapter that was merged into its base.
+
+    Args:
+        earlier: the adapter's training.json; empty if it is not of this program, and `base` and `settings` count then.
+        merged: adapter, the name of its folder; kind, lora or dora; into, original or dequantized.
+    """
+    if earlier.get("format") != 1 or not _UNKNOWN.keys() <= earlier.keys():
+        earlier = {**_UNKNOWN, "base": base._asdict(), "settings": dict(settings)}
+    record = {**earlier, "merged": {**merged, "version": VERSION}}
+    return documents(record, kind=None, changed=identity_settings(record["settings"])[1])
+
+
 def how_to_load(base: Base, folder: str) -> list[str]:
     """Python lines that load an adapter."""
     if base.is_on_hub:
@@ -95,14 +126,11 @@ def how_to_load(base: Base, folder: str) -> list[str]:
 
 def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any]) -> Iterator[str]:
     base = Base(record["base"]["name"], record["base"]["is_on_hub"])
-    what = {"lora": "LoRA adapter", "dora": "DoRA adapter"}.get(kind or "", "model")
+    what = _KINDS.get(kind or "", "model")
     yield from _front_matter(base, kind)
     yield f"# {what[0].upper()}{what[1:]} {'for' if kind else 'made from'} {base.name}"
     yield ""
-    yield (
-        f"{'A' if kind else 'The'} {what}, trained with fsdp_qlora as `{record['settings'].get('train_type')}` to step "
-        f"{record['step']}."
-    )
+    yield _origin(record, what if kind else None)
     yield ""
     yield from _facts(record, base)
     yield from ["", "## Prompt format", "", *_prompt(record["prompt"])]
@@ -121,8 +149,19 @@ def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any
         yield ""
     yield from ["## Settings", "", "Those that differ from the program's defaults; `training.json` has them all.", ""]
     yield from [f"- `{name}`: {_shown(value)}" for name, value in changed.items()] or ["- none"]
-    yield from ["", "## Versions", ""]
-    yield ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    if record["versions"]:
+        yield from ["", "## Versions", ""]
+        yield ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+
+
+def _origin(record: Mapping[str, Any], what: str | None) -> str:
+    """Where an adapter (what it is), or a model (None), comes from."""
+    trained = f", trained with fsdp_qlora as `{record['settings'].get('train_type')}` to step {record['step']}"
+    if (merged := record.get("merged")) is None:
+        return f"{f'A {what}' if what else 'The model'}{trained}."
+    into = "weights after the quantization of the training" if merged["into"] == "dequantized" else "own weights"
+    known = trained if record["step"] is not None else ""
+    return f"The {_KINDS[merged['kind']]} `{merged['adapter']}`{known}, merged into the base's {into}."
 
 
 def _front_matter(base: Base, kind: str | None) -> Iterator[str]:
@@ -137,7 +176,7 @@ def _front_matter(base: Base, kind: str | None) -> Iterator[str]:
 
 
 def _facts(record: Mapping[str, Any], base: Base) -> Iterator[str]:
-    losses = record["losses"]
+    losses, when = record["losses"], ", measured before the merge" if "merged" in record else ""
     yield f"- Base: {base.name}"
     for title, name in (("Data", "data"), ("Held-out data", "eval_data")):
         if record[name]:
@@ -148,7 +187,8 @@ def _facts(record: Mapping[str, Any], base: Base) -> Iterator[str]:
         yield f"- Training loss of the last step: {losses['loss']:.4f}"
     if losses.get("eval_loss") is not None:
         perplexity = f" (perplexity {math.exp(losses['eval_loss']):.2f})" if losses["eval_loss"] < 100 else ""
-        yield f"- Held-out loss: {losses['first_eval_loss']:.4f} before, {losses['eval_loss']:.4f} after{perplexity}"
+        before, after = losses["first_eval_loss"], losses["eval_loss"]
+        yield f"- Held-out loss: {before:.4f} before, {after:.4f} after{perplexity}{when}"
     if parent := record["parent"]:
         at = f" at step {parent['step']}" if parent.get("step") is not None else ""
         run = f", run {parent['run_id']}" if parent.get("run_id") else ""
@@ -162,7 +202,7 @@ def _dataset(item: Mapping[str, Any]) -> str:
 
 def _prompt(prompt: Mapping[str, Any] | None) -> Iterator[str]:
     if prompt is None:
-        yield "Not noted down: the checkpoint was made by an earlier version."
+        yield "Not noted down when the adapter was trained."
     elif prompt["kind"] == CHAT:
         yield (
             "The chat template of this folder's tokenizer: "

@@ -92,6 +92,10 @@ def peft_logits(base: Path, adapter: Path) -> torch.Tensor:
     return logits_of(PeftModel.from_pretrained(model, adapter))
 
 
+def section(card: str, title: str) -> str:
+    return card.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
 def merge(*argv: object) -> int:
     return main(["merge", *map(str, argv)])
 
@@ -113,6 +117,8 @@ def test_the_merged_model_computes_what_peft_does(
     more = {"lm_head.weight"} if "tied" in kind and kind != "tied embeddings" else set()
     assert after.keys() == before.keys() | more
     assert {name: after[name].shape for name in before} == {name: value.shape for name, value in before.items()}
+    card = (out / "README.md").read_text()
+    assert f"# Model made from {base.name}\n" in card and f"- `lora_rank`: {options.get('r', 4)}\n" in card
     assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(base)("sort the list")
 
 
@@ -166,6 +172,15 @@ def test_verify_finds_the_loss_of_the_run_and_the_better_base(
     original, dequantized = [float(found) for found in re.findall(r"the trained model ([\d.e+-]+)", said)]
     assert dequantized < 1e-6 < original and len(others) == 2
     base = re.findall(r"Recommended: --base (\w+)", said)[0]
+    card, record = (
+        (tmp_path / "out" / "README.md").read_text(),
+        json.loads((tmp_path / "out/training.json").read_text()),
+    )
+    trained = (run / "README.md").read_text()
+    for part in ("Prompt format", "Settings", "Versions"):
+        assert f"## {part}\n{section(trained, part)}" in card
+    assert record["merged"]["into"] == base and f"trained with fsdp_qlora as `{options['train_type']}` to step" in card
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out") is not None and "library_name: transformers" in card
     assert base == ("dequantized" if "by chance" in said or others[1] < others[0] else "original")
     assert merge("--adapter", run, "--out", tmp_path / "same", "--base", "dequantized") == 0
     if base == "dequantized":
