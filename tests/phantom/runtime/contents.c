@@ -5,6 +5,7 @@
  * came from the host are known for the next KNOWN_FOR operations; after that a kernel may have been meant to change them.
  */
 #include <pthread.h>
+#include <string.h>
 #include "phantom.h"
 
 enum { REMEMBERED = 256, KNOWN_FOR = 32 };
@@ -22,6 +23,12 @@ void set_known(const void *pointer, size_t size) {
     known[next].size = size;
     known[next].since = now;
     next = (next + 1) % REMEMBERED;
+    pthread_mutex_unlock(&lock);
+}
+
+void forget_known(void) {
+    pthread_mutex_lock(&lock);
+    memset(known, 0, sizeof known);
     pthread_mutex_unlock(&lock);
 }
 

@@ -72,6 +72,7 @@ void give_memory(size_t size);
 void one_operation_passes(void);
 void set_known(const void *pointer, size_t size);
 int is_known(const void *pointer, size_t size);
+void forget_known(void);
 
 /* ---- device.c */
 
