@@ -8,6 +8,7 @@ already, before CUDA is initialized: with that a run takes a few seconds.
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -19,8 +20,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -34,148 +33,24 @@ with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
     from tests.phantom import environment
+    from tests.phantom.cases import COMMON, FAMILIES, MODELS, RUN, SHARDED, Case, cases
     from tests.tiny import ROOT, _free_port, flags, make_model, make_rows, write_rows
 
 FOLDER = ROOT / ".phantom_everything"  # models, the ranks' output, and what has ended
-MESSAGES = FOLDER / "messages"
-TRAIN = [
-    "qlora",
-    "lora",
-    "custom_lora",
-    "custom_qlora",
-    "dora",
-    "bnb_dora",
-    "hqq_lora",
-    "hqq_dora",
-    "int8_lora",
-    "full",
-]
-PRO = ["bnb_llama_pro", "hqq_llama_pro"]
-STRATEGIES = ["shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"]
-PRECISIONS = ["fp32", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"]
-OPTIMIZERS = ["adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
-              "lion_8bit", "adafactor", "muon", "schedule_free_adamw"]  # fmt: skip
-NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
-MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
-
-
-class Case(NamedTuple):
-    """One command line. `ends`: the exit status of all ranks, or words of the message with which they fail."""
-
-    name: str
-    options: Mapping[str, object] = NO_OPTIONS
-    model: str = "llama"
-    settings: Mapping[str, object] = NO_OPTIONS
-    settings_of_rank_1: Mapping[str, object] = NO_OPTIONS
-    signal_to_rank_1: int = 0  # when the first step is done
-    ends: str = ""
-    first: Mapping[str, object] | None = None  # options of a run before it in the same folder, which need not end well
-    says: str = ""  # words in rank 0's output
-    only_ranks: tuple[int, ...] = (1, 2, 4)
-
-
-def cases() -> list[Case]:
-    endless = {"max_steps": 100000, "num_epochs": 100000}
-    with_experts = {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"}
-    return [
-        *(Case(name, {"train_type": name}) for name in TRAIN),
-        *(Case(name, {"train_type": name}, model="expanded") for name in PRO),
-        *(Case(name, {"sharding_strategy": name}, only_ranks=(2, 4)) for name in STRATEGIES),
-        Case("offload, qlora", {"use_cpu_offload": True}),
-        Case("offload, ddp", {"use_cpu_offload": True, "sharding_strategy": "ddp"}, only_ranks=(2,)),
-        Case("offload, hybrid", {"use_cpu_offload": True, "sharding_strategy": "hybrid_full_shard"}, only_ranks=(2, 4)),
-        *(
-            Case(f"offload, {name}", {"use_cpu_offload": True, "train_type": name})
-            for name in TRAIN
-            if name[:6] != "custom" and name != "qlora"
-        ),
-        *(Case(f"offload, {name}", {"use_cpu_offload": True, "train_type": name}, model="expanded") for name in PRO),
-        Case("activation offload", {"use_activation_cpu_offload": True}),
-        Case("both offloads", {"use_cpu_offload": True, "use_activation_cpu_offload": True}),
-        Case("no checkpointing", {"use_gradient_checkpointing": False}),
-        Case("stop at a budget, resume", first={"max_hours": 1e-7}, says="resum"),
-        Case(
-            "resume, offload",
-            {"use_cpu_offload": True},
-            first={"max_hours": 1e-7, "use_cpu_offload": True},
-            says="resum",
-        ),
-        Case("resume, full", {"train_type": "full"}, first={"max_hours": 1e-7, "train_type": "full"}, says="resum"),
-        Case(
-            "quantized cache, written and read",
-            {"quant_cache": "CACHE", "overwrite_output_dir": True, "resume": "off"},
-            first={"quant_cache": "CACHE"},
-            says="cache",
-        ),
-        Case("experts, qlora", model="mixtral"),
-        Case("experts, adapters on them", with_experts, model="mixtral"),
-        Case("experts, offload", {"use_cpu_offload": True}, model="mixtral"),
-        Case("experts, hqq_lora", {"train_type": "hqq_lora"}, model="mixtral"),
-        Case("gradient accumulation", {"gradient_accumulation_steps": 2}),
-        Case("evaluation", {"eval_fraction": 0.25, "eval_steps": 1}),
-        Case("embeddings and head trained", {"modules_to_save": "embed_tokens,lm_head"}),
-        Case("deterministic, dropout", {"deterministic": True, "lora_dropout": 0.1}),
-        Case(
-            "out of memory on one rank",
-            settings_of_rank_1={"PHANTOM_GIB": 0.004},
-            ends="out of memory",
-            only_ranks=(2,),
-        ),
-        Case("out of memory", settings={"PHANTOM_GIB": 0.01}, ends="out of memory", only_ranks=(1, 2)),
-        Case("a rank is killed", endless, signal_to_rank_1=signal.SIGKILL, ends="Rank 1", only_ranks=(2, 4)),
-        Case(
-            "a rank is stopped",
-            endless | {"hang_minutes": 0.1},
-            signal_to_rank_1=signal.SIGSTOP,
-            ends="Rank 1",
-            only_ranks=(2, 4),
-        ),
-        Case(
-            "a rank gets SIGTERM",
-            endless,
-            signal_to_rank_1=signal.SIGTERM,
-            ends="Stopped after step",
-            only_ranks=(2, 4),
-        ),
-        Case(
-            "NCCL runs out of memory",
-            endless,
-            settings={"PHANTOM_NCCL_FAIL": 60},
-            ends="out of memory",
-            only_ranks=(2,),
-        ),
-        Case(
-            "NCCL loses a connection",
-            endless,
-            settings={"PHANTOM_NCCL_FAIL": "60:6:socketProgressOpt: Call to recv failed : Connection reset by peer"},
-            ends="lost",
-            only_ranks=(2,),
-        ),
-        *(Case(f"precision {name}", {"precision": name}) for name in PRECISIONS),
-        Case("precision auto on Turing (fp16)", settings={"PHANTOM_CC": 75}),
-        Case("Hopper", settings={"PHANTOM_CC": 90}),
-        *(Case(f"optimizer {name}", {"optimizer": name}) for name in OPTIMIZERS),
-        *(
-            Case(f"full, optimizer {name}", {"optimizer": name, "train_type": "full"})
-            for name in OPTIMIZERS
-            if name != "muon"
-        ),
-        Case(
-            "full, offload, 8-bit optimizer", {"train_type": "full", "use_cpu_offload": True, "optimizer": "adamw_8bit"}
-        ),
-    ]
 
 
 def make_models() -> None:
-    """The tiny models and rows, made once."""
+    """The tiny models, rows and prompts, made once."""
     models = FOLDER / "models"
     if not models.exists():
         making = FOLDER / "making"
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir(parents=True)
-        make_model(making / "llama")
-        make_model(making / "mixtral", "mixtral", **MIXTURE)
-        write_rows(making / "rows.jsonl", make_rows(32))
+        for name, overrides in FAMILIES.items():
+            make_model(making / name, "llama" if name == "deep" else name, **overrides)
+        write_rows(making / "rows.jsonl", make_rows(64))
+        write_rows(making / "other_rows.jsonl", make_rows(64, seed=1))
+        (making / "prompts.txt").write_text("sort the list\nname a river\nwrite a number\n")
         command = ["scripts/block_expansion.py", "--model_name", making / "llama", "--out", making / "expanded"]
         variables = environment.variables(FOLDER, {"CUDA_VISIBLE_DEVICES": ""})
         subprocess.run(
@@ -184,8 +59,8 @@ def make_models() -> None:
         making.rename(models)
 
 
-def fork_rank(arguments: list[str], log: Path, variables: dict[str, str]) -> int:
-    """The id of a new process that runs train.py and writes its output to a file."""
+def fork_rank(program: str, arguments: list[str], log: Path, variables: dict[str, str]) -> int:
+    """The id of a new process that runs `fsdp-qlora PROGRAM` and writes its output to a file."""
     if pid := os.fork():
         return pid
     status = 1
@@ -194,10 +69,8 @@ def fork_rank(arguments: list[str], log: Path, variables: dict[str, str]) -> int
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ |= variables
-        sys.argv = ["train.py", *arguments]
-        import train
-
-        status = train.main(arguments)
+        sys.argv = [program, *arguments]
+        status = importlib.import_module(f"fsdp_qlora.program.{program}").main(arguments)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -207,21 +80,23 @@ def fork_rank(arguments: list[str], log: Path, variables: dict[str, str]) -> int
 
 
 def run_ranks(
-    case: Case, num_ranks: int, options: Mapping[str, object], folder: Path, seconds: float
+    case: Case, num_ranks: int, program: str, options: Mapping[str, object], folder: Path, seconds: float
 ) -> tuple[list[int], list[str]]:
     """All ranks' exit statuses and outputs. The others are ended a while after one has ended badly."""
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(MESSAGES, ignore_errors=True)
-    MESSAGES.mkdir()
+    messages = folder / "messages"
+    shutil.rmtree(messages, ignore_errors=True)
+    messages.mkdir()
     is_hybrid = "hybrid" in str(options.get("sharding_strategy"))
     shared = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": num_ranks // 2 if is_hybrid else num_ranks}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "PHANTOM_DIR": MESSAGES} | case.settings
+    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "PHANTOM_DIR": messages} | case.settings
     logs, pids = [folder / f"rank{rank}.log" for rank in range(num_ranks)], []
     for rank, log in enumerate(logs):
         log.unlink(missing_ok=True)
         own = shared | {"RANK": rank, "GROUP_RANK": rank // int(shared["LOCAL_WORLD_SIZE"])}
         own |= case.settings_of_rank_1 if rank == 1 else {}
-        pids.append(fork_rank(flags(**options), log, {name: str(value) for name, value in own.items()}))
+        words = flags(**{name: value for name, value in options.items() if value is not None})
+        pids.append(fork_rank(program, words, log, {name: str(value) for name, value in own.items()}))
     statuses = _wait(pids, seconds, lambda: _signal_when_stepping(case, pids, folder))
     return statuses, [log.read_text(errors="replace") for log in logs]
 
@@ -253,23 +128,27 @@ def _wait(pids: list[int], seconds: float, send: Callable[[], bool]) -> list[int
     return [ended[pid] for pid in pids]
 
 
-def run_case(case: Case, num_ranks: int, models: Path, seconds: float) -> str:
+def run_case(case: Case, num_ranks: int, seconds: float) -> str:
     """ "ok", or what is wrong."""
     folder = FOLDER / "runs" / f"{case.name.replace(' ', '_').replace(',', '')}_{num_ranks}"
     shutil.rmtree(folder, ignore_errors=True)
-    common = {"model_name": models / case.model, "dataset": models / "rows.jsonl", "output_dir": folder / "output"}
-    common |= {"train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 256, "log_to": "stdout"}
-    common |= {"quant_cache": "off"}
 
     def options(own: Mapping[str, object]) -> dict[str, object]:
-        found = {name: folder / "cache" if value == "CACHE" else value for name, value in {**common, **own}.items()}
-        if case.model == "expanded":
-            found |= {"llama_pro_path": found.pop("model_name")}
-        return found
+        model = "llama_pro_path" if case.model == "expanded" else "model_name"
+        found = {model: f"{MODELS}/{case.model}", **COMMON}
+        return in_folders(found | ({"sharding_strategy": SHARDED} if num_ranks > 1 else {}) | dict(own))
+
+    def in_folders(found: Mapping[str, object]) -> dict[str, object]:
+        places = {RUN: str(folder), MODELS: str(FOLDER / "models")}
+        return {
+            name: re.sub("<[a-z]+>", lambda found: places[found[0]], value) if isinstance(value, str) else value
+            for name, value in found.items()
+        }
 
     if case.first is not None:
-        run_ranks(case, num_ranks, options(case.first), folder, seconds)
-    statuses, outputs = run_ranks(case, num_ranks, options(case.options), folder, seconds)
+        run_ranks(case, case.first_ranks or num_ranks, "train", options(case.first), folder, seconds)
+    own = options(case.options) if case.program == "train" else in_folders(case.options)
+    statuses, outputs = run_ranks(case, num_ranks, case.program, own, folder, seconds)
     return _judge(case, statuses, outputs, folder)
 
 
@@ -277,26 +156,66 @@ def _judge(case: Case, statuses: list[int], outputs: list[str], folder: Path) ->
     last = [" ".join(output.splitlines()[-1:])[-300:] for output in outputs]
     if case.ends:
         others = [status for rank, status in enumerate(statuses) if not (case.signal_to_rank_1 and rank == 1)]
-        if all(status > 0 for status in others) and case.ends in "".join(outputs):
-            return "ok"
+        if not all(status > 0 for status in others) or case.ends not in "".join(outputs):
+            return f"statuses {statuses}, {last}"
+    elif any(statuses):
         return f"statuses {statuses}, {last}"
-    if any(statuses):
-        return f"statuses {statuses}, {last}"
-    saved = list((folder / "output").glob("*.safetensors"))
-    if not saved or (len(statuses) > 1 and "(NCCL)" not in outputs[0]) or case.says not in outputs[0].lower():
-        return f"nothing saved, no NCCL or no word of {case.says!r}: {saved}"
+    elif case.makes and not any(folder.glob(case.makes)):
+        return f"{case.makes} is not there"
+    elif case.program == "train" and len(statuses) > 1 and "(NCCL)" not in outputs[0]:
+        return "no word of NCCL"
+    elif case.says not in outputs[0].lower():
+        return f"no word of {case.says!r}"
     shutil.rmtree(folder)
     return "ok"
 
 
-def print_table(results: dict[str, dict[str, str]]) -> None:
+def print_table() -> None:
     columns = ("1", "2", "4")
+    results = {ranks: read_results(int(ranks)) for ranks in columns}
     print(
         "| what | " + " | ".join(f"{ranks} rank{'s' * (ranks != '1')}" for ranks in columns) + " |\n|---|" + "---|" * 3
     )
-    for name, by_ranks in results.items():
-        found = ("failed" if by_ranks.get(ranks, "ok") != "ok" else by_ranks.get(ranks, "") for ranks in columns)
-        print(f"| {name} | {' | '.join(found)} |")
+    for case in cases():
+        found = [_cell(case, int(ranks), results[ranks].get(case.name, "")) for ranks in columns]
+        if set(found) <= {"", "-"}:
+            continue
+        print(f"| {case.name} | {' | '.join(found)} |")
+
+
+def _cell(case: Case, num_ranks: int, result: str) -> str:
+    if num_ranks not in case.only_ranks:
+        return "-"
+    return result if result in ("ok", "") else "failed"
+
+
+def record_of(num_ranks: int) -> Path:
+    return FOLDER / f"results_{num_ranks}.json"
+
+
+def read_results(num_ranks: int) -> dict[str, str]:
+    """How each case that has been run has ended: "ok", or what is wrong."""
+    path = record_of(num_ranks)
+    found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    return {case.name: found[case.name] for case in cases() if case.name in found}
+
+
+def run_cases(num_ranks: int, only: str, seconds: float, *, again: bool) -> bool:
+    """Run what has not been run, or with `again` not ended well; whether all are well."""
+    results = read_results(num_ranks)
+    for case in cases():
+        known = results.get(case.name)
+        if (
+            num_ranks not in case.only_ranks
+            or not re.search(only, case.name)
+            or (known and not (again and known != "ok"))
+        ):
+            continue
+        started = time.monotonic()
+        results[case.name] = found = run_case(case, num_ranks, seconds)
+        record_of(num_ranks).write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{num_ranks} ranks, {case.name}: {found} ({time.monotonic() - started:.0f} s)", flush=True)
+    return all(found == "ok" for found in results.values())
 
 
 def in_the_environment() -> bool:
@@ -317,26 +236,11 @@ def main(argv: list[str]) -> int:
         return subprocess.run(
             [str(environment.PYTHON), "-m", "tests.phantom.everything", *argv],
             cwd=ROOT,
-            env=environment.variables(MESSAGES, {"OMP_NUM_THREADS": 1}),
+            env=environment.variables(FOLDER, {"OMP_NUM_THREADS": 1}),
         ).returncode
-    record = FOLDER / "results.json"
-    results: dict[str, dict[str, str]] = json.loads(record.read_text()) if record.exists() else {}
-    for num_ranks in args.ranks:
-        for case in cases():
-            known = results.setdefault(case.name, {}).get(str(num_ranks))
-            if (
-                not re.search(args.only, case.name)
-                or num_ranks not in case.only_ranks
-                or (known and not (args.again and known != "ok"))
-            ):
-                continue
-            started = time.monotonic()
-            found = run_case(case, num_ranks, FOLDER / "models", args.seconds)
-            results[case.name][str(num_ranks)] = found
-            record.write_text(json.dumps(results, indent=1) + "\n")
-            print(f"{num_ranks} ranks, {case.name}: {found} ({time.monotonic() - started:.0f} s)", flush=True)
-    print_table({name: found for name, found in results.items() if found})
-    return 1 if any(found != "ok" for by_ranks in results.values() for found in by_ranks.values()) else 0
+    all_well = [run_cases(num_ranks, args.only, args.seconds, again=args.again) for num_ranks in args.ranks]
+    print_table()
+    return 0 if all(all_well) else 1
 
 
 if __name__ == "__main__":
