@@ -179,7 +179,6 @@ def _experts_and_families() -> Iterator[Case]:
         "experts, adapters on them": {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"},
         "experts, offload": {"use_cpu_offload": True},
         "experts, hqq_lora": {"train_type": "hqq_lora"},
-        "experts, int8_lora": {"train_type": "int8_lora"},
         "experts, full": {"train_type": "full"},
     }.items():
         yield Case(name, options, model="mixtral")
@@ -214,10 +213,12 @@ def _precisions_and_devices() -> Iterator[Case]:
 
 
 def _optimizers() -> Iterator[Case]:
-    for name in OPTIMIZERS:
-        yield Case(f"optimizer {name}", {"optimizer": name})
-    for name in OPTIMIZERS:
-        if name != "muon":
-            yield Case(f"full, optimizer {name}", {"optimizer": name, "train_type": "full"})
+    for train_type in ("qlora", "full"):
+        for name in OPTIMIZERS:
+            options = {"optimizer": name, "train_type": train_type}
+            if name == "schedule_free_adamw":
+                options["lr_scheduler"] = "constant"
+            if (name, train_type) != ("muon", "full"):  # which is for LoRA
+                yield Case(f"{'full, ' * (train_type == 'full')}optimizer {name}", options)
     eight_bits = {"train_type": "full", "use_cpu_offload": True, "optimizer": "adamw_8bit"}
     yield Case("full, offload, 8-bit optimizer", eight_bits)
