@@ -6,12 +6,10 @@ the train types. Each tree has a server process, which has imported the librarie
 
 import argparse
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import json
 import os
-import re
 import runpy
 import signal
 import socket
@@ -24,8 +22,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from same_bytes_compare import Failed, Verdict, compare, file_hash
+
 RANKS = (1, 2)
 STEPS, SAVE_STEPS = 4, 2
+TOLERANCE = 1e-5
+# An activation at the edge between two of int8's 255 steps goes to the one or the other for the last bit of a sum.
+LOOSER = {"int8_lora": 100}
 OPTIONS = {
     "batch_size": 1,
     "gradient_accumulation_steps": 2,
@@ -54,8 +57,6 @@ LIBRARIES = (
     "datasets",
     "hqq.core.quantize",
 )
-RESULTS = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json")
-TIME_OR_MEMORY = re.compile("second|minute|hour|time|memory|gib|usd")
 
 
 # --- a tree's server: forks the ranks of one run after another ---
@@ -179,94 +180,7 @@ class Server:
         self.process.wait()
 
 
-# --- what runs are compared by ---
-
-
-class Failed(Exception):
-    """A run did not end as it should, or left nothing to compare."""
-
-
-def tensors(path: Path) -> dict[str, str]:
-    """Tensor -> type, shape and hash of a safetensors file, whatever their order in it."""
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    found = {}
-    for name, about in json.loads(content[8:start]).items():
-        if name != "__metadata__":
-            first, end = (start + offset for offset in about["data_offsets"])
-            digest = hashlib.sha256(content[first:end]).hexdigest()
-            found[f"{path.name}:{name}"] = f"{about['dtype']} {about['shape']} {digest}"
-    return found
-
-
-def file_hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def json_hash(path: Path) -> str:
-    """Of the content; lists of names are sorted first, since PEFT keeps target_modules as a set without an order."""
-
-    def in_order(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {name: in_order(value) for name, value in node.items()}
-        if isinstance(node, list) and not all(isinstance(value, str) for value in node):
-            return [in_order(value) for value in node]
-        return sorted(node) if isinstance(node, list) else node
-
-    return hashlib.sha256(json.dumps(in_order(json.loads(path.read_text()))).encode()).hexdigest()
-
-
-def saved(output_dir: Path) -> dict[str, str]:
-    """Everything that must be equal but the log: results by the file, checkpoints by the tensor."""
-    files = [path for pattern in RESULTS for path in output_dir.glob(pattern)]
-    found = {path.name: json_hash(path) if path.suffix == ".json" else file_hash(path) for path in files}
-    for path in output_dir.glob("checkpoints/step_*/*.safetensors"):
-        found |= {f"{path.parent.name}/{name}": about for name, about in tensors(path).items()}
-    if not any(name.endswith(".safetensors") for name in found) or not any(name.startswith("step_") for name in found):
-        raise Failed(f"a run saved no result or no checkpoint, only {', '.join(sorted(found)) or 'nothing'}")
-    return found
-
-
-def metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl without times and memory."""
-    records = map(json.loads, (output_dir / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in record.items() if not TIME_OR_MEMORY.search(name)} for record in records]
-
-
-class Verdict(NamedTuple):
-    differences: list[str]
-    new_keys: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        if self.differences:
-            more = f"; and {len(self.differences) - 5} more" if len(self.differences) > 5 else ""
-            return "DIFFERENT: " + "; ".join(self.differences[:5]) + more
-        return "equal" + (f" (new in metrics.jsonl: {', '.join(self.new_keys)})" if self.new_keys else "")
-
-
-def compare(old: Path, new: Path) -> Verdict:
-    differences, new_keys = compare_metrics(metrics(old), metrics(new))
-    before, after = saved(old), saved(new)
-    for name in sorted(before.keys() | after.keys()):
-        if name not in after or name not in before:
-            differences.append(f"{name} is {'missing' if name in before else 'new'}")
-        elif before[name] != after[name]:
-            differences.append(f"{name} differs")
-    return Verdict(differences, new_keys)
-
-
-def compare_metrics(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tuple[list[str], tuple[str, ...]]:
-    """What differs, and the keys that only the new records have."""
-    counts = f"metrics.jsonl has {len(new)} records instead of {len(old)}"
-    differences, new_keys = [counts] * (len(old) != len(new)), set()
-    for record, other in zip(old, new, strict=False):
-        new_keys |= other.keys() - record.keys()
-        differences += [
-            f"{name} at step {record['step']} is {other.get(name)} instead of {value}"
-            for name, value in record.items()
-            if other.get(name) != value
-        ]
-    return differences, tuple(sorted(new_keys))
+# --- the runs ---
 
 
 class CacheFile(NamedTuple):
@@ -285,17 +199,15 @@ def cache_files(cache: Path) -> dict[str, CacheFile]:
     }
 
 
-# --- the runs ---
-
-
 class Runs:
     """The runs of both trees, in folders below `folder`.
 
-    given: options of one tree's runs alone, by which it does what the other one does without them.
+    alike: by which both do the same. tolerance: of what the working tree does like the commit; what it does like
+    itself must be the same bytes.
     """
 
-    def __init__(self, folder: Path, old: Server, new: Server, given: dict[str, dict[str, str]]) -> None:
-        self.folder, self.servers, self.given = folder, {"rev": old, "tree": new}, given
+    def __init__(self, folder: Path, servers: dict[str, Server], alike: "Alike", tolerance: float) -> None:
+        self.folder, self.servers, self.alike, self.tolerance = folder, servers, alike, tolerance
 
     def run(self, tree: str, out: str, train_type: str, ranks: int, *, status: int = 0, **options: object) -> Path:
         """Run train.py of a tree; `status` is rank 0's, and that of a kill is asked for by the signal's."""
@@ -303,8 +215,10 @@ class Runs:
         output_dir = self.folder / out
         given = {**OPTIONS, "model_name": model, "dataset": self.folder / "rows.jsonl", "train_type": train_type}
         if train_type.endswith(("lora", "dora")):
-            given |= ADAPTER_OPTIONS
-        given |= {"output_dir": output_dir, **self.given[tree], **options}
+            given |= ADAPTER_OPTIONS | ({} if self.alike.dropout else {"lora_dropout": 0})
+        if self.alike.pads[tree]:
+            given["padding"] = "true"
+        given |= {"output_dir": output_dir, **options}
         argv = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         kill_at = str(output_dir / "checkpoints" / f"step_{SAVE_STEPS:06d}") if status else ""
         log = self.log(tree, out)
@@ -322,22 +236,28 @@ class Runs:
         log = self.log(tree, out)
         return "\n".join(path.read_text() for path in sorted(log.parent.glob(f"{log.name}.rank*")))
 
+    def allowed(self, train_type: str) -> float:
+        return self.tolerance * LOOSER.get(train_type, 1)
+
     # Each takes a train type and a number of ranks, with one part for each tree: the first of them can be done
     # while the other tree is busy with its own.
 
     def whole(self, tree: str, train_type: str, ranks: int) -> Path:
         return self.run(tree, f"{tree}/{train_type}-{ranks}", train_type, ranks)
 
-    def stop(self, train_type: str, ranks: int) -> Path:
-        return self.run("rev", f"stopped/{train_type}-{ranks}", train_type, ranks, status=-signal.SIGKILL)
+    def stop(self, tree: str, train_type: str, ranks: int) -> Path:
+        return self.run(tree, f"stopped-{tree}/{train_type}-{ranks}", train_type, ranks, status=-signal.SIGKILL)
 
-    def continue_stopped(self, train_type: str, ranks: int) -> Verdict:
-        out = f"stopped/{train_type}-{ranks}"
+    def continue_stopped(self, by: str, train_type: str, ranks: int) -> Verdict:
+        """Continue by the working tree's code what was begun by a tree's, and compare with that tree's whole run."""
+        out = f"stopped-{by}/{train_type}-{ranks}"
         log = self.folder / out / "metrics.jsonl"
         before = [line for line in log.read_text().splitlines() if json.loads(line)["step"] <= SAVE_STEPS]
         if len(before) < SAVE_STEPS:
             raise Failed(f"the run to continue has logged only {before}")
-        verdict = compare(self.folder / f"rev/{train_type}-{ranks}", self.run("tree", out, train_type, ranks))
+        tolerance = self.allowed(train_type) if by == "rev" else 0.0
+        whole = self.folder / f"{by}/{train_type}-{ranks}"
+        verdict = compare(whole, self.run("tree", out, train_type, ranks), tolerance)
         # A run that began again gives the same bytes too, but not the same times.
         if log.read_text().splitlines()[: len(before)] != before:
             verdict.differences.append("the run began again, or wrote other lines for the steps before")
@@ -351,7 +271,7 @@ class Runs:
     def use_cache(self, train_type: str, ranks: int, before: dict[str, CacheFile]) -> Verdict:
         cache = self.folder / f"cache-{train_type}-{ranks}"
         out = self.run("tree", f"cache-tree/{train_type}-{ranks}", train_type, ranks, quant_cache=cache)
-        verdict, after = compare(self.folder / f"rev/{train_type}-{ranks}", out), cache_files(cache)
+        verdict, after = compare(self.folder / f"tree/{train_type}-{ranks}", out, 0.0), cache_files(cache)
         verdict.differences.extend(
             f"{name} of the cache was written or deleted"
             for name in sorted(before.keys() | after.keys())
@@ -372,11 +292,19 @@ def make_inputs(folder: Path) -> None:
     write_rows(folder / "rows.jsonl", make_rows(20))
 
 
-def given_alone(trees: dict[str, Path]) -> dict[str, dict[str, str]]:
-    """What the runs of each tree must be told so that all do the same: rows were always padded before --padding."""
-    sources = {name: (tree / "fsdp_qlora/config/options.py") for name, tree in trees.items()}
-    knows = {name: path.is_file() and "\n    padding: " in path.read_text() for name, path in sources.items()}
-    return {name: {"padding": "true"} if knows[name] and not all(knows.values()) else {} for name in trees}
+class Alike(NamedTuple):
+    """How both trees are made to do the same. pads: which of them must be told to pad; dropout: whether it is used."""
+
+    pads: dict[str, bool]
+    dropout: bool
+
+
+def make_alike(trees: dict[str, Path]) -> Alike:
+    """Rows were always padded before --padding, and what is dropped was drawn otherwise before lora_product.py."""
+    options = {name: tree / "fsdp_qlora/config/options.py" for name, tree in trees.items()}
+    knows = {name: path.is_file() and "\n    padding: " in path.read_text() for name, path in options.items()}
+    draws = {(tree / "fsdp_qlora/adapters/lora_product.py").is_file() for tree in trees.values()}
+    return Alike({name: knows[name] and not all(knows.values()) for name in trees}, dropout=len(draws) == 1)
 
 
 def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | Failed]]:
@@ -393,20 +321,27 @@ def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | 
     cached = [(train_type, 2) for train_type in train_types if train_type in CACHED]
     with ThreadPoolExecutor(1) as rev, ThreadPoolExecutor(1) as tree:
         old = {split: rev.submit(attempt, runs.whole, "rev", *split) for split in splits}
-        stopped = {split: rev.submit(attempt, runs.stop, *split) for split in continued}
+        stopped = {("rev", *split): rev.submit(attempt, runs.stop, "rev", *split) for split in continued}
         caches = {split: rev.submit(attempt, runs.write_cache, *split) for split in cached}
         new = {split: tree.submit(attempt, runs.whole, "tree", *split) for split in splits}
+        stopped |= {("tree", *split): tree.submit(attempt, runs.stop, "tree", *split) for split in continued}
+
+        def in_turn(action: Any, *arguments: Any) -> Any:
+            """By the working tree's server, which does one run at a time."""
+            return tree.submit(attempt, action, *arguments).result()
+
         for split in splits:
             made = old[split].result(), new[split].result()
             failed = next((one for one in made if isinstance(one, Failed)), None)
-            yield "{} on {}".format(*split), failed or attempt(compare, *made)
-        for split in continued:
-            before = stopped[split].result()
-            verdict = before if isinstance(before, Failed) else attempt(runs.continue_stopped, *split)
-            yield "{} on {}, continued".format(*split), verdict
+            yield "{} on {}".format(*split), failed or attempt(compare, *made, runs.allowed(split[0]))
+        for (by, *split), begun in stopped.items():
+            before = begun.result()
+            verdict = before if isinstance(before, Failed) else in_turn(runs.continue_stopped, by, *split)
+            name = "continued" if by == "rev" else "stopped and continued by the working tree's own code"
+            yield "{} on {}, {}".format(*split, name), verdict
         for split in cached:
             before = caches[split].result()
-            verdict = before if isinstance(before, Failed) else attempt(runs.use_cache, *split, before)
+            verdict = before if isinstance(before, Failed) else in_turn(runs.use_cache, *split, before)
             yield "{} on {}, from the cache".format(*split), verdict
 
 
@@ -416,6 +351,7 @@ def main() -> int:
     parser.add_argument("tree", type=Path, help="the working tree")
     parser.add_argument("folder", type=Path, help="for everything that is written")
     parser.add_argument("train_types", nargs="*")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative; 0 demands the same bytes")
     arguments = parser.parse_args()
     from fsdp_qlora.train_types import TRAIN_TYPES
 
@@ -428,14 +364,15 @@ def main() -> int:
         opened = {name: pool.submit(Server, tree, folder / f"data-{name}") for name, tree in trees.items()}
         make_inputs(folder)
         servers = {name: future.result() for name, future in opened.items()}
-    runs = Runs(folder, servers["rev"], servers["tree"], given_alone(trees))
+    runs = Runs(folder, servers, make_alike(trees), arguments.tolerance)
     for name, verdict in checks(runs, arguments.train_types or [*TRAIN_TYPES]):
         is_equal = isinstance(verdict, Verdict) and not verdict.differences
         different += not is_equal
         print(f"{name}: {verdict if isinstance(verdict, Verdict) else f'FAILED: {verdict}'}", flush=True)
     for server in servers.values():
         server.close()
-    print(f"{f'{different} different' if different else 'all equal'}, {time.monotonic() - begin:.0f} s")
+    how = f" to {arguments.tolerance:.0e}" if arguments.tolerance else ""
+    print(f"{f'{different} different' if different else f'all equal{how}'}, {time.monotonic() - begin:.0f} s")
     return different > 0
 
 
