@@ -1,8 +1,11 @@
 """Shares of the computed tokens that are the rows' own: padded, one behind the other, and packed.
 
-    python benchmarks/useful_tokens.py --model_name MODEL --dataset ROWS --output benchmarks/results/useful_tokens.json
+    python -m benchmarks.useful_tokens --model_name MODEL --dataset ROWS --output benchmarks/results/useful_tokens.json
 
 Only the tokenizer of the model is needed: the shares follow from the rows' lengths and the schedule of a run.
+
+Also the targets per row of logits, which are computed for targets alone: of a padded micro-batch they once were
+computed for every column in which some row had a target.
 """
 
 import argparse
@@ -15,8 +18,11 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import write_results
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.training.head_loss import learned_rows
+from fsdp_qlora.training.loss import target_positions
 
 # name -> (padding, packing)
 LAYOUTS = {"padded": (True, False), "one behind the other": (False, False), "packed": (False, True)}
@@ -36,7 +42,22 @@ def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
         "useful_of_computed": round(float(of_computed), 4),
         "useful_of_lock_step": round(float(of_lock_step), 4),
         "micro_batches_per_rank": sum(map(len, dealt)) // schedule.world_size,
+        **targets_per_logit(schedule, data),
     }
+
+
+def targets_per_logit(schedule: Schedule, data: RunData) -> dict[str, float]:
+    """Of an epoch: targets per row of logits, and what they were when whole columns were computed."""
+    targets = rows_computed = in_columns = 0
+    for _, rows in schedule.rows_of_steps(data.train_rows):
+        for piece in schedule.micro_batches(rows, data.train.lengths):
+            if len(piece):
+                labels = (collate if schedule.padding else join)(data.train, piece, pad_token_id=0)["labels"]
+                targets += int(data.train.num_targets[piece].sum())
+                rows_computed += len(learned_rows(labels)[0])
+                in_columns += len(labels) * len(target_positions(labels))
+    found = {"targets_per_logit": targets / rows_computed}
+    return found | ({"targets_per_logit_in_columns": round(targets / in_columns, 4)} if schedule.padding else {})
 
 
 def main(argv: list[str]) -> int:
@@ -70,7 +91,7 @@ def main(argv: list[str]) -> int:
                 found[key] = shares(schedule, data)
                 print(key, found[key], flush=True)
     if args.output:
-        write_results(args.output, " ".join(["python benchmarks/useful_tokens.py", *argv]), {"shares": found})
+        write_results(args.output, " ".join(["python -m benchmarks.useful_tokens", *argv]), {"shares": found})
     return 0
 
 
