@@ -2,10 +2,12 @@
 
 One command, under nine minutes: each part runs in a process of its own for a limited time, and one that fails or
 takes too long is an `error` in the JSON and does not stop the others. What is measured stands in benchmarks/README.md.
+--report writes one file for people, to be sent to the project: figures beside what is aimed at, what failed, versions;
+without paths and names of the machine and its user.
 
-Exits with 1 if a part fails or a loss does not fall; that a card is too small for a batch is no failure. Without a
-GPU it says so and exits with 0; --tiny runs the same code on a tiny shape in one process, on the CPU where there is
-no GPU.
+Exits with 1 if a part fails or a loss does not fall; that a card is too small for a batch, a missed aim, and a part for
+which no time was left are no failures. Without a GPU it says so and exits with 0; --tiny runs the same code on a tiny
+shape in one process, on the CPU where there is no GPU. On the stand-in for CUDA there are no values to look at.
 """
 
 import argparse
@@ -26,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.common import write_results
+from benchmarks.common import is_stand_in, write_results
 from benchmarks.gpu_parts import PARTS
+from benchmarks.gpu_report import command, describe_row, report
+from benchmarks.gpu_rows import note
 from benchmarks.gpu_steps import GIB
 from fsdp_qlora import distributed
 from fsdp_qlora.precision import PRECISIONS
@@ -44,6 +48,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--memory_gib", type=float, default=24.0, help="of the card that the 70B part pretends to have")
     parser.add_argument("--max_seconds", type=float, default=MAX_SECONDS, help="of all parts together")
     parser.add_argument("--output", default="", help="JSON file to write")
+    parser.add_argument("--report", default="", help="Markdown file to write")
     parser.add_argument("--one_part", default="", help=argparse.SUPPRESS)  # by which the command calls itself
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -53,13 +58,7 @@ def run_here(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A part's results, from this process."""
     try:
         return PARTS[name].measure(args, distributed.read_ranks())
-    except (
-        RuntimeError,
-        ValueError,
-        ImportError,
-        AttributeError,
-        TypeError,
-    ) as error:  # out of memory is a RuntimeError
+    except Exception as error:  # whatever it is, the other parts go on
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
@@ -84,6 +83,8 @@ def run_apart(name: str, argv: list[str], seconds: float) -> dict[str, Any]:
             process.wait()
         tail = log.read_text()[-1500:]
         found = json.loads(result.read_text()) if result.exists() else {"error": ending, "output": tail}
+        if not ending.endswith("status 0"):  # what is there is what was known by then
+            found |= {"error": ending}
     return {**found, "part_seconds": time.perf_counter() - started}
 
 
@@ -94,14 +95,17 @@ def run_parts(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, 
     for name in args.parts:
         print(f"{name} ...", flush=True)
         if args.tiny:
-            args.seconds = PARTS[name].seconds
+            args.seconds, started = PARTS[name].seconds, time.perf_counter()
             results[name] = run_here(name, args)
+            results[name]["part_seconds"] = time.perf_counter() - started
             gc.collect()
         else:
             left = end - time.perf_counter()
             results[name] = (
-                run_apart(name, argv, min(PARTS[name].seconds, left)) if left > 5 else {"error": "no time left"}
+                run_apart(name, argv, min(PARTS[name].seconds, left)) if left > 15 else {"left_out": "no time left"}
             )
+        for each in results[name].get("rows", []) if args.tiny or is_stand_in() else []:
+            each["holds"] = None  # of a shape too small to measure anything, or of kernels that compute nothing
         for line in describe(results[name]):
             print(f"  {line}", flush=True)
     return results
@@ -109,9 +113,11 @@ def run_parts(args: argparse.Namespace, argv: list[str]) -> dict[str, dict[str, 
 
 def describe(result: dict[str, Any]) -> list[str]:
     """A part's results in a few lines, for people."""
-    if "error" in result:
-        return [f"FAILED: {result['error']}"]
-    lines = [f"{name} {value:.1f} GB/s" for name, value in result.get("gb_per_second", {}).items()]
+    if "left_out" in result:
+        return [f"left out: {result['left_out']}"]
+    lines = [f"FAILED: {result['error']}"] if "error" in result else []
+    lines += [describe_row(each) for each in result.get("rows", [])]
+    lines += [f"{name} {value:.1f} GB/s" for name, value in result.get("gb_per_second", {}).items()]
     lines += [
         f"{name} decoded at {100 * row['of_bandwidth']:.0f}% of that"
         for name, row in result.get("decoding", {}).items()
@@ -138,21 +144,30 @@ def describe(result: dict[str, Any]) -> list[str]:
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
     if args.one_part:
-        # Written in one go: a file that is there is whole.
-        partial = Path(f"{args.output}.partial")
-        partial.write_text(json.dumps(run_here(args.one_part, args)))
-        partial.replace(args.output)
+        found = run_here(args.one_part, args)
+        note(args, (json.loads(Path(args.output).read_text()) if Path(args.output).exists() else {}) | found)
         return 0
     if not torch.cuda.is_available() and not args.tiny:
         print("No GPU is visible, so nothing was measured (--tiny runs the same code on the CPU).")
         return 0
     started = time.perf_counter()
     results = run_parts(args, argv)
+    has_values = not is_stand_in()
+    record = {"options": {**vars(args), "output": "", "report": ""}, "has_values": has_values, "parts": results}
     if args.output:
-        record = {"options": {**vars(args), "output": ""}, "parts": results}
         write_results(args.output, " ".join(["python benchmarks/gpu.py", *argv]), record)
+    if args.report:
+        Path(args.report).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.report).write_text(report(record, command(argv)))
+        print(f"Written: {args.report}: a file to send, without paths and names of this machine")
     print(f"{time.perf_counter() - started:.0f} s in all")
-    bad = [name for name, result in results.items() if "error" in result or not result.get("loss_falls", True)]
+    if not has_values:
+        print("On the stand-in for CUDA: kernels compute nothing, so no figure of time or loss means anything.")
+    bad = [
+        name
+        for name, result in results.items()
+        if "error" in result or (has_values and not result.get("loss_falls", True))
+    ]
     for name in bad:
         print(f"FAILED: {name}: see its error above, or its loss did not fall.")
     return 1 if bad else 0

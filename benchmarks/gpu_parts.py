@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend
 from transformers.utils import is_flash_attn_2_available
 
+from benchmarks import gpu_rows
 from benchmarks.common import describe_machine
+from benchmarks.gpu_kernels import measure_attention, measure_head
 from benchmarks.gpu_peers import measure_peers
 from benchmarks.gpu_steps import BATCHES, SHAPES, TINY_BATCHES, Steps, measure, synchronize
 from benchmarks.one_rank import RepeatedWeights, keep_own_part, limit_memory, rank_0_of, start_alone
@@ -199,16 +201,26 @@ class Part(NamedTuple):
     seconds: float
 
 
-# In the order in which they are of use where time runs out; 535 s in all.
+# In the order in which they are of use where time runs out: together they may take longer than they all have.
 PARTS: dict[str, Part] = {
     "box": Part(measure_box, 20),
     "copies": Part(measure_copies, 30),
-    "8b, resident": Part(_steps("8b", "resident", trace=True), 65),
-    "70b, one of two ranks": Part(measure_70b, 100),
-    "8b, offloaded": Part(_steps("8b", "offloaded"), 60),
+    "8b, 4 x 2048, beside peers": Part(gpu_rows.measure_speed, 95),
+    "row: offload": Part(gpu_rows.measure_offload, 55),
+    "row: padding": Part(gpu_rows.measure_padding, 40),
+    "row: recompute": Part(gpu_rows.measure_recompute, 50),
+    "row: context": Part(gpu_rows.measure_context, 80),
+    "row: head": Part(measure_head, 20),
+    "row: optimizer": Part(gpu_rows.measure_optimizers, 40),
+    "row: activation offload": Part(gpu_rows.measure_activation_offload, 40),
+    "70b, one of two ranks": Part(measure_70b, 90),
+    "row: placement": Part(gpu_rows.measure_placement, 35),
+    "row: attention": Part(measure_attention, 20),
+    "8b, resident": Part(_steps("8b", "resident", trace=True), 60),
+    "8b, offloaded": Part(_steps("8b", "offloaded"), 55),
     "8b, no recompute": Part(_steps("8b", "no recompute"), 45),
-    "7b, resident": Part(_steps("7b", "resident"), 50),
-    "peers": Part(measure_peers_part, 70),
-    "7b, offloaded": Part(_steps("7b", "offloaded"), 55),
+    "peers": Part(measure_peers_part, 60),
+    "7b, resident": Part(_steps("7b", "resident"), 45),
+    "7b, offloaded": Part(_steps("7b", "offloaded"), 50),
     "7b, no recompute": Part(_steps("7b", "no recompute"), 40),
 }

@@ -7,7 +7,8 @@
 # For a bare machine: Python 3.12, torch 2.11 with CUDA 13, transformers 5.17, no package index. What else is needed
 # comes as wheels in WHEELS_DIR, made elsewhere by `bash scripts/gpu_wheels.sh WHEELS_DIR`; they are installed into a
 # folder of their own and nothing of the machine is changed. Without WHEELS_DIR (or with "") the environment is taken
-# as it is. Into OUT (default: gpu_check): tests.log, tests.xml (with the speeds that tests noted), gpu.log, gpu.json.
+# as it is. Into OUT (default: gpu_check): tests.log, tests.xml (with the speeds that tests noted), gpu.log, gpu.json,
+# and report.md, which names neither machine nor user and can be sent to the project.
 # TEST_SECONDS and BENCHMARK_SECONDS bound the two; what is past its bound is ended. TESTS and PARTS choose some, with
 # ";" between two parts:
 #
@@ -59,7 +60,7 @@ check tests "$test_seconds" "$python" -m pytest -m gpu $tests -p no:cacheprovide
 parts=()
 [ -z "${PARTS:-}" ] || IFS=';' read -ra parts <<<"--parts;${PARTS}"
 check gpu "$((benchmark_seconds + 15))" "$python" benchmarks/gpu.py --max_seconds "$benchmark_seconds" \
-    --output "$out/gpu.json" ${parts[@]+"${parts[@]}"}
+    --output "$out/gpu.json" --report "$out/report.md" ${parts[@]+"${parts[@]}"}
 
 if ((${#failed[@]})); then
     echo "FAILED: ${failed[*]}; see $out"

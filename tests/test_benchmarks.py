@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import common, cpu, dora, gpu, gpu_steps, overhead
+from benchmarks import common, cpu, dora, gpu, gpu_report, gpu_rows, gpu_steps, overhead
 
 
 def _run(main: Any, *argv: str, output: Path) -> tuple[int, dict[str, Any]]:
@@ -86,6 +86,56 @@ def test_gpu_benchmark_does_the_same_work_as_its_peers(tmp_path: Path) -> None:
     peers = result["parts"]["peers"]["peers"]
     assert status == 0 and peers["PEFT + bitsandbytes"]["same_work"], result
     assert peers["PEFT + bitsandbytes"]["first_grad_norm"] == pytest.approx(peers["ours"]["first_grad_norm"], rel=1e-4)
+
+
+def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path: Path) -> None:
+    chosen = [
+        "box",
+        "row: offload",
+        "row: padding",
+        "row: recompute",
+        "row: context",
+        "row: head",
+    ]  # others: on phantom
+    report = tmp_path / "report.md"
+    argv = ["--tiny", "--precision", "fp32", "--report", str(report), "--parts", *chosen]
+    status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
+    assert status == 0, result
+    rows = {row["item"]: row for part in chosen[1:] for row in result["parts"][part]["rows"]}
+    assert [*rows["no padding, packing"]["figures"]] == ["padding", "no padding", "packing"]
+    shares = rows["no padding, packing"]["useful_of_computed"]
+    assert shares["padding"] < 0.9 and shares["no padding"] == shares["packing"] == 1.0
+    assert {*rows["recompute, 7B, 1 x 32"]["figures"]} == {"all", "auto", "none"}
+    assert result["parts"]["row: recompute"]["blocks_with_recompute"]["1 x 32, auto"] == 0  # a CPU has room
+    assert [*rows["offload, 70B blocks"]["figures"]] == ["resident", "offloaded", "2 of 2 blocks"]
+    assert rows["longest context, 8B"]["figures"]["longest"] == 1536
+    assert all(value > 0 for row in rows.values() if row["unit"] != "GiB, peak" for value in row["figures"].values())
+    text = report.read_text()
+    assert str(tmp_path) not in text and "--report" not in text
+    for row in rows.values():
+        assert f"| {row['item']} | {row['unit']} | " in text and row["aim"] in text
+
+
+def test_gpu_benchmarks_report_hides_secrets_folders_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report.socket, "gethostname", lambda: "node-17")
+    monkeypatch.setattr(gpu_report.getpass, "getuser", lambda: "alice")
+    error = "alice on node-17: no /home/alice/models/llama/config.json, hf_abcdefghijklmnopqrstuv, 11,000 tokens/s, 1/2"
+    record = {"has_values": True, "parts": {"box": {"error": error}, "copies": {"left_out": "no time left"}}}
+    text = gpu_report.report(
+        record, gpu_report.command(["--output", "/home/alice/gpu.json", "--parts", "8b, resident"])
+    )
+    assert "| box | [user] on [host]: no .../config.json, [secret], 11,000 tokens/s, 1/2 |" in text
+    assert "| copies | no time left |" in text and '`python benchmarks/gpu.py --parts "8b, resident"`' in text
+
+
+def test_time_in_which_several_kernels_run_counts_once() -> None:
+    assert gpu_rows.covered([(50, 60), (10, 30), (20, 25), (25, 40), (60, 70)]) == 50
+
+
+def test_gpu_benchmark_keeps_what_a_part_found_before_its_time_was_up(tmp_path: Path) -> None:
+    args = gpu.parse_args(["--one_part", "row: context", "--output", str(tmp_path / "result.json")])
+    gpu_rows.note(args, {"rows": [gpu_rows.row("longest context, 8B", "tokens", {"longest": 80_000.0})]})
+    assert "tokens: longest 80,000" in gpu.describe(json.loads((tmp_path / "result.json").read_text()))[0]
 
 
 def test_gpu_benchmark_ends_a_part_that_takes_too_long_and_goes_on() -> None:
