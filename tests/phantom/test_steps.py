@@ -32,13 +32,12 @@ def step(models, tmp_path_factory):
     def summary(ranks, machines, max_steps, options):
         run_folder = tmp_path_factory.mktemp("run")
         arguments = flags(
-            model_name=model,
             dataset=dataset,
             output_dir=run_folder / "output",
             max_steps=max_steps,
             **{"train_type": "qlora", "batch_size": 2, "context_length": 256, "seed": 0, "lr_scheduler": "constant"}
             | {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup_steps": 0}
-            | {"sharding_strategy": "full_shard", "recompute": "all"}
+            | {"sharding_strategy": "full_shard", "recompute": "all", "model_name": model}
             | options,
         )
         by_rank = {rank: {"GROUP_RANK": rank * machines // ranks} for rank in range(ranks)}
