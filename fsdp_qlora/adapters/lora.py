@@ -37,9 +37,13 @@ class LoraAdapter(nn.Module):
         base = frozen_product(base_layer, x)
         if base is None:
             return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
-        is_dropped = self.training and isinstance(self.dropout, nn.Dropout)
-        dropout = Dropout.draw(self.dropout.p) if is_dropped else None  # type: ignore[arg-type]
-        return lora_product(x, self.lora_A.weight, self.lora_B.weight, Product(base, self.scaling, dropout))
+        product = Product(base, self.scaling, self._draw_dropout())
+        return lora_product(x, self.lora_A.weight, self.lora_B.weight, product)
+
+    def _draw_dropout(self) -> Dropout | None:
+        if self.training and isinstance(self.dropout, nn.Dropout):
+            return Dropout.draw(self.dropout.p)
+        return None
 
 
 class KeptShard:

@@ -2,8 +2,8 @@
 
 x' is x with parts dropped. Shapes: x [N, in], W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank], y [N, out].
 
-Kept for the backward pass are x and u alone. The weights are read again then, W decoded again, and the dropped parts
-are found again from their seed.
+Kept for the backward pass are x and u alone, and not x either where it can be computed again. The weights are read
+again then, W decoded again, and the dropped parts are found again from their seed.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from fsdp_qlora.lean.functions import remade, remaking
 from fsdp_qlora.quantizers.base import FrozenProduct
 
 
@@ -46,12 +47,12 @@ class Product(NamedTuple):
 def lora_product(x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product) -> torch.Tensor:
     """x W^T + b + scaling * B A x' of x [.., in], as [N, out] in the base's dtype; differentiable in x, A and B."""
     rows = x.to(product.base.dtype).flatten(0, -2)
-    low = _LowRank.apply(rows, lora_A, product.dropout)
+    low = LowRank.apply(rows, lora_A, product.dropout, remaking(x))
     y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, product)
     return y
 
 
-class _LowRank(torch.autograd.Function):
+class LowRank(torch.autograd.Function):
     """u = A x', and the keeper of x and u for `_LoraProduct`.
 
     A checkpointed block's recomputation stops at the last tensor that the block keeps. What one function keeps is noted
@@ -59,15 +60,22 @@ class _LowRank(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         low = F.linear(dropout(x) if dropout else x, lora_A.to(x.dtype))
-        ctx.save_for_backward(x, low)
+        ctx.source, ctx.dtype = source, x.dtype
+        ctx.save_for_backward(*(() if source else (x,)), low)
         return low
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
-        return None, None, None  # `_LoraProduct` has them all
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
+        return None, None, None, None  # `_LoraProduct` has them all
+
+
+def kept(keeper: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and u of a `LowRank`'s node."""
+    *x, low = keeper.saved_tensors
+    return x[0] if x else remade(keeper.source).to(keeper.dtype).flatten(0, -2), low
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -85,20 +93,18 @@ class _LoraProduct(torch.autograd.Function):
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
         # checkpointing does not have to recompute them.
         ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B), product
-        y = product.base.multiply(x)
+        (y,) = product.base.multiply(x)
         return y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grads
-        x, low = ctx.keeper.saved_tensors
-        (lora_A, lora_B), (base, scaling, dropout) = ctx.weights, ctx.product
+        x, low = kept(ctx.keeper)
+        lora_A, (base, scaling, dropout) = ctx.weights[0], ctx.product
         ctx.keeper = None
         factors = dropout.factors(x) if dropout else None
-        grad_low = grad_y @ lora_B.to(grad_y.dtype)
-        grad_B = _scaled_product(grad_y.T, low, scaling)
-        grad_A = _scaled_product(grad_low.T, x if factors is None else x * factors, scaling)
+        grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = base.multiply_grad(grad_y)
@@ -106,7 +112,18 @@ class _LoraProduct(torch.autograd.Function):
                 grad_x.addmm_(grad_low, lora_A.to(grad_y.dtype), alpha=scaling)
             else:
                 grad_x.addcmul_(grad_low @ lora_A.to(grad_y.dtype), factors, value=scaling)
-        return grad_x, None, grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype), None
+        return grad_x, None, grad_A, grad_B, None
+
+
+def low_rank_grads(
+    grad_y: torch.Tensor, x: torch.Tensor, low: torch.Tensor, ctx: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of u / s, A and B, of x' and u; A and B are ctx.weights, and s is of ctx.product."""
+    (lora_A, lora_B, *_), scaling = ctx.weights, ctx.product.scaling
+    grad_low = grad_y @ lora_B.to(grad_y.dtype)
+    grad_B = _scaled_product(grad_y.T, low, scaling)
+    grad_A = _scaled_product(grad_low.T, x, scaling)
+    return grad_low, grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype)
 
 
 def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

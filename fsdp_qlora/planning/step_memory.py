@@ -8,7 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.lean.gated_mlp import GatedMlp
+from fsdp_qlora.lean.rms_norm import RmsNorm
+from fsdp_qlora.models import canonical_name, find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.byte_account import each_parameter
@@ -79,7 +81,7 @@ def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
     in_blocks = [sum(p.numel() for part in adapter_modules(block) for p in part.parameters()) for block in blocks]
     vocabulary = model.get_input_embeddings().num_embeddings
     hidden = step.num_tokens * model.config.get_text_config().hidden_size * _residual_size(model, step)
-    kept_by_one = max(_kept(block, model, step) for block in blocks)
+    kept = {is_lean: max(_kept(block, model, step, is_lean=is_lean) for block in blocks) for is_lean in (False, True)}
     return StepBytes(
         # Shards from the host are on the device before they are gathered.
         blocks=int(gathered * (1 + (1 / step.num_shards if step.cpu_offload and step.num_shards > 1 else 0))),
@@ -89,8 +91,8 @@ def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
         gradients=4 * (adapters if step.accumulates else max(in_blocks)),
         logits=logits_bytes(step.num_tokens, vocabulary, dtype),
         kept=hidden * (2 if step.offloads_activations else len(blocks)),
-        block=kept_by_one,
-        at_work=int(kept_by_one * _BACKWARD_FACTOR) + max(_decoded(block, dtype) for block in blocks),
+        block=kept[True],
+        at_work=int(kept[False] * _BACKWARD_FACTOR) + max(_decoded(block, dtype) for block in blocks),
     )
 
 
@@ -111,21 +113,44 @@ def _residual_size(model: PreTrainedModel, step: Step) -> int:
     return (step.precision.param_dtype or embeddings.dtype).itemsize
 
 
-def _kept(block: nn.Module, model: PreTrainedModel, step: Step) -> int:
-    """What a block keeps for its backward pass without recompute: about the inputs and outputs of its matrices."""
+def _kept(block: nn.Module, model: PreTrainedModel, step: Step, *, is_lean: bool) -> int:
+    """About what a block keeps for its backward pass: the inputs and outputs of its matrices.
+
+    Args:
+        is_lean: without recompute, when what follows a norm and what is gated is not kept (lean/insert.py).
+    """
     config = model.config.get_text_config()
-    quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]
-    inside = {id(parameter) for module in (*quantized, *adapter_modules(block)) for parameter in module.parameters()}
-    plain = [parameter.shape for parameter in block.parameters() if id(parameter) not in inside]
-    shapes = [tuple(shape) for shape in (*plain, *(module.shape for module in quantized)) if len(shape) > 1]
     # Of a mixture's experts [experts, out, in] some work on a token.
     active = getattr(config, "num_experts_per_tok", None) or 1
-    per_token = sum((active if len(shape) == 3 else 1) * sum(shape[-2:]) for shape in shapes)
+    per_token = 0
+    for parent, shapes in _matrices(block).items():
+        outputs, inputs = ([(active if len(shape) == 3 else 1) * shape[i] for shape in shapes] for i in (-2, -1))
+        if is_lean and isinstance(parent, GatedMlp):
+            inputs = []
+        elif is_lean and any(isinstance(module, RmsNorm) for module in block.modules()):
+            inputs = [max(inputs)]  # of attention's output layer
+        per_token += sum(outputs) + sum(inputs)
     size = step.precision.compute_dtype.itemsize
     scores = 0
     if model.config._attn_implementation == "eager":  # the scores, and their probabilities in float32 and again
         scores = step.num_tokens**2 // step.num_rows * config.num_attention_heads * (4 + 2 * size)
     return int(per_token * step.num_tokens * size) + scores
+
+
+def _matrices(block: nn.Module) -> dict[nn.Module, list[tuple[int, ...]]]:
+    """The shapes of a block's matrices by the module that uses them, adapters' apart."""
+    in_adapters = {id(module) for adapter in adapter_modules(block) for module in adapter.modules()}
+    found: dict[nn.Module, list[tuple[int, ...]]] = {}
+    for path, module in block.named_modules():
+        if id(module) in in_adapters:
+            continue
+        shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() > 1]
+        if isinstance(module, QuantizedWeight):
+            shapes = [module.shape]
+        if shapes:
+            parent = block.get_submodule(canonical_name(path).rpartition(".")[0])
+            found.setdefault(parent, []).extend(shapes)
+    return found
 
 
 def _decoded(block: nn.Module, dtype: torch.dtype) -> int:

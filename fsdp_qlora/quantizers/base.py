@@ -43,12 +43,12 @@ class MatrixFormat:
 class FrozenProduct(NamedTuple):
     """Products with a frozen layer's weight W [out, in], while it is gathered.
 
-    dtype: of the computation. multiply: x [N, in] -> x W^T + b, a new tensor. multiply_grad: grad_y [N, out] ->
+    dtype: of the computation. multiply: each x [N, in] -> x W^T + b, new tensors. multiply_grad: grad_y [N, out] ->
     grad_y W, the gradient of x, a new tensor. W may be freed and gathered again in between.
     """
 
     dtype: torch.dtype
-    multiply: Callable[[torch.Tensor], torch.Tensor]
+    multiply: Callable[..., list[torch.Tensor]]
     multiply_grad: Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -113,21 +113,24 @@ class QuantizedWeight(nn.Module):
         if len(parts) == 1:
             return FrozenProduct(
                 self.compute_dtype,
-                lambda x: self.multiply(fmt, x, bias, *tensors),
+                lambda *inputs: [self.multiply(fmt, x, bias, *tensors) for x in inputs],
                 lambda grad_y: self.multiply_grad(fmt, grad_y, *tensors),
             )
         num_rows, num_columns = fmt.shape
 
-        def multiply(x: torch.Tensor) -> torch.Tensor:
-            y = x.new_empty(x.shape[0], num_rows)
+        def multiply(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            outputs = [x.new_empty(x.shape[0], num_rows) for x in inputs]
             for rows, part in parts:
-                torch.mm(x, self.decode_tensors(part, x.dtype, *tensors).T, out=y[:, rows])
-            return y if bias is None else y.add_(bias)
+                decoded = self.decode_tensors(part, inputs[0].dtype, *tensors)
+                for x, y in zip(inputs, outputs, strict=True):
+                    torch.mm(x, decoded.T, out=y[:, rows])
+            return outputs if bias is None else [y.add_(bias) for y in outputs]
 
         def multiply_grad(grad_y: torch.Tensor) -> torch.Tensor:
-            grad_x = grad_y.new_zeros(grad_y.shape[0], num_columns)
-            for rows, part in parts:
-                grad_x.addmm_(grad_y[:, rows], self.decode_tensors(part, grad_y.dtype, *tensors))
+            grad_x = grad_y.new_empty(grad_y.shape[0], num_columns)
+            for index, (rows, part) in enumerate(parts):
+                decoded = self.decode_tensors(part, grad_y.dtype, *tensors)
+                grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))  # with 0 it is only written
             return grad_x
 
         return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
@@ -280,7 +283,7 @@ class _DecodedMatmul(torch.autograd.Function):
         # FSDP2 refills the same gathered tensors before the backward pass. In an attribute, instead of through
         # save_for_backward, activation checkpointing does not have to recompute them.
         ctx.product = product
-        y = product.multiply(x.flatten(0, -2))
+        (y,) = product.multiply(x.flatten(0, -2))
         return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
@@ -292,17 +295,17 @@ class _DecodedMatmul(torch.autograd.Function):
         return grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1]), None
 
 
-def frozen_product(layer: nn.Module, x: torch.Tensor) -> FrozenProduct | None:
+def frozen_product(layer: nn.Module, x: torch.Tensor, *, with_bias: bool = True) -> FrozenProduct | None:
     """The products with a linear layer for its input x; None if the layer is not linear or trains."""
     if isinstance(layer, QuantizedLinear):
-        return layer.frozen_product(layer.format, layer.bias_to_add())
+        return layer.frozen_product(layer.format, layer.bias_to_add() if with_bias else None)
     if not isinstance(layer, nn.Linear) or any(parameter.requires_grad for parameter in layer.parameters()):
         return None
-    kind, weight, bias = x.device.type, layer.weight, layer.bias
+    kind, weight, bias = x.device.type, layer.weight, layer.bias if with_bias else None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return FrozenProduct(
         dtype,
-        lambda x: F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)),
+        lambda *inputs: [F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)) for x in inputs],
         lambda grad_y: grad_y @ weight.to(dtype),
     )
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_qlora.lean.insert import keep_little
 from fsdp_qlora.models import find_blocks
 from fsdp_qlora.sharding.activation_offload import InputStore, OffloadedInputs
 
@@ -42,6 +43,7 @@ def set_recompute(model: nn.Module, number: int) -> None:
     """
     for index, block in enumerate(recomputed_blocks(model)):
         block.is_on = index < number
+        keep_little(block, not block.is_on)
 
 
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:

@@ -1,0 +1,31 @@
+"""Puts the lean functions into a model, and switches them between steps."""
+
+from torch import nn
+
+from fsdp_qlora.lean.gated_mlp import GatedMlp, as_gated_mlp
+from fsdp_qlora.lean.rms_norm import RmsNorm, as_rms_norm
+
+
+def make_lean(model: nn.Module) -> None:
+    """Replace the norms and MLPs of a model on the meta device, wherever they compute what ours do.
+
+    Names and parameters stay.
+    """
+    for path, module in list(model.named_modules()):
+        replaced = as_rms_norm(module) or as_gated_mlp(module)
+        if replaced is not None:
+            model.set_submodule(path, replaced)
+
+
+def keep_little(block: nn.Module, enabled: bool) -> None:
+    """Let a block keep less for its backward pass: norms and products of gates are computed again there."""
+    for module in block.modules():
+        if isinstance(module, RmsNorm | GatedMlp):
+            module.is_lean = enabled
+
+
+def describe_lean(model: nn.Module) -> str:
+    """What computes the blocks' norms and gates, for a line of the log."""
+    modules = list(model.modules())
+    norms, mlps = (sum(isinstance(module, kind) for module in modules) for kind in (RmsNorm, GatedMlp))
+    return f"{norms} norms by torch's rms_norm, {mlps} MLPs with a gate by one function, the rest by the model's code"

@@ -1,0 +1,132 @@
+"""Norms and gated MLPs by functions of ours: found by what they compute, the same values, and less kept."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from fsdp_qlora.lean.gated_mlp import GatedMlp, as_gated_mlp
+from fsdp_qlora.lean.insert import keep_little, make_lean
+from fsdp_qlora.lean.rms_norm import FORMS, RmsNorm, as_rms_norm
+from tests.layers.shards import relative_error
+from tests.layers.test_lora_product import IN, adapted, results
+
+pytestmark = pytest.mark.quick
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1}  # fmt: skip
+# model -> how its norms compute. gemma's MLP has a GELU, the others' a SiLU.
+MODELS = dict(zip(("qwen3", "olmo2", "gemma2"), FORMS, strict=True))
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def model_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**SIZES), attn_implementation="eager").to(dtype)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.requires_grad_(False).train()
+
+
+def of_kind(model: nn.Module, kind: type) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def logits_and_gradient(model: PreTrainedModel) -> list[torch.Tensor]:
+    embedded = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    logits = model(inputs_embeds=embedded, use_cache=False).logits
+    grad = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
+    return [logits.detach(), *torch.autograd.grad(logits, embedded, grad)]
+
+
+@pytest.mark.parametrize("is_lean", [False, True])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_model_computes_what_it_did_with_the_same_roundings(model_type: str, is_lean: bool) -> None:
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        model = model_of(model_type, dtype)
+        lean = copy.deepcopy(model)
+        make_lean(lean)
+        keep_little(lean, is_lean)
+        norms = of_kind(lean, RmsNorm)
+        assert len(norms) >= 5 and {norm.form for norm in norms} == {MODELS[model_type]}
+        assert len(of_kind(lean, GatedMlp)) == 1
+        assert [name for name, _ in lean.named_parameters()] == [name for name, _ in model.named_parameters()]
+        for own, expected in zip(logits_and_gradient(lean), logits_and_gradient(model), strict=True):
+            assert own.dtype == expected.dtype and relative_error(own.float(), expected.double()) < tolerance
+
+
+def test_a_norm_that_trains_gets_its_gradient() -> None:
+    found = []
+    for lean in (False, True):
+        model = model_of("qwen3")
+        if lean:
+            make_lean(model)
+            keep_little(model, True)
+        norm = model.model.layers[0].post_attention_layernorm.requires_grad_(True)
+        model(input_ids=TOKENS).logits.square().sum().backward()
+        found.append(norm.weight.grad)
+    assert relative_error(found[1], found[0].double()) < 1e-5
+
+
+class OtherNorm(nn.Module):
+    """An RMS norm but for one number."""
+
+    def __init__(self, power: float, weight_power: float) -> None:
+        super().__init__()
+        self.weight, self.power, self.weight_power, self.eps = nn.Parameter(torch.ones(16)), power, weight_power, 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.float().abs().pow(self.power).mean(-1, keepdim=True)
+        return self.weight**self.weight_power * (x.float() * torch.rsqrt(mean + self.eps)).to(x.dtype)
+
+
+class OtherMlp(nn.Module):
+    """A gated MLP but for one number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
+        self.act, self.factor = nn.SiLU(), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.a(x) * self.act(self.b(x)) * self.factor)
+
+
+def test_modules_that_compute_something_else_are_left_alone() -> None:
+    assert as_rms_norm(OtherNorm(2, 1)) and not as_rms_norm(OtherNorm(1.99, 1)) and not as_rms_norm(OtherNorm(2, 2))
+    assert not as_rms_norm(nn.LayerNorm(16))
+    mlp = as_gated_mlp(OtherMlp(1.0))
+    assert mlp and mlp.roles == ("b", "a", "c") and not as_gated_mlp(OtherMlp(1.001))
+    assert not as_gated_mlp(nn.TransformerEncoderLayer(8, 2, 24))
+
+
+def kept_by(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The output, and what is kept of it in memory of its own, weights apart."""
+    kept: dict[int, torch.Tensor] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = model(x)
+    return y, [tensor for address, tensor in kept.items() if address not in weights]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "16 or 32 bits"])
+def test_a_lean_block_keeps_neither_what_follows_a_norm_nor_what_is_gated(kind: str) -> None:
+    norm = RmsNorm(nn.Parameter(torch.rand(IN) + 0.5, requires_grad=False), next(iter(FORMS)), 1e-6)
+    gate, up, down = (adapted(kind, size=IN) for _ in range(3))
+    model = nn.Sequential(norm, GatedMlp({"gate": gate, "up": up, "down": down}, ("gate", "up", "down"), nn.SiLU()))
+    x = torch.randn(18, IN).requires_grad_()
+    expected = results(model(x), x, down)
+    keep_little(model, True)
+    y, kept = kept_by(model, x)
+    # The norm's input, the outputs of gate and up, and three products of rank 4.
+    assert sum(tensor.numel() for tensor in kept) == 18 * (3 * IN + 3 * 4)
+    for own, reference in zip(results(y, x, down), expected, strict=True):
+        assert relative_error(own, reference.double()) < 1e-6
