@@ -5,15 +5,12 @@ W' = m * (W + s B A) / ||W + s B A||, the norm per output row and held constant 
 Shapes: x [.., in], W [out, in], lora_A [rank, in], lora_B [out, rank], m [out].
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
+from fsdp_qlora.adapters.dora_product import DoraOperands, dora_product
 from fsdp_qlora.adapters.lora import LoraAdapter
-from fsdp_qlora.quantizers.base import QuantizedWeight
-
-_PIECE = 2**20  # elements multiplied at a time for the magnitude's gradient
+from fsdp_qlora.quantizers.base import QuantizedWeight, frozen_product
 
 
 class Magnitude(nn.Module):
@@ -42,59 +39,15 @@ class DoraAdapter(LoraAdapter):
         self.magnitude = Magnitude(out_features)
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module) -> torch.Tensor:
-        """x W'^T + b. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, where x' is x with parts dropped."""
+        """x W'^T + b, [N, out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
+        base = frozen_product(base_layer, x, with_bias=False)
+        assert base is not None
         bias: torch.Tensor | None = base_layer.bias  # type: ignore[assignment]
-        if self.training and isinstance(self.dropout, nn.Dropout):
-            dropped = self.dropout(x)
-            base, base_of_dropped, product = self._base_products(base_layer, x, dropped)
-            scale = self._scale(product, bias)
-            change = self._scaled(base_of_dropped, dropped, scale) - base_of_dropped
-            return base + (change if bias is None else change + _rest_of_bias(bias, scale, change))
-        base, product = self._base_products(base_layer, x)
-        scale = self._scale(product, bias)
-        adapted = self._scaled(base, x, scale)
-        return adapted if bias is None else adapted + _rest_of_bias(bias, scale, adapted)
-
-    def _scaled(self, base: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        update = self.lora_B(self.lora_A(x))
-        scaled: torch.Tensor = _ScaleRows.apply(torch.add(base, update, alpha=self.scaling), scale)
-        return scaled
-
-    def _base_products(self, base_layer: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """The base layer's outputs for the inputs, and for the rows of A, [rank, out], without a gradient.
-
-        Computed as one product, which decodes W once, if copying the inputs (and their gradients in the backward
-        pass) costs less than decoding W again.
-        """
-        lora_A = self.lora_A.weight.detach().to(inputs[0].dtype)
-        rows = [x.shape[:-1].numel() for x in inputs]
-        num_in, num_out = self.lora_A.in_features, self.lora_B.out_features
-        if sum(rows) * (num_in + num_out) > num_in * num_out:
-            with torch.no_grad():
-                product = base_layer(lora_A)
-            return [*(base_layer(x) for x in inputs), product]
-        everything = base_layer(torch.cat([*(x.flatten(0, -2) for x in inputs), lora_A]))
-        *outputs, product = everything.split([*rows, lora_A.shape[0]])
-        return [*(y.view(*x.shape[:-1], num_out) for x, y in zip(inputs, outputs, strict=True)), product.detach()]
-
-    def _scale(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """m / ||W + s B A||, float32 [out], differentiable in m alone.
-
-        ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is needed only for
-        its product with the few rows of A.
-
-        Args:
-            product: A W^T + b, [rank, out].
-        """
         magnitude, row_squares = self.magnitude(None)
-        # Autocast would run these float32 products in 16 bits.
-        with torch.no_grad(), torch.autocast(product.device.type, enabled=False):
-            lora_A, lora_B = self.lora_A.weight.float(), self.lora_B.weight.float()
-            product = (product if bias is None else product - bias).float()
-            with_update = 2 * self.scaling * product.T + self.scaling**2 * torch.mm(lora_B, torch.mm(lora_A, lora_A.T))
-            squares = row_squares + (with_update * lora_B).sum(dim=1)
-            norm = squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
-        return magnitude / norm
+        operands = DoraOperands(
+            base, None if bias is None else bias.to(base.dtype), row_squares, self.scaling, self._draw_dropout()
+        )
+        return dora_product(x, self.lora_A.weight, self.lora_B.weight, magnitude, operands)
 
 
 class DoraLinear(nn.Module):
@@ -113,7 +66,7 @@ class DoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.lora(x, self.base_layer)
-        return result
+        return result.view(*x.shape[:-1], result.shape[-1])  # here, see LoraLinear
 
     @torch.no_grad()
     def base_row_squares(self) -> torch.Tensor:
@@ -121,33 +74,3 @@ class DoraLinear(nn.Module):
         base = self.base_layer
         weight = base.dequantize() if isinstance(base, QuantizedWeight) else base.weight
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
-
-
-def _rest_of_bias(bias: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """b - scale * b, to be added to an output scaled with its bias: DoRA does not scale the bias."""
-    return (bias - scale * bias).to(like.dtype)
-
-
-class _ScaleRows(torch.autograd.Function):
-    """y * scale for y [.., out] of any dtype and scale float32 [out], without a float32 copy of y."""
-
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(y, scale)
-        return torch.mul(y, scale, out=torch.empty_like(y))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (grad,) = grads
-        y, scale = ctx.saved_tensors
-        return torch.mul(grad, scale, out=torch.empty_like(grad)), _sum_of_products(grad, y)
-
-
-def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a * b summed over all dims but the last, in float32 (fp16 would overflow), in pieces to save memory."""
-    a, b = a.flatten(0, -2), b.flatten(0, -2)
-    total = torch.zeros(a.shape[-1], dtype=torch.float32, device=a.device)
-    rows = max(1, _PIECE // a.shape[-1])
-    for piece_a, piece_b in zip(a.split(rows), b.split(rows), strict=True):
-        total += (piece_a.float() * piece_b).sum(dim=0)
-    return total

@@ -10,15 +10,19 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.adapters.decompositions import pissa, pissa_niter
 from fsdp_qlora.adapters.dora import DoraLinear
+from fsdp_qlora.adapters.dora_product import DoraOperands, row_norms
 from fsdp_qlora.adapters.first_values import first_adapter_value
+from fsdp_qlora.adapters.lora_product import Dropout
 from fsdp_qlora.adapters.targets import select_targets
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.run import run
 from tests.parity.test_train_types import _base as library_base
 from tests.reference import LINEARS, batch_loss, decode, encode, load_adapter, load_base, load_decoded_base
@@ -369,17 +373,23 @@ def peft_layer_and_ours(*, dropout: float, dtype: torch.dtype) -> tuple[nn.Modul
     return peft_layer, ours
 
 
-# With so few tokens the rows of A go through the base layer with them, with more by themselves.
-@pytest.mark.parametrize("tokens", [2, 50])
+class OurDropout(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Dropout.draw(0.5)(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(dropout: float, tokens: int) -> None:
+def test_a_dora_layer_has_the_output_and_the_gradients_of_pefts(dropout: float, checkpointed: bool) -> None:
     peft_layer, ours = peft_layer_and_ours(dropout=dropout, dtype=torch.float32)
-    x, grad = torch.randn(2, tokens, 24), torch.randn(2, tokens, 16)
+    if dropout:
+        peft_layer.lora_dropout["default"] = OurDropout()
+    x, grad = torch.randn(2, 50, 24), torch.randn(2, 50, 16)
     results = []
     for layer in (peft_layer, ours):
         inputs = x.clone().requires_grad_()
         torch.manual_seed(7)  # the same elements are dropped
-        output = layer(inputs)
+        output = checkpoint(layer, inputs, use_reentrant=False) if checkpointed else layer(inputs)
         output.backward(grad)
         results.append([output, inputs.grad])
     results[0] += [peft_layer.lora_A["default"].weight.grad, peft_layer.lora_B["default"].weight.grad]
@@ -402,12 +412,14 @@ def test_a_small_change_of_the_magnitude_is_seen_in_bf16() -> None:
 def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
     _, layer = peft_layer_and_ours(dropout=0.0, dtype=torch.float32)
     product = layer.lora.lora_A.weight @ layer.base_layer.weight.T
+    lora, base = layer.lora, frozen_product(layer.base_layer, product, with_bias=False)
+    operands = DoraOperands(base, None, lora.magnitude.row_squares, lora.scaling, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = layer.lora._scale(product, None)
-    assert torch.equal(under_autocast, layer.lora._scale(product, None))
+        under_autocast = row_norms(product, lora.lora_A.weight, lora.lora_B.weight, operands)
+    assert torch.equal(under_autocast, row_norms(product, lora.lora_A.weight, lora.lora_B.weight, operands))
     changed = layer.base_layer.weight + layer.lora.scaling * layer.lora.lora_B.weight @ layer.lora.lora_A.weight
     norm = torch.linalg.vector_norm(changed, dim=1)
-    assert torch.allclose(under_autocast, layer.lora.magnitude.weight / norm, rtol=1e-5)
+    assert torch.allclose(under_autocast, norm, rtol=1e-5)
 
 
 # --- bad input -----------------------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""The product of a frozen layer with DoRA as one autograd function: y = x W^T + b + x' (W' - W)^T.
+
+W' = d (W + s B A), d = m / ||W + s B A|| for each row of W; the norm is constant in the backward pass. x' is x with
+parts dropped. Shapes: x [N, in], W [out, in], A [rank, in], B [out, rank], m and d [out], u = A x' [N, rank] and
+y [N, out].
+
+Kept for the backward pass are x and u, as in lora_product.py, x' (W + s B A)^T and the norm.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_qlora.adapters.lora_product import Dropout, LowRank, kept, low_rank_grads
+from fsdp_qlora.lean.functions import remaking
+from fsdp_qlora.quantizers.base import FrozenProduct
+
+_PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
+
+
+class DoraOperands(NamedTuple):
+    """What the product depends on besides x, A, B and m.
+
+    base: without the bias, in its dtype. row_squares: ||W||^2 of the rows, float32 [out].
+    """
+
+    base: FrozenProduct
+    bias: torch.Tensor | None
+    row_squares: torch.Tensor
+    scaling: float
+    dropout: Dropout | None
+
+
+def dora_product(
+    x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, magnitude: torch.Tensor, operands: DoraOperands
+) -> torch.Tensor:
+    """y of x [.., in], as [N, out] in the base's dtype; differentiable in x, A, B and m, which is float32."""
+    rows = x.to(operands.base.dtype).flatten(0, -2)
+    low = LowRank.apply(rows, lora_A, operands.dropout, remaking(x))
+    y: torch.Tensor = _DoraProduct.apply(rows, low, lora_A, lora_B, magnitude, operands)
+    return y
+
+
+class _DoraProduct(torch.autograd.Function):
+    """All of it but u."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        magnitude: torch.Tensor,
+        operands: DoraOperands,
+    ) -> torch.Tensor:
+        # Weights as attributes, see lora_product.py.
+        ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B, magnitude), operands
+        inputs = [x] if operands.dropout is None else [x, operands.dropout(x)]
+        *products, of_A = operands.base.multiply(*inputs, lora_A.to(x.dtype))
+        norm = row_norms(of_A, lora_A, lora_B, operands)
+        rest = products[0].sub_(products[1]) if operands.dropout else None  # x W^T - x' W^T
+        adapted = products[-1].addmm_(low, lora_B.to(x.dtype).T, alpha=operands.scaling)
+        ctx.save_for_backward(adapted, norm)
+        y = torch.mul(adapted, magnitude / norm, out=torch.empty_like(adapted))
+        for term in (rest, operands.bias):
+            if term is not None:
+                y.add_(term)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_y,) = grads
+        x, low = kept(ctx.keeper)
+        ctx.keeper = None
+        adapted, norm = ctx.saved_tensors
+        (lora_A, _, magnitude), operands = ctx.weights, ctx.product
+        base, scaling = operands.base, operands.scaling
+        grad_magnitude = _sum_of_products(adapted, grad_y) / norm
+        scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # whose memory nobody needs any more
+        factors = operands.dropout.factors(x) if operands.dropout else None
+        grad_low, grad_A, grad_B = low_rank_grads(scaled, x if factors is None else x * factors, low, ctx)
+        grad_x = None
+        if ctx.needs_input_grad[0] and factors is None:
+            grad_x = base.multiply_grad(scaled).addmm_(grad_low, lora_A.to(scaled.dtype), alpha=scaling)
+        elif ctx.needs_input_grad[0]:
+            through_A = grad_low @ lora_A.to(scaled.dtype)
+            change = base.multiply_grad(scaled.sub_(grad_y)).add_(through_A, alpha=scaling)
+            grad_x = base.multiply_grad(grad_y).addcmul_(change, factors)
+        return grad_x, None, grad_A, grad_B, grad_magnitude, None
+
+
+def row_norms(
+    product: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, operands: DoraOperands
+) -> torch.Tensor:
+    """||W + s B A|| of the rows, float32 [out].
+
+    ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is needed only for its
+    product with the few rows of A.
+
+    Args:
+        product: A W^T, [rank, out].
+    """
+    scaling = operands.scaling
+    with torch.autocast(product.device.type, enabled=False):  # it would run these float32 products in 16 bits
+        lora_A, lora_B = lora_A.float(), lora_B.float()
+        with_update = torch.addmm(
+            product.T.float(), lora_B, torch.mm(lora_A, lora_A.T), beta=2 * scaling, alpha=scaling**2
+        )
+        squares = operands.row_squares + (with_update * lora_B).sum(dim=1)
+    return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
+
+
+def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a * b summed over the rows, float32 [columns]; a is overwritten."""
+    if a.dtype != torch.float16:
+        return a.mul_(b).sum(dim=0, dtype=torch.float32)
+    total = torch.zeros(a.shape[-1], dtype=torch.float32, device=a.device)
+    rows = max(1, _PIECE // a.shape[-1])
+    for piece_a, piece_b in zip(a.split(rows), b.split(rows), strict=True):
+        total += (piece_a.float() * piece_b).sum(dim=0)
+    return total
