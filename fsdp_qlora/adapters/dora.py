@@ -5,11 +5,14 @@ W' = m * (W + s B A) / ||W + s B A||, the norm per output row and held constant 
 Shapes: x [.., in], W [out, in], lora_A [rank, in], lora_B [out, rank], m [out].
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from fsdp_qlora.adapters.dora_product import DoraOperands, dora_product
 from fsdp_qlora.adapters.lora import LoraAdapter
+from fsdp_qlora.lean.functions import remaking
 from fsdp_qlora.quantizers.base import QuantizedWeight, frozen_product
 
 
@@ -38,7 +41,7 @@ class DoraAdapter(LoraAdapter):
         super().__init__(in_features, out_features, rank=rank, scaling=scaling, dropout=dropout)
         self.magnitude = Magnitude(out_features)
 
-    def forward(self, x: torch.Tensor, base_layer: nn.Module) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
         """x W'^T + b, [N, out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
         base = frozen_product(base_layer, x, with_bias=False)
         assert base is not None
@@ -47,7 +50,7 @@ class DoraAdapter(LoraAdapter):
         operands = DoraOperands(
             base, None if bias is None else bias.to(base.dtype), row_squares, self.scaling, self._draw_dropout()
         )
-        return dora_product(x, self.lora_A.weight, self.lora_B.weight, magnitude, operands)
+        return dora_product(x, self.lora_A.weight, self.lora_B.weight, magnitude, operands, source)
 
 
 class DoraLinear(nn.Module):
@@ -65,7 +68,7 @@ class DoraLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lora(x, self.base_layer)
+        result: torch.Tensor = self.lora(x, self.base_layer, remaking(x))
         return result.view(*x.shape[:-1], result.shape[-1])  # here, see LoraLinear
 
     @torch.no_grad()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.adapters.lora_product import Dropout, LowRank, kept, low_rank_grads
-from fsdp_qlora.lean.functions import remaking
 from fsdp_qlora.quantizers.base import FrozenProduct
 
 _PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
@@ -32,11 +31,20 @@ class DoraOperands(NamedTuple):
 
 
 def dora_product(
-    x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, magnitude: torch.Tensor, operands: DoraOperands
+    x: torch.Tensor,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    magnitude: torch.Tensor,
+    operands: DoraOperands,
+    source: Any,
 ) -> torch.Tensor:
-    """y of x [.., in], as [N, out] in the base's dtype; differentiable in x, A, B and m, which is float32."""
+    """y of x [.., in], as [N, out] in the base's dtype; differentiable in x, A, B and m, which is float32.
+
+    Args:
+        source: as for `lora_product`.
+    """
     rows = x.to(operands.base.dtype).flatten(0, -2)
-    low = LowRank.apply(rows, lora_A, operands.dropout, remaking(x))
+    low = LowRank.apply(rows, lora_A, operands.dropout, source)
     y: torch.Tensor = _DoraProduct.apply(rows, low, lora_A, lora_B, magnitude, operands)
     return y
 

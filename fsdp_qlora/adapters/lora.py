@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.adapters.lora_product import Dropout, Product, lora_product
 from fsdp_qlora.distributed import as_shard_of
+from fsdp_qlora.lean.functions import remaking
 from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
 
@@ -32,13 +33,17 @@ class LoraAdapter(nn.Module):
         self.lora_A = nn.Linear(in_features, rank, **options)  # type: ignore[arg-type]
         self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
 
-    def forward(self, x: torch.Tensor, base_layer: nn.Module) -> torch.Tensor:
-        """base_layer(x) + scaling * B A x, [.., out] or [N, out]. FSDP2 gathers the weights when it is called."""
+    def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
+        """base_layer(x) + scaling * B A x, [.., out] or [N, out]. FSDP2 gathers the weights when it is called.
+
+        Args:
+            source: `remaking(x)`, of x before FSDP2's hooks, which make another tensor of it.
+        """
         base = frozen_product(base_layer, x)
         if base is None:
             return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
         product = Product(base, self.scaling, self._draw_dropout())
-        return lora_product(x, self.lora_A.weight, self.lora_B.weight, product)
+        return lora_product(x, self.lora_A.weight, self.lora_B.weight, product, source)
 
     def _draw_dropout(self) -> Dropout | None:
         if self.training and isinstance(self.dropout, nn.Dropout):
@@ -80,7 +85,7 @@ class LoraLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lora(x, self.base_layer)
+        result: torch.Tensor = self.lora(x, self.base_layer, remaking(x))
         # Here, since FSDP2's hooks on what the adapter returns must not be on a view.
         return result.view(*x.shape[:-1], result.shape[-1])
 

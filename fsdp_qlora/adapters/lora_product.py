@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.lean.functions import remade, remaking
+from fsdp_qlora.lean.functions import remade
 from fsdp_qlora.quantizers.base import FrozenProduct
 
 
@@ -44,10 +44,16 @@ class Product(NamedTuple):
     dropout: Dropout | None
 
 
-def lora_product(x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product) -> torch.Tensor:
-    """x W^T + b + scaling * B A x' of x [.., in], as [N, out] in the base's dtype; differentiable in x, A and B."""
+def lora_product(
+    x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product, source: Any
+) -> torch.Tensor:
+    """x W^T + b + scaling * B A x' of x [.., in], as [N, out] in the base's dtype; differentiable in x, A and B.
+
+    Args:
+        source: what can compute x again (lean/functions.py), None if x must be kept.
+    """
     rows = x.to(product.base.dtype).flatten(0, -2)
-    low = LowRank.apply(rows, lora_A, product.dropout, remaking(x))
+    low = LowRank.apply(rows, lora_A, product.dropout, source)
     y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, product)
     return y
 
