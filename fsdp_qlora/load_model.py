@@ -16,6 +16,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.lean.compiled import compile_gates
 from fsdp_qlora.lean.insert import describe_lean
 from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.earlier_adapter import fill_from, keep_start
@@ -47,6 +48,8 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(model, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=cpu_offload)
     log.debug("%s", model)
+    if config.compile and (reason := compile_gates(model, ranks.device, plan.precision.compute_dtype)):
+        log.warning("--compile true: nothing is compiled, since it does not work here (%s).", reason)
     log.info("Blocks: %s.", describe_lean(model))
     materialize(model, ranks.device, cpu_offload=cpu_offload)
     fill(config, plan, weights, mesh, ranks)

@@ -4,7 +4,7 @@ A function that takes such an output, and would keep it, can ask for it again in
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,29 @@ class Gated(torch.autograd.Function):
         ctx.again = None
         grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
         return grad_gate, _times(activated.detach(), grad), None, None  # now nobody needs what was activated
+
+
+class Compiled(NamedTuple):
+    """multiply: (gate, up) -> activation(gate) * up. gradients: (grad, gate, up) -> the gradients of gate and up."""
+
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    gradients: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class CompiledGated(torch.autograd.Function):
+    """`Gated` by compiled functions."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, compiled: Compiled, is_lean: bool) -> torch.Tensor:
+        ctx.is_lean, ctx.remake = is_lean, lambda node: compiled.multiply(*node.saved_tensors)
+        ctx.compiled = compiled
+        ctx.save_for_backward(gate, up)
+        return compiled.multiply(gate, up)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *ctx.compiled.gradients(*grads, *ctx.saved_tensors), None, None
 
 
 def _gated_again(node: Any) -> torch.Tensor:

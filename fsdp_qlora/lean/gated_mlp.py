@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_qlora.lean.functions import Gated
+from fsdp_qlora.lean.functions import Compiled, CompiledGated, Gated
 from fsdp_qlora.lean.twin import twin
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -27,9 +27,11 @@ class GatedMlp(nn.Module):
     """A model's own MLP, with its children under their names.
 
     is_lean: in the backward pass the input of `down` is computed again, so that nobody keeps it.
+    compiled: what to compute with instead of the activation (compiled.py).
     """
 
     is_lean = False
+    compiled: Compiled | None = None
 
     def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Activation) -> None:
         super().__init__()
@@ -40,7 +42,10 @@ class GatedMlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self._modules[name] for name in self.roles)
         assert gate and up and down
-        inner = Gated.apply(gate(x), up(x), self.activation[0], self.is_lean)
+        if self.compiled:
+            inner = CompiledGated.apply(gate(x), up(x), self.compiled, self.is_lean)
+        else:
+            inner = Gated.apply(gate(x), up(x), self.activation[0], self.is_lean)
         y: torch.Tensor = down(inner)
         return y
 

@@ -27,5 +27,7 @@ def keep_little(block: nn.Module, enabled: bool) -> None:
 def describe_lean(model: nn.Module) -> str:
     """What computes the blocks' norms and gates, for a line of the log."""
     modules = list(model.modules())
-    norms, mlps = (sum(isinstance(module, kind) for module in modules) for kind in (RmsNorm, GatedMlp))
-    return f"{norms} norms by torch's rms_norm, {mlps} MLPs with a gate by one function, the rest by the model's code"
+    norms, mlps = ([module for module in modules if isinstance(module, kind)] for kind in (RmsNorm, GatedMlp))
+    compiled = " compiled" if mlps and all(mlp.compiled for mlp in mlps) else ""
+    by = f"{len(norms)} norms by torch's rms_norm, {len(mlps)} MLPs with a gate by one{compiled} function"
+    return f"{by}, the rest by the model's code"

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from fsdp_qlora.lean.compiled import compile_gates
 from fsdp_qlora.lean.gated_mlp import GatedMlp, as_gated_mlp
-from fsdp_qlora.lean.insert import keep_little, make_lean
+from fsdp_qlora.lean.insert import describe_lean, keep_little, make_lean
 from fsdp_qlora.lean.rms_norm import FORMS, RmsNorm, as_rms_norm
 from tests.layers.shards import relative_error
 from tests.layers.test_lora_product import IN, adapted, results
@@ -130,3 +131,26 @@ def test_a_lean_block_keeps_neither_what_follows_a_norm_nor_what_is_gated(kind: 
     assert sum(tensor.numel() for tensor in kept) == 18 * (3 * IN + 3 * 4)
     for own, reference in zip(results(y, x, down), expected, strict=True):
         assert relative_error(own, reference.double()) < 1e-6
+
+
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_compiled_gates_compute_the_same_for_any_number_of_tokens(is_lean: bool) -> None:
+    model = model_of("gemma2")
+    make_lean(model)
+    keep_little(model, is_lean)
+    expected = logits_and_gradient(model)
+    # Without a C++ compiler's half a minute: the graph is captured whole, and runs as it was captured.
+    assert compile_gates(model, torch.device("cpu"), torch.float32, backend="eager") == ""
+    assert "1 MLPs with a gate by one compiled function" in describe_lean(model)
+    for own, reference in zip(logits_and_gradient(model), expected, strict=True):
+        assert relative_error(own, reference.double()) < 1e-6
+
+
+def test_where_nothing_can_be_compiled_the_reason_is_given() -> None:
+    def backend(*args: Any) -> Any:
+        raise RuntimeError("there is no compiler")
+
+    model = model_of("qwen3")
+    make_lean(model)
+    reason = compile_gates(model, torch.device("cpu"), torch.float32, backend=backend)
+    assert "there is no compiler" in reason and "compiled" not in describe_lean(model)
