@@ -1,0 +1,28 @@
+"""What a decoder block asks of the GPU in a micro-batch of qlora, counted on the stand-in."""
+
+import json
+
+import pytest
+
+from benchmarks.standin_memory import SHAPES
+from tests.phantom.environment import run
+from tests.tiny import ROOT
+
+# With recompute, and an accumulated gradient. Of them rotary embeddings 38, FSDP2's casts and sums of the adapters 28,
+# and 60 that decode 20 times.
+MOST_KERNELS = 245
+
+
+@pytest.mark.parametrize("shape", ["8b", "70b"])
+def test_a_block_keeps_what_the_formula_says_and_asks_for_so_many_kernels(shape, tmp_path):
+    [rank] = run([ROOT / "tests/phantom/programs/blocks.py", shape], tmp_path, settings={"PHANTOM_GIB": 80})
+    assert rank.status == 0, rank.output
+    found = json.loads(rank.output.splitlines()[-1])
+    sizes = SHAPES[shape]
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    heads, groups = 128 * sizes["num_attention_heads"], 128 * sizes["num_key_value_heads"]
+    # The inputs of both norms; queries, keys, values and what attention makes of them; gate and up: in 16 bits.
+    formula = 2 * (2 * hidden + 2 * heads + 2 * groups + 2 * inner)
+    assert found["bytes, recompute none"] == pytest.approx(formula, rel=0.05)
+    assert found["bytes, recompute all"] == pytest.approx(2 * hidden, rel=0.1)
+    assert found["kernels, recompute all"] <= MOST_KERNELS
