@@ -19,15 +19,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_qlora.collectives import all_gather
 from fsdp_qlora.device import choose_device
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.messages import PrintableFormatter
 from fsdp_qlora.terminal import LineHandler
 
 log = logging.getLogger("fsdp_qlora")
-
-# Renamed in torch 2.13; 2.11 has only the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _START_SECONDS = 30.0  # by which the ranks of one command may start one after the other
 MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
@@ -353,7 +351,7 @@ def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.T
     padded = local.new_zeros(chunk)
     padded[: local.numel()] = local
     whole = local.new_empty(chunk * size)
-    _all_gather(whole, padded, group=mesh["shard"].get_group())
+    all_gather(whole, padded, group=mesh["shard"].get_group())
     return whole[:num_rows]
 
 
@@ -366,7 +364,7 @@ def gather_numbers(
     """
     mine = _to_device(values, device)
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    _all_gather(everyone, mine, group=group)
+    all_gather(everyone, mine, group=group)
     return everyone.view(-1, mine.numel()).cpu()
 
 
@@ -435,6 +433,6 @@ def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | Non
         return [""] * len(lengths)
     padded = torch.tensor(list(mine.ljust(size)), dtype=torch.uint8, device=device)
     everyone = padded.new_empty(len(lengths) * size)
-    _all_gather(everyone, padded, group=group)
+    all_gather(everyone, padded, group=group)
     rows = everyone.view(-1, size).tolist()
     return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

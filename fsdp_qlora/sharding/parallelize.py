@@ -27,6 +27,7 @@ from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.adapter_arena import adapter_places
 from fsdp_qlora.sharding.host_arena import split_arena
 from fsdp_qlora.sharding.prefetch import set_prefetch
+from fsdp_qlora.sharding.vocabulary import lookup_of, share_vocabulary, shared_head_of
 from fsdp_qlora.sharding.weight_stream import is_streamed, modules_on_host, stream_weights, streamed_modules
 
 log = logging.getLogger("fsdp_qlora")
@@ -42,6 +43,8 @@ def shard_model(
 ) -> None:
     """Apply FSDP2: per block one group of adapters and one of the rest, then embeddings, head and root.
 
+    Frozen embeddings and heads that ranks share are never gathered in training (vocabulary.py).
+
     Adapters stay gathered from forward to backward: they are small, and CPU offload and the second gather then
     move frozen bytes only. DoRA's magnitudes are a separate group, gathered in fp32.
     If each rank has the whole model, frozen weights stay plain tensors: FSDP2 would only copy them.
@@ -55,9 +58,12 @@ def shard_model(
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     on_host = {id(module) for module in modules_on_host(model, cpu_offload)}
-    plain = set() if shard_size(mesh) > 1 else _frozen_as_gathered(model, precision.param_dtype)
-    if cpu_offload is True:
-        plain &= _streamed_or_small(model)
+    if shard_size(mesh) > 1:
+        not_fsdp2s = share_vocabulary(model, mesh, precision.param_dtype)
+    else:
+        not_fsdp2s = _frozen_as_gathered(model, precision.param_dtype)
+        if cpu_offload is True:
+            not_fsdp2s &= _streamed_or_small(model)
 
     def shard(module: nn.Module, *, reshard: bool | None) -> None:
         fully_shard(
@@ -66,7 +72,7 @@ def shard_model(
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=offload if cpu_offload is True or id(module) in on_host else OffloadPolicy(),
-            ignored_params=plain,
+            ignored_params=not_fsdp2s,
         )
 
     for block in find_blocks(model):
@@ -78,9 +84,11 @@ def shard_model(
         shard(block, reshard=reshard_after_forward)
     head = model.get_output_embeddings()
     if head is not None and not has_tied_embeddings(model):
-        shard(model.get_input_embeddings(), reshard=reshard_after_forward)
-        # Its backward pass directly follows its forward pass.
-        shard(head, reshard=False)
+        if lookup_of(model) is None:
+            shard(model.get_input_embeddings(), reshard=reshard_after_forward)
+        if shared_head_of(model) is None:
+            # Its backward pass directly follows its forward pass.
+            shard(head, reshard=False)
     # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
     shard(model, reshard=None if reshard_after_forward else False)
     _skip_backward_gathers(model)

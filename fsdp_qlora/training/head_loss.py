@@ -1,6 +1,7 @@
 """Head and loss in one function over chunks of tokens, so that neither logits nor their gradient ever exist whole.
 
 Shapes: N tokens with a target, hidden size H, vocabulary V: hidden [N, H], weight [V, H], bias [V], targets int64 [N].
+Where ranks share a head, each has some rows of the weight, and N is the same on all of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
+
+from fsdp_qlora.sharding.vocabulary import SharedHead, shared_head_of
 
 # For a chunk's logits in the compute dtype and in float32: 384 tokens of a vocabulary of 150,000 in 16 bits, enough for
 # matrix products at full speed.
@@ -46,17 +49,18 @@ class LogitForm(NamedTuple):
         return self.scale if self.cap is None else torch.square(logits / self.cap).neg_().add_(1.0).mul_(self.scale)
 
 
-def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def learned_rows(labels: torch.Tensor, *, at_least: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Which tokens of labels [B, T] have a target, the next token's label: their row in [B * T, ..], and the target.
 
-    At least one, without a target if need be, so that a micro-batch without targets runs forward and backward like the
-    others.
+    At least so many, without a target if need be, so that a micro-batch with fewer targets runs forward and backward
+    like the others.
     """
     following = torch.full_like(labels, -100)
     following[:, :-1] = labels[:, 1:]
-    rows = (following.flatten() != -100).nonzero().flatten()
-    rows = rows if len(rows) else rows.new_zeros(1)
-    return rows, following.flatten()[rows]
+    following = following.flatten()
+    rows = (following != -100).nonzero().flatten()
+    missing = max(0, at_least - len(rows))
+    return F.pad(rows, (0, missing)), F.pad(following[rows], (0, missing), value=-100)
 
 
 def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
@@ -80,11 +84,12 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     FSDP2 gathers weights around `forward`, and around methods that are registered with it.
     """
     head = model.get_output_embeddings()
+    shared = shared_head_of(model)
 
     def loss_of_hidden(self: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        weight: Any = self.weight
+        weight: Any = shared.rows() if shared else self.weight
         bias: Any = self.bias
-        return chunked_loss(hidden, weight, bias, targets, form)
+        return chunked_loss(hidden, weight, bias, targets, form, shared)
 
     def loss_of_tokens(
         self: PreTrainedModel, inputs: Mapping[str, Any], rows: torch.Tensor, targets: torch.Tensor
@@ -109,21 +114,57 @@ def free_head_before_backward(model: PreTrainedModel) -> None:
 
 
 def chunked_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: LogitForm
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    form: LogitForm,
+    shared: SharedHead | None = None,
 ) -> torch.Tensor:
     """Sum over the tokens of -log p(target), in nats, float32; a target of -100 counts nothing.
 
     Differentiable once, in hidden, weight and bias. A trained 16-bit weight's gradient is rounded to 16 bits after each
     chunk, as where micro-batches add up.
+
+    Args:
+        shared: the head is frozen, and `weight` the rank's rows of it. Every rank calls this for its own tokens.
     """
+    vocabulary = shared or WholeVocabulary(len(weight))
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     with torch.autocast(kind, enabled=False):
         hidden = hidden.to(dtype)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
-            loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, form)
+            loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, form, vocabulary)
             return loss
-        return _sum_over_chunks(hidden, weight, bias, targets, form, _Gradients())
+        return _sum_over_chunks(hidden, weight, bias, targets, form, vocabulary, _Gradients())
+
+
+class WholeVocabulary:
+    """What `SharedHead` asks of other ranks, where a rank has the whole head."""
+
+    first = 0
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def everyones(self, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+    def own_part(self, everyones: torch.Tensor) -> torch.Tensor:
+        return everyones
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def give_back(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
+        torch.mm(grad, weight, out=own)
+
+
+Vocabulary = SharedHead | WholeVocabulary
 
 
 class _Gradients(NamedTuple):
@@ -138,10 +179,12 @@ class _Gradients(NamedTuple):
     def any(self) -> bool:
         return self.hidden is not None or self.weight is not None or self.bias is not None
 
-    def add(self, part: slice, grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    def add(
+        self, part: slice, grad: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary
+    ) -> None:
         """Add what follows from the gradient of a chunk's outputs, [rows, V]."""
         if self.hidden is not None:
-            torch.mm(grad, weight, out=self.hidden[part])
+            vocabulary.give_back(grad, weight, self.hidden[part])
         if self.weight is not None:
             if self.weight.dtype == grad.dtype:
                 self.weight.addmm_(grad.T, hidden)
@@ -162,6 +205,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         form: LogitForm,
+        vocabulary: Vocabulary,
     ) -> torch.Tensor:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         ctx.gradients = _Gradients(
@@ -170,14 +214,14 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.zeros_like(bias) if of_bias and bias is not None else None,
             _FP16_SCALE if hidden.dtype == torch.float16 else 1.0,
         )
-        return _sum_over_chunks(hidden, weight, bias, targets, form, ctx.gradients)
+        return _sum_over_chunks(hidden, weight, bias, targets, form, vocabulary, ctx.gradients)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         factor = grads[0] / gradients.scale
-        return (*(None if each is None else each.mul_(factor) for each in gradients[:3]), None, None)
+        return (*(None if each is None else each.mul_(factor) for each in gradients[:3]), None, None, None)
 
 
 def _sum_over_chunks(
@@ -186,40 +230,46 @@ def _sum_over_chunks(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     form: LogitForm,
+    vocabulary: Vocabulary,
     gradients: _Gradients,
 ) -> torch.Tensor:
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     losses = []
-    step = tokens_at_a_time(weight.shape[0], hidden.dtype)
+    step = tokens_at_a_time(vocabulary.vocabulary, hidden.dtype)
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
-        outputs = F.linear(hidden[part], weight, bias)
-        loss, grad = _loss_of_chunk(outputs, targets[part], form, gradients.scale if gradients.any else None)
+        inputs = vocabulary.everyones(hidden[part])
+        outputs = F.linear(inputs, weight, bias)
+        scale = gradients.scale if gradients.any else None
+        loss, grad = _loss_of_chunk(outputs, vocabulary.everyones(targets[part]), form, scale, vocabulary)
         losses.append(loss)
         if grad is not None:
-            gradients.add(part, grad, hidden[part], weight)
-        del outputs, grad  # before the next chunk's are made
+            gradients.add(part, grad, inputs, weight, vocabulary)
+        del inputs, outputs, grad  # before the next chunk's are made
     return torch.stack(losses).sum()
 
 
 def _loss_of_chunk(
-    outputs: torch.Tensor, targets: torch.Tensor, form: LogitForm, scale: float | None
+    outputs: torch.Tensor, targets: torch.Tensor, form: LogitForm, scale: float | None, vocabulary: Vocabulary
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Loss of the head's outputs, and its gradient times `scale` in their dtype and memory, if a scale is given.
 
-    Everything is in place: softmax in torch would need two more tensors of this size.
+    Everything is in place: softmax in torch would need two more tensors of this size. Of a shared head `outputs` are
+    those of this rank's rows for all ranks' tokens, and the loss is that of its own tokens.
     """
     is_learned = targets != -100
     rows = torch.arange(len(targets), device=targets.device)
-    targets = targets.clamp(min=0)
+    targets = targets - vocabulary.first
+    is_here = is_learned & (targets >= 0) & (targets < outputs.shape[1])
+    targets = targets.clamp(0, outputs.shape[1] - 1)
     logits = form.logits(outputs)
     slope = form.slope(logits) if scale is not None else 1.0
     slope_of_target = slope[rows, targets] if isinstance(slope, torch.Tensor) else slope
-    top = logits.amax(dim=1, keepdim=True)
-    of_target = logits[rows, targets] - top[:, 0]
+    top = vocabulary.largest(logits.amax(dim=1, keepdim=True))
+    of_target = torch.where(is_here, logits[rows, targets] - top[:, 0], 0.0)
     exponentials = logits.sub_(top).exp_()
-    total = exponentials.sum(dim=1)
-    loss = torch.where(is_learned, total.log() - of_target, 0.0).sum()
+    total, of_target = vocabulary.summed(torch.stack([exponentials.sum(dim=1), of_target]))
+    loss = vocabulary.own_part(torch.where(is_learned, total.log() - of_target, 0.0)).sum()
     if scale is None:
         return loss, None
     factor = is_learned * scale
@@ -228,5 +278,5 @@ def _loss_of_chunk(
     if isinstance(slope, torch.Tensor):
         exponentials, slope = exponentials.mul_(slope), 1.0
     grad = torch.mul(exponentials, (factor * slope / total)[:, None], out=outputs)
-    grad[rows, targets] = grad_of_target.to(grad.dtype)
+    grad[rows, targets] = torch.where(is_here, grad_of_target.to(grad.dtype), grad[rows, targets])
     return loss, grad

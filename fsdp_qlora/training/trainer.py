@@ -24,6 +24,7 @@ from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
+from fsdp_qlora.sharding.vocabulary import sharing_ranks, tokens_known
 from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
 from fsdp_qlora.training.head_loss import learned_rows
 from fsdp_qlora.training.head_trial import few_tokens, find_head_loss
@@ -75,6 +76,7 @@ class Trainer:
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.skip_logits = can_skip_logits(model)
+        self.sharing_ranks = sharing_ranks(model)
         self.memory_watch: MemoryWatch | None = None
         with self._documents_apart(), self._autocast():
             self.head_loss = find_head_loss(model, self._inputs(self._few_tokens()))
@@ -195,7 +197,7 @@ class Trainer:
         for is_last in (False, True) if num_turns > 1 else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
             with self._documents_apart():
-                loss = self._loss(self._batch(micro_batch, self.data))
+                loss = self._loss(self._batch([micro_batch] * self.ranks.world_size, self.data))
                 held = max(held, torch.cuda.memory_allocated())
                 loss.backward()
         del state
@@ -230,9 +232,9 @@ class Trainer:
         self.model.eval()
         local_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         with self.optimizer.averaged(), self._documents_apart():
-            for piece in self._eval_pieces(rows, data):
+            for turn in self._eval_turns(rows, data):
                 self.heartbeat.beat(step, "evaluate")
-                local_sum += self._loss(self._batch(piece, data))
+                local_sum += self._loss(self._batch(turn, data))
                 self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
                 if self.control.stop:
                     break
@@ -251,30 +253,40 @@ class Trainer:
             set_gradient_sync(self.model, enabled)
             self.gradient_sync = enabled
 
-    def _eval_pieces(self, rows: np.ndarray, data: TokenizedRows) -> list[np.ndarray]:
-        """The rows of this rank's micro-batches of an evaluation."""
+    def _eval_turns(self, rows: np.ndarray, data: TokenizedRows) -> list[list[np.ndarray]]:
+        """The rows of all ranks' micro-batches of an evaluation, turn by turn."""
         size = self.schedule.batch_size * self.ranks.world_size
         # Padded rows keep the order in which their losses were always added.
         parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
-        return [piece for part in parts for piece in self._own(self.schedule.micro_batches(part, data.lengths))]
+        return [turn for part in parts for turn in self._turns(self.schedule.micro_batches(part, data.lengths))]
 
-    def _own(self, pieces: list[np.ndarray]) -> list[np.ndarray]:
-        return pieces[self.ranks.rank :: self.ranks.world_size]
+    def _turns(self, pieces: list[np.ndarray]) -> list[list[np.ndarray]]:
+        """The rows of all ranks' micro-batches, turn by turn."""
+        return [pieces[i : i + self.ranks.world_size] for i in range(0, len(pieces), self.ranks.world_size)]
 
     def _micro_batches(self, pieces: list[np.ndarray]) -> list[dict[str, Any]]:
         """This rank's batches of an optimizer step."""
-        return [self._batch(piece, self.data) for piece in self._own(pieces)]
+        return [self._batch(turn, self.data) for turn in self._turns(pieces)]
 
-    def _batch(self, rows: np.ndarray, data: TokenizedRows) -> dict[str, Any]:
+    def _batch(self, turn: Sequence[np.ndarray], data: TokenizedRows) -> dict[str, Any]:
+        """This rank's batch of a turn, with what it must know of the ranks that share the vocabulary with it."""
         lay_out = collate if self.schedule.padding else join
-        return lay_out(data, rows, pad_token_id=self.options.pad_token_id)
+        ranks = {self.ranks.rank, *self.sharing_ranks}
+        batches = {rank: lay_out(data, turn[rank], pad_token_id=self.options.pad_token_id) for rank in ranks}
+        own = batches[self.ranks.rank]
+        if not self.sharing_ranks:
+            return own
+        most_learned = max(len(learned_rows(batch["labels"])[0]) for batch in batches.values())
+        tokens = [batches[rank]["input_ids"].flatten() for rank in self.sharing_ranks]
+        return {**own, "most_learned": most_learned, "tokens_of_ranks": tokens}
 
     def _loss(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Sum of the micro-batch's token losses, float32 scalar."""
         device, inputs = self.ranks.device, self._inputs(micro_batch)
-        with self._autocast():
+        with self._autocast(), tokens_known(self.model, micro_batch.get("tokens_of_ranks")):
             if self.head_loss:
-                rows, targets = (part.to(device, non_blocking=True) for part in learned_rows(micro_batch["labels"]))
+                learned = learned_rows(micro_batch["labels"], at_least=micro_batch.get("most_learned", 1))
+                rows, targets = (part.to(device, non_blocking=True) for part in learned)
                 return self.head_loss(inputs, rows, targets)
             return summed_loss(
                 self.model,

@@ -14,8 +14,10 @@ from fsdp_qlora.precision import PRECISIONS
 from fsdp_qlora.sharding.build_model import LayerOptions, build_model
 from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.phantom.environment import run, subtract
+from tests.reference import encode
 from tests.tiny import flags, make_rows, write_rows
 
+ROW, BATCH = make_rows(1)[0], 2  # all rows are equal, so that each micro-batch has as many tokens and targets
 NUMBERS = 7  # float64 of each rank in a step: loss, norm, three flags of `control`, memory allocated and reserved
 PIECES = 1  # tensors of the adapter to the optimizer
 PER_STEP = {"fsdp_qlora/distributed.py": 1}  # all ranks' numbers come back
@@ -27,7 +29,7 @@ PER_PADDED_MICRO_BATCH = {"fsdp_qlora/training/head_loss.py": 1}
 def step(models, tmp_path_factory):
     """Counts of one optimizer step of qlora on rank 0: step(ranks, **options)."""
     model, folder = models(), tmp_path_factory.mktemp("steps")
-    dataset = write_rows(folder / "rows.jsonl", make_rows(64))
+    dataset = write_rows(folder / "rows.jsonl", [ROW] * 64)
 
     def summary(ranks, machines, max_steps, options):
         run_folder = tmp_path_factory.mktemp("run")
@@ -35,7 +37,7 @@ def step(models, tmp_path_factory):
             dataset=dataset,
             output_dir=run_folder / "output",
             max_steps=max_steps,
-            **{"train_type": "qlora", "batch_size": 2, "context_length": 256, "seed": 0, "lr_scheduler": "constant"}
+            **{"train_type": "qlora", "batch_size": BATCH, "context_length": 256, "seed": 0, "lr_scheduler": "constant"}
             | {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup_steps": 0}
             | {"sharding_strategy": "full_shard", "recompute": "all", "model_name": model}
             | options,
@@ -97,13 +99,34 @@ def sizes(model_folder, shards):
     )
 
 
+def of_vocabulary(model_folder, shards):
+    """What rank 0 exchanges of embedding and head in a micro-batch, in which all ranks have equal tokens."""
+    config = AutoConfig.from_pretrained(model_folder)
+    [(ids, labels)] = encode(model_folder, [ROW])
+    distinct, own = set(ids.flatten().tolist()), range(-(-config.vocab_size // shards))
+    found = Counter()
+    here = 2 * config.hidden_size * sum(token in own for token in distinct)  # bf16
+    everywhere = 2 * config.hidden_size * len(distinct)
+    # A row for each distinct token, from the rank that has it.
+    found["send", shards, here] += shards
+    found["recv", shards, here] += 1
+    found["recv", shards, everywhere - here] += 1
+    # One chunk: hidden states and targets, maxima and sums of exponentials with the target's logit, gradients.
+    tokens = shards * BATCH * int((labels != -100).sum())
+    found["all_gather", shards, 2 * config.hidden_size * tokens] += 1
+    found["all_gather", shards, 8 * tokens] += 1
+    found["all_reduce", shards, 4 * tokens] += 1
+    found["all_reduce", shards, 2 * 4 * tokens] += 1
+    found["reduce_scatter", shards, 2 * config.hidden_size * tokens] += 1
+    return found
+
+
 def expect(model_folder, *, shards, replicas):
     """Collectives of one step with one micro-batch, as (kind, ranks of the group, bytes) -> how many."""
-    embedding, blocks, adapters, head, norm = sizes(model_folder, shards)
+    _, blocks, adapters, _, norm = sizes(model_folder, shards)
     found = Counter()
     if shards > 1:
-        found["all_gather", shards, embedding] += 1  # in forward alone: no gradient passes through it
-        found["all_gather", shards, head] += 1
+        found += of_vocabulary(model_folder, shards)
         found["all_gather", shards, norm] += 1
         for block in blocks:
             found["all_gather", shards, block] += 2  # forward, and backward for the recomputation

@@ -1,0 +1,316 @@
+"""Frozen embeddings and heads that several ranks share: rows stay where they are, and hidden states are exchanged.
+
+FSDP2 would gather the whole matrix on every rank in each micro-batch, 1.2 GB of a Qwen3-8B. But tokens need few of an
+embedding's rows, and a head's outputs can be computed where its rows are (training/head_loss.py).
+
+Shapes: V tokens of the vocabulary, of which a rank keeps the rows that FSDP2 would give it; hidden size H.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+
+from fsdp_qlora.collectives import all_gather, reduce_scatter
+from fsdp_qlora.distributed import gather_numbers, own_rows, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
+
+
+def is_shared(model: PreTrainedModel, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:
+    """Whether so many ranks share the embedding and the head: not if it trains or computes something of its own.
+
+    Args:
+        param_dtype: in which FSDP2 would gather; None for the weights' own.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if num_shards == 1 or not isinstance(head, nn.Linear):
+        return False, False
+
+    def has_frozen_rows(module: nn.Module) -> bool:
+        weight: torch.Tensor | None = getattr(module, "weight", None)
+        if weight is None or len(list(module.parameters())) > 1 or weight.requires_grad:
+            return False
+        first, last = shard_bounds(weight.shape[0], rank=num_shards - 1, size=num_shards)
+        return param_dtype in (None, weight.dtype) and first < last
+
+    looks_up = has_frozen_rows(embedding) and _only_looks_up(embedding)
+    multiplies = has_frozen_rows(head) and type(head).forward is nn.Linear.forward
+    if has_tied_embeddings(model) and looks_up != multiplies:
+        return False, False
+    return looks_up, multiplies
+
+
+def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """Have each rank keep its rows of the frozen embedding and head, and use them where they are.
+
+    Args:
+        param_dtype: as for `is_shared`.
+    Returns:
+        What is shared, for FSDP2 to ignore: DTensors, as FSDP2 would have made them.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    looks_up, multiplies = is_shared(model, shard_size(mesh), param_dtype)
+    is_tied = has_tied_embeddings(model)
+    shared: set[nn.Parameter] = set()
+    if looks_up:
+        embedding.weight = _sharded(embedding.weight, mesh)
+        embedding.rows_elsewhere = Lookup(embedding, mesh)
+        shared.add(embedding.weight)
+    if multiplies:
+        head.weight = embedding.weight if is_tied else _sharded(head.weight, mesh)
+        head.rows_elsewhere = SharedHead(head, mesh, find_blocks(model)[-1])
+        shared.add(head.weight)
+    return shared
+
+
+def lookup_of(model: PreTrainedModel) -> "Lookup | None":
+    """The model's lookup of tokens on other ranks, if its embedding is shared."""
+    return getattr(model.get_input_embeddings(), "rows_elsewhere", None)
+
+
+def shared_head_of(model: PreTrainedModel) -> "SharedHead | None":
+    """How the ranks share the model's head, if they do."""
+    return getattr(model.get_output_embeddings(), "rows_elsewhere", None)
+
+
+def sharing_ranks(model: PreTrainedModel) -> list[int]:
+    """The ranks with which this one shares an embedding or a head, itself included, in the order of their rows."""
+    shared = lookup_of(model) or shared_head_of(model)
+    return dist.get_process_group_ranks(shared.group) if shared else []
+
+
+@contextlib.contextmanager
+def tokens_known(model: PreTrainedModel, tokens: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    """In this block of code the host knows what the ranks look up, so that no device is asked for it.
+
+    Args:
+        tokens: ids that each of `sharing_ranks` looks up in a forward pass, int64 on the CPU. None: not known.
+    """
+    lookup = lookup_of(model)
+    if lookup:
+        lookup.tokens = tokens
+    try:
+        yield
+    finally:
+        if lookup:
+            lookup.tokens = None
+
+
+def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter as FSDP2 shards it: this rank's rows of it."""
+    first, last = own_rows(weight, mesh)
+    placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
+    local = weight.detach()[first:last].clone()
+    sharded = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )  # fmt: skip
+    return nn.Parameter(sharded, requires_grad=False)
+
+
+@torch.no_grad()
+def _only_looks_up(module: nn.Module) -> bool:
+    """Whether what a module gives for a token follows from the token's row alone, such as the row times a scale.
+
+    Then it can be given other numbers of the same rows. Tried on a few tokens.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    vocabulary, hidden = module.weight.shape
+    numbers = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
+    rows = numbers.as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
+    ids = torch.tensor([[0, 1, vocabulary - 1, module.padding_idx or 0, vocabulary // 2, 1]])
+    try:
+        with _weight_replaced(module, rows):
+            expected = module(ids)
+        with _weight_replaced(module, rows[ids.flatten()]):
+            found = module(torch.arange(ids.numel()).view(ids.shape))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    return torch.equal(found, expected)
+
+
+@contextlib.contextmanager
+def _weight_replaced(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
+    own = module._parameters["weight"]
+    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+    try:
+        yield
+    finally:
+        module._parameters["weight"] = own
+
+
+class _Rows:
+    """A module of which a rank has some rows, and that computes with others in its forward pass."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self.module = module
+        self.group: dist.ProcessGroup = mesh["shard"].get_group()
+        self.rank, self.size = shard_rank(mesh), shard_size(mesh)
+        self._shared: nn.Parameter | None = None
+        module.register_forward_hook(self._leave, always_call=True)
+
+    def own_rows(self) -> torch.Tensor:
+        """Where they are kept, perhaps in host memory."""
+        local: torch.Tensor = self.module.weight.to_local()  # type: ignore[union-attr, operator]
+        return local
+
+    def _replace(self, weight: torch.Tensor) -> None:
+        self._shared = self.module._parameters["weight"]
+        self.module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+
+    def _leave(self, *_: Any) -> None:
+        if self._shared is not None:
+            self.module._parameters["weight"], self._shared = self._shared, None
+
+
+class _Wanted(NamedTuple):
+    """Rows that ranks give each other.
+
+    rows: numbers among this rank's, those for the first rank first. given, taken: how many to and from each rank.
+    places: of this rank's tokens among the rows that it takes.
+    """
+
+    rows: torch.Tensor
+    given: list[int]
+    taken: list[int]
+    places: torch.Tensor
+
+
+def find_wanted(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> _Wanted:
+    """Who gives whom which rows, if each of the ranks is to have every row of its tokens once.
+
+    Args:
+        tokens: ids of each rank, int64 on the CPU.
+    """
+    size = len(tokens)
+    starts = [shard_bounds(vocabulary, rank=each, size=size)[0] for each in range(size)]
+    distinct = [ids.unique() for ids in tokens]  # sorted, so by rank
+    ends = [torch.searchsorted(ids, torch.tensor([*starts, vocabulary])).tolist() for ids in distinct]
+    asked = [ids[end[rank] : end[rank + 1]] for ids, end in zip(distinct, ends, strict=True)]
+    return _Wanted(
+        rows=torch.cat(asked) - starts[rank],
+        given=[len(ids) for ids in asked],
+        taken=[stop - start for start, stop in zip(ends[rank], ends[rank][1:], strict=False)],
+        places=torch.searchsorted(distinct[rank], tokens[rank]),
+    )
+
+
+class Lookup(_Rows):
+    """An embedding that gets from each rank the rows of its tokens, each once, and looks its tokens up in these.
+
+    The result is that of the whole matrix to the bit. From weights in host memory only those rows are copied.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__(module, mesh)
+        self.tokens: Sequence[torch.Tensor] | None = None
+        module.register_forward_pre_hook(self._enter)
+
+    @torch.no_grad()
+    def _enter(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        ids = args[0]
+        tokens = self.tokens if self.tokens is not None else self._ask(ids)
+        assert tokens[self.rank].numel() == ids.numel(), "the model looks up other tokens than those of its batch"
+        wanted = find_wanted(tokens, len(module.weight), self.rank)  # type: ignore[arg-type]
+        given = self._own(wanted.rows, ids.device)
+        taken = given.new_empty(sum(wanted.taken), given.shape[1])
+        dist.all_to_all_single(taken, given, wanted.taken, wanted.given, group=self.group)
+        self._replace(taken)
+        return wanted.places.view(ids.shape).to(ids.device, non_blocking=True), *args[1:]
+
+    def _own(self, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """These of the rank's rows, on the device."""
+        rows = self.own_rows()
+        if rows.device.type == device.type:
+            return rows.index_select(0, numbers.to(device, non_blocking=True))
+        found = torch.empty(len(numbers), rows.shape[1], dtype=rows.dtype, pin_memory=device.type == "cuda")
+        return torch.index_select(rows, 0, numbers, out=found).to(device, non_blocking=True)
+
+    def _ask(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """All ranks' tokens, from the ranks; the host waits for the device."""
+        counts = gather_numbers([ids.numel()], ids.device, self.group).flatten().int().tolist()
+        counts[self.rank] = ids.numel()
+        padded = ids.new_zeros(max(counts))
+        padded[: ids.numel()] = ids.flatten()
+        everyone = padded.new_empty(len(counts) * len(padded))
+        all_gather(everyone, padded, group=self.group)
+        parts = zip(everyone.view(len(counts), -1).cpu(), counts, strict=True)
+        return [part[:count] for part, count in parts]
+
+
+class SharedHead(_Rows):
+    """A head of which each rank computes the outputs of its own rows, for the tokens of all ranks.
+
+    In the module's own forward pass, which gives whole logits, it is gathered.
+
+    Args:
+        last_block: from its forward pass on rows in host memory are copied, beside the computation.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, last_block: nn.Module) -> None:
+        super().__init__(module, mesh)
+        self.vocabulary: int = module.weight.shape[0]  # type: ignore[assignment, index]
+        self.first = shard_bounds(self.vocabulary, rank=self.rank, size=self.size)[0]
+        self.device = torch.device(mesh.device_type)
+        self._side: SideStream | None = None
+        self._copied: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        last_block.register_forward_pre_hook(self._bring)
+        module.register_forward_pre_hook(self._gather)
+
+    def rows(self) -> torch.Tensor:
+        """The rank's rows, on the device."""
+        self._bring()
+        if self._copied is None:
+            return self.own_rows()
+        (rows, copied), self._copied = self._copied, None
+        compute_waits(copied)
+        return rows
+
+    @torch.no_grad()
+    def _bring(self, *_: Any) -> None:
+        rows = self.own_rows()
+        if rows.device.type == self.device.type or self._copied is not None:
+            return
+        self._side = self._side or SideStream(self.device)
+        there = torch.empty_like(rows, device=self.device)
+        with self._side.after_compute():
+            there.copy_(rows, non_blocking=True)
+        self._copied = there, self._side.event()
+
+    @torch.no_grad()
+    def _gather(self, *_: Any) -> None:
+        rows = self.rows()
+        longest = shard_bounds(self.vocabulary, rank=0, size=self.size)[1]
+        if len(rows) < longest:
+            rows = torch.cat([rows, rows.new_zeros(longest - len(rows), rows.shape[1])])
+        self._replace(self.everyones(rows)[: self.vocabulary])
+
+    # What ranks tell each other in `chunked_loss`, for as many tokens of each rank.
+
+    def everyones(self, own: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors one behind the other."""
+        result = own.new_empty(self.size * len(own), *own.shape[1:])
+        all_gather(result, own.contiguous(), group=self.group)
+        return result
+
+    def own_part(self, everyones: torch.Tensor) -> torch.Tensor:
+        return everyones.chunk(self.size)[self.rank]
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    def give_back(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
+        """Add up, in `own`, the gradients of a rank's hidden states that all ranks have computed."""
+        reduce_scatter(own, grad @ weight, group=self.group)
