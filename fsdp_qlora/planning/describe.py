@@ -78,7 +78,8 @@ def describe_step(step: StepBytes) -> str:
     """What comes and goes in a step, by name."""
     parts = {
         "gathered blocks": step.blocks,
-        "gathered head": step.ends,
+        "the head's weights": step.ends,
+        "hidden states exchanged for it": step.exchanged,
         "adapters and tied weights in the compute format": step.copies,
         "unsharded gradients": step.gradients,
         "logits and their gradients": step.logits,

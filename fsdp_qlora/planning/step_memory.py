@@ -14,7 +14,8 @@ from fsdp_qlora.models import canonical_name, find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.byte_account import each_parameter
-from fsdp_qlora.training.head_loss import logits_bytes
+from fsdp_qlora.sharding.vocabulary import is_shared
+from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
 # Of the activations that a block keeps without recompute: what its backward pass holds at once with their gradients.
 # 1.5 of Llama-2-70B's 1.4 GiB at 4,096 tokens; the allocator of the stand-in counts 2.3 GiB (docs/gpu.md).
@@ -46,9 +47,10 @@ class StepBytes:
     """Bytes on a rank's device in a step, besides its shards and the optimizer's state.
 
     blocks: gathered blocks, or unsharded copies of them: the one at work and the next, or all. ends: the gathered head
-    (or embeddings). copies: of adapters and tied embeddings in the compute dtype, from forward to backward.
-    gradients: unsharded ones. logits: of the tokens computed at a time. kept: the inputs of all blocks, with
-    recompute. block: kept by one block without recompute. at_work: of a block in its backward pass.
+    (or embeddings), or from the host a rank's rows of a shared head. copies: of adapters and tied embeddings in the
+    compute dtype, from forward to backward. gradients: unsharded ones. logits: of the tokens computed at a time.
+    exchanged: hidden states of these tokens, of all ranks, where they share the head, and gradients. kept: the inputs
+    of all blocks, with recompute. block: kept by one block without recompute. at_work: of a block in its backward pass.
     """
 
     blocks: int
@@ -56,6 +58,7 @@ class StepBytes:
     copies: int
     gradients: int
     logits: int
+    exchanged: int
     kept: int
     block: int
     at_work: int
@@ -64,7 +67,7 @@ class StepBytes:
     def peak(self) -> int:
         """The most at a time: at the head or in a block, with recompute of every block."""
         # What is gathered lies in a buffer and then, beside it, in the weights.
-        at_head = self.ends + max(self.ends, self.logits)
+        at_head = self.exchanged + self.ends + max(self.ends, self.logits)
         return self.copies + self.gradients + self.kept + max(at_head, self.blocks + self.at_work)
 
 
@@ -72,28 +75,40 @@ def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
     """What comes and goes in a step with recompute of every block."""
     dtype = step.precision.compute_dtype
     blocks = find_blocks(model)
-    head: nn.Module = model.get_output_embeddings() or model.get_input_embeddings()
-    is_tied = has_tied_embeddings(model)
-    ends = max(_gathered(module, step) for module in (head, model.get_input_embeddings()))
+    shared = is_shared(model, step.num_shards, step.precision.param_dtype)
+    ends = _ends(model, step, shared)
+    stays = has_tied_embeddings(model) and not any(shared)
     sizes = [_gathered(block, step) for block in blocks]
     gathered = min(sum(sizes), 2 * max(sizes)) if step.frees_blocks else sum(sizes)
     adapters = sum(parameter.numel() for part in adapter_modules(model) for parameter in part.parameters())
     in_blocks = [sum(p.numel() for part in adapter_modules(block) for p in part.parameters()) for block in blocks]
     vocabulary = model.get_input_embeddings().num_embeddings
-    hidden = step.num_tokens * model.config.get_text_config().hidden_size * _residual_size(model, step)
+    hidden_size = model.config.get_text_config().hidden_size
+    hidden = step.num_tokens * hidden_size * _residual_size(model, step)
+    exchanged = step.num_shards * min(step.num_tokens, tokens_at_a_time(vocabulary, dtype)) * hidden_size
     kept = {is_lean: max(_kept(block, model, step, is_lean=is_lean) for block in blocks) for is_lean in (False, True)}
     return StepBytes(
         # Shards from the host are on the device before they are gathered.
         blocks=int(gathered * (1 + (1 / step.num_shards if step.cpu_offload and step.num_shards > 1 else 0))),
-        ends=0 if is_tied else ends,
-        copies=adapters * dtype.itemsize + (ends if is_tied else 0),
+        ends=0 if stays else ends,
+        copies=adapters * dtype.itemsize + (ends if stays else 0),
         # float32, as they are reduced
         gradients=4 * (adapters if step.accumulates else max(in_blocks)),
         logits=logits_bytes(step.num_tokens, vocabulary, dtype),
+        exchanged=2 * exchanged * dtype.itemsize if shared[1] else 0,
         kept=hidden * (2 if step.offloads_activations else len(blocks)),
         block=kept[True],
         at_work=int(kept[False] * _BACKWARD_FACTOR) + max(_decoded(block, dtype) for block in blocks),
     )
+
+
+def _ends(model: PreTrainedModel, step: Step, shared: tuple[bool, bool]) -> int:
+    """Bytes of the embeddings or the head, whichever is more, beside the shards. shared: whether ranks share them."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings() or model.get_input_embeddings())
+    found = [0 if elsewhere else _gathered(module, step) for module, elsewhere in zip(ends, shared, strict=True)]
+    if shared[1] and step.cpu_offload is True:
+        found.append(-(-_gathered(ends[1], step) // step.num_shards))
+    return max(found)
 
 
 def _gathered(module: nn.Module, step: Step) -> int:
