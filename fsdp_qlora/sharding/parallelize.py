@@ -27,7 +27,7 @@ from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.adapter_arena import adapter_places
 from fsdp_qlora.sharding.host_arena import split_arena
 from fsdp_qlora.sharding.prefetch import set_prefetch
-from fsdp_qlora.sharding.vocabulary import lookup_of, share_vocabulary, shared_head_of
+from fsdp_qlora.sharding.vocabulary import look_up_on_host, lookup_of, share_vocabulary, shared_head_of
 from fsdp_qlora.sharding.weight_stream import is_streamed, modules_on_host, stream_weights, streamed_modules
 
 log = logging.getLogger("fsdp_qlora")
@@ -64,6 +64,7 @@ def shard_model(
         not_fsdp2s = _frozen_as_gathered(model, precision.param_dtype)
         if cpu_offload is True:
             not_fsdp2s &= _streamed_or_small(model)
+            look_up_on_host(model, mesh, precision.param_dtype)
 
     def shard(module: nn.Module, *, reshard: bool | None) -> None:
         fully_shard(
@@ -149,7 +150,8 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
         _leave_out_padding(parameter)
     if cpu_offload:
         on_host = modules_on_host(model, cpu_offload)
-        modules = [module for module in on_host if any(map(is_streamed, module.parameters()))]
+        looked_up = model.get_input_embeddings() if lookup_of(model) else None
+        modules = [m for m in on_host if m is not looked_up and any(map(is_streamed, m.parameters()))]
         if modules:
             stream_weights(model, modules, device)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from fsdp_qlora.collectives import all_gather, reduce_scatter
-from fsdp_qlora.distributed import gather_numbers, own_rows, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.distributed import gather_numbers, local_part, own_rows, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
 
@@ -32,16 +32,8 @@ def is_shared(model: PreTrainedModel, num_shards: int, param_dtype: torch.dtype 
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if num_shards == 1 or not isinstance(head, nn.Linear):
         return False, False
-
-    def has_frozen_rows(module: nn.Module) -> bool:
-        weight: torch.Tensor | None = getattr(module, "weight", None)
-        if weight is None or len(list(module.parameters())) > 1 or weight.requires_grad:
-            return False
-        first, last = shard_bounds(weight.shape[0], rank=num_shards - 1, size=num_shards)
-        return param_dtype in (None, weight.dtype) and first < last
-
-    looks_up = has_frozen_rows(embedding) and _only_looks_up(embedding)
-    multiplies = has_frozen_rows(head) and type(head).forward is nn.Linear.forward
+    looks_up = _has_frozen_rows(embedding, num_shards, param_dtype) and _only_looks_up(embedding)
+    multiplies = _has_frozen_rows(head, num_shards, param_dtype) and type(head).forward is nn.Linear.forward
     if has_tied_embeddings(model) and looks_up != multiplies:
         return False, False
     return looks_up, multiplies
@@ -68,6 +60,13 @@ def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torc
         head.rows_elsewhere = SharedHead(head, mesh, find_blocks(model)[-1])
         shared.add(head.weight)
     return shared
+
+
+def look_up_on_host(model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+    """Have a rank copy only its tokens' rows of a frozen embedding that it has whole in host memory."""
+    embedding = model.get_input_embeddings()
+    if _has_frozen_rows(embedding, 1, param_dtype) and _only_looks_up(embedding):
+        embedding.rows_elsewhere = Lookup(embedding, mesh)
 
 
 def lookup_of(model: PreTrainedModel) -> "Lookup | None":
@@ -101,6 +100,15 @@ def tokens_known(model: PreTrainedModel, tokens: Sequence[torch.Tensor] | None) 
     finally:
         if lookup:
             lookup.tokens = None
+
+
+def _has_frozen_rows(module: nn.Module, num_shards: int, param_dtype: torch.dtype | None) -> bool:
+    """Whether a module's only parameter is a frozen weight of which every rank has a row."""
+    weight: torch.Tensor | None = getattr(module, "weight", None)
+    if weight is None or len(list(module.parameters())) > 1 or weight.requires_grad:
+        return False
+    first, last = shard_bounds(weight.shape[0], rank=num_shards - 1, size=num_shards)
+    return param_dtype in (None, weight.dtype) and first < last
 
 
 def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
@@ -158,8 +166,8 @@ class _Rows:
 
     def own_rows(self) -> torch.Tensor:
         """Where they are kept, perhaps in host memory."""
-        local: torch.Tensor = self.module.weight.to_local()  # type: ignore[union-attr, operator]
-        return local
+        weight: Any = self.module.weight
+        return local_part(weight)
 
     def _replace(self, weight: torch.Tensor) -> None:
         self._shared = self.module._parameters["weight"]
@@ -205,7 +213,7 @@ def find_wanted(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> _
 class Lookup(_Rows):
     """An embedding that gets from each rank the rows of its tokens, each once, and looks its tokens up in these.
 
-    The result is that of the whole matrix to the bit. From weights in host memory only those rows are copied.
+    The result is that of the whole matrix to the bit. From weights in host memory only these rows are copied.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -219,10 +227,11 @@ class Lookup(_Rows):
         tokens = self.tokens if self.tokens is not None else self._ask(ids)
         assert tokens[self.rank].numel() == ids.numel(), "the model looks up other tokens than those of its batch"
         wanted = find_wanted(tokens, len(module.weight), self.rank)  # type: ignore[arg-type]
-        given = self._own(wanted.rows, ids.device)
-        taken = given.new_empty(sum(wanted.taken), given.shape[1])
-        dist.all_to_all_single(taken, given, wanted.taken, wanted.given, group=self.group)
-        self._replace(taken)
+        rows = self._own(wanted.rows, ids.device)
+        if self.size > 1:
+            given, rows = rows, rows.new_empty(sum(wanted.taken), rows.shape[1])
+            dist.all_to_all_single(rows, given, wanted.taken, wanted.given, group=self.group)
+        self._replace(rows)
         return wanted.places.view(ids.shape).to(ids.device, non_blocking=True), *args[1:]
 
     def _own(self, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
