@@ -150,7 +150,7 @@ def measure_padding(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             run_plan = Plan(plan.model, plan.data, schedule, warmup_steps=0)
             own = dataclasses.replace(train.run, trainer=build_trainer(config, run_plan, ranks))
             figures[name] = int(data.lengths.sum()) / median_seconds(Timed(own, ranks.device, work), step_rows)
-            shares[name] = schedule.useful_shares(step_rows, data.lengths)[0]
+            shares[name] = schedule.useful_shares(schedule.micro_batches(step_rows, data.lengths), data.lengths)[0]
     return {
         "rows": [
             row("no padding, packing", "useful tokens/s", figures, useful_of_computed=shares),

@@ -19,7 +19,7 @@ def compile_gate(activation: Callable[[torch.Tensor], torch.Tensor], *, backend:
         return activation(gate) * up
 
     def gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        activated, pull_back = torch.func.vjp(activation, gate)
+        activated, pull_back = torch.func.vjp(activation, gate)  # type: ignore[misc]
         return pull_back(grad * up)[0], grad * activated
 
     options = {"dynamic": True, "fullgraph": True, "backend": backend}

@@ -67,7 +67,7 @@ def as_rms_norm(module: nn.Module) -> RmsNorm | None:
 def _agrees(module: nn.Module, form: str, eps: float) -> bool:
     """Whether the module computes this, by random numbers of very different sizes, with the same rounding."""
     random = torch.Generator("cpu").manual_seed(0)
-    width = module.weight.shape[0]  # type: ignore[union-attr, index]
+    width = module.weight.shape[0]  # type: ignore[index]
     weight = torch.rand(width, generator=random) + 0.5  # type: ignore[arg-type]
     x = torch.randn(8, width, generator=random) * torch.logspace(-4, 2, 8)[:, None]  # type: ignore[arg-type]
     for dtype in (torch.float32, torch.bfloat16):

@@ -58,13 +58,7 @@ def shard_model(
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     on_host = {id(module) for module in modules_on_host(model, cpu_offload)}
-    if shard_size(mesh) > 1:
-        not_fsdp2s = share_vocabulary(model, mesh, precision.param_dtype)
-    else:
-        not_fsdp2s = _frozen_as_gathered(model, precision.param_dtype)
-        if cpu_offload is True:
-            not_fsdp2s &= _streamed_or_small(model)
-            look_up_on_host(model, mesh, precision.param_dtype)
+    not_fsdp2s = _not_fsdp2s(model, mesh, precision.param_dtype, cpu_offload)
 
     def shard(module: nn.Module, *, reshard: bool | None) -> None:
         fully_shard(
@@ -95,6 +89,19 @@ def shard_model(
     _skip_backward_gathers(model)
     if shard_size(mesh) > 1 and not cpu_offload:
         set_prefetch(model)
+
+
+def _not_fsdp2s(
+    model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torch.dtype | None, cpu_offload: bool | int
+) -> set[nn.Parameter]:
+    """The parameters that come to their modules on another way than FSDP2's, which is prepared here."""
+    if shard_size(mesh) > 1:
+        return share_vocabulary(model, mesh, param_dtype)
+    found = _frozen_as_gathered(model, param_dtype)
+    if cpu_offload is True:
+        look_up_on_host(model, mesh, param_dtype)
+        return found & _streamed_or_small(model)
+    return found
 
 
 def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
