@@ -116,10 +116,8 @@ def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     first, last = own_rows(weight, mesh)
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     local = weight.detach()[first:last].clone()
-    sharded = DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )  # fmt: skip
-    return nn.Parameter(sharded, requires_grad=False)
+    size = {"shape": weight.shape, "stride": weight.stride()}
+    return nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False, **size), requires_grad=False)
 
 
 @torch.no_grad()
@@ -244,6 +242,8 @@ class Lookup(_Rows):
 
     def _ask(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' tokens, from the ranks; the host waits for the device."""
+        if self.size == 1:
+            return [ids.flatten().cpu()]
         counts = gather_numbers([ids.numel()], ids.device, self.group).flatten().int().tolist()
         counts[self.rank] = ids.numel()
         padded = ids.new_zeros(max(counts))

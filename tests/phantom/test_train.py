@@ -1,5 +1,7 @@
 """train.py on the GPU path, from its command line to the saved adapter."""
 
+from collections import Counter
+
 import pytest
 
 from tests.phantom.environment import run, subtract
@@ -59,11 +61,15 @@ def test_qlora_on_one_gpu_ends_with_a_saved_adapter_and_a_step_allocates_nothing
 def test_qlora_on_two_gpus_ends_with_a_saved_adapter_and_both_take_part_in_the_same_collectives(train):
     ended, output_dir = train(2, sharding_strategy="full_shard")
     assert_finished(ended, output_dir)
-    parts = [
-        sorted((each["kind"], each["bytes"], each["group_size"], each["count"]) for each in rank.summary["collectives"])
-        for rank in ended
-    ]
+    parts, moved = [], Counter()
+    for rank in ended:
+        between_two = [each for each in rank.summary["collectives"] if each["kind"] in ("send", "recv")]
+        for each in between_two:
+            moved[each["kind"]] += each["bytes"] * each["count"]
+        others = [each for each in rank.summary["collectives"] if each not in between_two]
+        parts.append(sorted((each["kind"], each["bytes"], each["group_size"], each["count"]) for each in others))
     assert parts[0] == parts[1]
+    assert moved["send"] == moved["recv"] > 0
     assert {"all_gather", "reduce_scatter"} <= {kind for kind, *_ in parts[0]}
 
 
