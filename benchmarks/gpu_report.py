@@ -11,7 +11,7 @@ from benchmarks.gpu_steps import GIB
 from fsdp_qlora.redact import redact
 from fsdp_qlora.version import VERSION
 
-_PATH = re.compile(r"(?<![\w/.:)])(?:~|[A-Za-z]:)?/(?:[^\s/:\"',;)]+/)+([^\s/:\"',;)]*)")
+_PATH = re.compile(r"(?<![\w/.)])(?:file://|~|[A-Za-z]:)?/(?:[^\s/:\"',;)]+/)+([^\s/:\"',;)]*)")
 
 
 def command(argv: list[str]) -> str:

@@ -4,12 +4,12 @@ Most are on some blocks of a large model's shape: what a block costs is the same
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
 import statistics
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ from fsdp_qlora.load_model import build_trainer
 from fsdp_qlora.planning.plan import Plan
 from fsdp_qlora.precision import PRECISIONS, choose_precision
 from fsdp_qlora.sharding import parallelize
+from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.training.fit_recompute import fit_recompute
 
@@ -113,7 +114,7 @@ def note(args: argparse.Namespace, result: dict[str, Any]) -> None:
         partial.replace(args.output)
 
 
-@contextmanager
+@contextlib.contextmanager
 def process_group(ranks: Ranks) -> Iterator[None]:
     distributed.start_process_group(ranks)
     try:
@@ -124,11 +125,17 @@ def process_group(ranks: Ranks) -> Iterator[None]:
 
 def median_seconds(train: Timed, rows: np.ndarray) -> float:
     """Of a step; not a number if the card is too small for it."""
-    try:
+    with contextlib.suppress(torch.OutOfMemoryError):
         return statistics.median(train.steps(rows)["step_seconds"])
-    except torch.OutOfMemoryError:
-        release(train.device)
-        return float("nan")
+    give_up(train)
+    return float("nan")
+
+
+def give_up(train: Timed) -> None:
+    """Give back what a step held for which the memory did not suffice."""
+    train.run.trainer.optimizer.zero_grad()
+    reshard_all(train.run.trainer.model)
+    release(train.device)
 
 
 # --- the rows ---
@@ -269,20 +276,21 @@ def measure_context(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     lengths = _CONTEXTS
     work = work_of(args, ranks, "8b", tuple(Batch(1, length) for length in lengths), layers=args.layers)
     aim = f"at least 80,000 tokens within {args.memory_gib:g} GiB"
-    found: dict[str, float | None] = {}
+    found: dict[int, float | None] = {}
     with process_group(ranks):
         train, of_batch = build(work, ranks, use_activation_cpu_offload=True)
         longest = 0
         for batch, step_rows in zip(work.batches, of_batch, strict=True):
-            if batch.length < longest:
-                break
-            try:
-                _, found[str(batch.length)] = train.one(step_rows)
+            too_long = [length for length, seconds in found.items() if seconds is None]
+            if batch.length < longest or batch.length > min(too_long, default=batch.length):
+                continue
+            found[batch.length] = None
+            with contextlib.suppress(torch.OutOfMemoryError):
+                _, found[batch.length] = train.one(step_rows)
+            if found[batch.length] is None:
+                give_up(train)
+            else:
                 longest = max(longest, batch.length)
-            except torch.OutOfMemoryError:
-                found[str(batch.length)] = None
-                train.run.trainer.optimizer.zero_grad()
-                release(ranks.device)
             figures = {"longest": float(longest)}
             holds = longest >= 80_000 if not args.tiny else None
             result = {"rows": [row("longest context, 8B", "tokens", figures, aim=aim, holds=holds, seconds=found)]}
@@ -298,7 +306,7 @@ def measure_optimizers(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]
     with process_group(ranks):
         for where, optimizers in {"one by one": ("adamw_8bit", "adamw"), "one tensor": ("adamw_8bit", "adamw")}.items():
             for optimizer in optimizers:
-                with apart if where == "one by one" else nullcontext():
+                with apart if where == "one by one" else contextlib.nullcontext():
                     train, [step_rows] = build(work, ranks, optimizer=optimizer)
                 figures[f"{optimizer}, {where}"] = 1e3 * median_seconds(train, step_rows)
                 del train
@@ -368,8 +376,12 @@ def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         shares = {"recompute all": busy, "recompute none": busy_none}
         holds = at_least(busy, 0.95)
         rows.append(row(f"GPU busy, 8B, {small}", "share of the step", shares, aim="at least 0.95", holds=holds))
-    peers = measure_peers(work, ours, ranks.device)
-    return {**ours, "memory_bytes": memory, "peers": peers["peers"], "rows": [*rows, *beside_peers(peers, batch)]}
+    found = {**ours, "memory_bytes": memory, "rows": rows}
+    if "losses" in ours["batches"][str(batch)]:
+        note(args, found)  # for the case that time runs out
+        peers = measure_peers(work, ours, ranks.device)
+        found |= {"peers": peers["peers"], "rows": [*rows, *beside_peers(peers, batch)]}
+    return found
 
 
 def beside_peers(found: dict[str, Any], batch: Batch) -> list[dict[str, Any]]:

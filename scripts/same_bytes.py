@@ -27,8 +27,9 @@ from same_bytes_compare import Failed, Verdict, compare, file_hash
 RANKS = (1, 2)
 STEPS, SAVE_STEPS = 4, 2
 TOLERANCE = 1e-5
-# An activation at the edge between two of int8's 255 steps goes to the one or the other for the last bit of a sum.
-LOOSER = {"int8_lora": 100}
+# An activation at the edge between two of int8's 255 steps goes to the one or the other for the last bit of a sum: one
+# such is 7e-5 of a tiny model's loss and 2e-3 of a gradient.
+LOOSER = {"int8_lora": 500}
 OPTIONS = {
     "batch_size": 1,
     "gradient_accumulation_steps": 2,
@@ -334,11 +335,11 @@ def checks(runs: Runs, train_types: list[str]) -> Iterator[tuple[str, Verdict | 
             made = old[split].result(), new[split].result()
             failed = next((one for one in made if isinstance(one, Failed)), None)
             yield "{} on {}".format(*split), failed or attempt(compare, *made, runs.allowed(split[0]))
-        for (by, *split), begun in stopped.items():
+        for (by, train_type, ranks), begun in stopped.items():
             before = begun.result()
-            verdict = before if isinstance(before, Failed) else in_turn(runs.continue_stopped, by, *split)
+            verdict = before if isinstance(before, Failed) else in_turn(runs.continue_stopped, by, train_type, ranks)
             name = "continued" if by == "rev" else "stopped and continued by the working tree's own code"
-            yield "{} on {}, {}".format(*split, name), verdict
+            yield f"{train_type} on {ranks}, {name}", verdict
         for split in cached:
             before = caches[split].result()
             verdict = before if isinstance(before, Failed) else in_turn(runs.use_cache, *split, before)

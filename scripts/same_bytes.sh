@@ -4,7 +4,7 @@
 # left half done, and its quantized cache, must be continued and used by the working tree's code.
 #
 # Losses, adapters and the optimizer's state may differ by a relative tolerance, tensors by norm: 1e-5, which sums in
-# another order stay below in four steps; int8_lora 100 times that, since it rounds activations. With --tolerance 0, for
+# another order stay below in four steps; int8_lora 500 times that, since it rounds activations. With --tolerance 0, for
 # a refactoring, not by a byte. A run in which the working tree's own code is killed and continues, and one that uses the
 # commit's quantized cache, must be the same bytes as that code's whole run either way.
 # Rows are padded where the commit knows nothing else, and without dropout where it draws other random numbers.

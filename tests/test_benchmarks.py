@@ -119,12 +119,14 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
 def test_gpu_benchmarks_report_hides_secrets_folders_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_report.socket, "gethostname", lambda: "node-17")
     monkeypatch.setattr(gpu_report.getpass, "getuser", lambda: "alice")
-    error = "alice on node-17: no /home/alice/models/llama/config.json, hf_abcdefghijklmnopqrstuv, 11,000 tokens/s, 1/2"
+    error = "alice on node-17: no /home/alice/models/llama/config.json, hf_abcdefghijklmnopqrstuv, 1/2; "
+    error += "11,000 tokens/s; https://pytorch.org/docs/stable in file:///home/alice/x.py:/mnt/alice/y"
     record = {"has_values": True, "parts": {"box": {"error": error}, "copies": {"left_out": "no time left"}}}
     text = gpu_report.report(
         record, gpu_report.command(["--output", "/home/alice/gpu.json", "--parts", "8b, resident"])
     )
-    assert "| box | [user] on [host]: no .../config.json, [secret], 11,000 tokens/s, 1/2 |" in text
+    clean = "[user] on [host]: no .../config.json, [secret], 1/2; 11,000 tokens/s; https://pytorch.org/docs/stable in "
+    assert f"| box | {clean}.../x.py:.../y |" in text
     assert "| copies | no time left |" in text and '`python benchmarks/gpu.py --parts "8b, resident"`' in text
 
 
