@@ -123,12 +123,12 @@ class Conversation:
         text = self._render(self.messages[: turn + 1])[0]
         if self.text.startswith(text):
             return len(text)
+        content = self._place(turn)
         if text.startswith(self.text[:start]):
             # As the last turn it has a block for reasoning, say, that it does not have here: the rest is the same.
-            rest = next((text[i:] for i in range(start, len(text)) if self.text.startswith(text[i:], start)), "")
-            if rest.rstrip().endswith(self._end_tokens):
+            rest = _shared(text[start:], self.text[start:])
+            if rest.rstrip().endswith(self._end_tokens) or (content is not None and content <= start + len(rest)):
                 return start + len(rest)
-        content = self._place(turn)
         if content is None or self.messages[turn].get("tool_calls"):
             return None
         return self._behind_end_token(turn, content)
@@ -175,6 +175,17 @@ class Conversation:
             return self._render(messages, add_generation_prompt=add_generation_prompt, **variables)[0]
         except Exception:  # a template can raise anything, and many do where there is no message
             return None
+
+
+def _shared(first: str, second: str) -> str:
+    """The longest end of one text, of a few characters at least, with which the other begins."""
+    longest, last = "", first[-4:]
+    place = second.find(last) if first else -1
+    while 0 <= place <= len(first) - len(last):
+        if first.endswith(beginning := second[: place + len(last)]):
+            longest = beginning
+        place = second.find(last, place + 1)
+    return longest
 
 
 def _common(first: str, second: str) -> int:

@@ -51,6 +51,9 @@ TEMPLATES = {
     "keeps reasoning in the last turn alone": template(
         bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n"
     ),
+    "ends turns with words": template(
+        bot="<bot>{% if loop.last %}<think></think>{% endif %}{{ m.content }}[end]",
+    ),
     "opens a block for reasoning in the prompt": template(
         bot=REASONING + "{% if loop.last %}<think>{{ thought }}</think>{% endif %}{{ text }}<end>\n",
         prompt="<bot>{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}",
@@ -119,6 +122,7 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
     ("writes the system prompt into the last question", "two turns"): (TWO, ONE_ROW, []),
     ("has no prompt and moves the system prompt", "two turns"): (TWO, [["go on</s>", "no</s>"]], []),
     ("keeps reasoning in the last turn alone", "no reasoning"): (TWO, [["go on<end>", "<think></think>no<end>"]], []),
+    ("ends turns with words", "no reasoning"): (TWO, [["go on[end]", "<think></think>no[end]"]], []),
     ("keeps reasoning in the last turn alone", "in the text"): (THOUGHT, IN_ROWS, [APART]),
     ("keeps reasoning in the last turn alone", "in the last turn"): ([*TWO[:3], THOUGHT[3]], [["go on<end>", IN_ROWS[1][0]]], []),
     ("keeps reasoning in the last turn alone", "in a field"): (FIELDS, [["<think>hm</think>go on<end>"], ["<think>hm</think>no<end>"]], [APART]),
