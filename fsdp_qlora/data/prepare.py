@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -311,7 +312,9 @@ def _cached_rows(
             return cached[0], dataclasses.replace(cached[1], origin=source.origin)
         used = partial(used_columns, dataset_format=options.dataset_format, renames=renames)
         rows, name = _with_format(source.read(num_samples, used=used), renames, options.dataset_format, source.origin)
-        with Renderer(tokenizer, template, options.learn, FORMATS[name].template) as renderer:
+        # The other ranks of the machine wait.
+        num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))
+        with Renderer(tokenizer, template, options.learn, FORMATS[name].template, num_workers) as renderer:
             pieces, report = tokenization.tokenize_rows(
                 rows, name, source.origin, tokenizer, options.context_length, renderer, show_progress
             )

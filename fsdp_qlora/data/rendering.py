@@ -1,6 +1,8 @@
 """Rendering: a row's content becomes text through a prompt template or a chat template."""
 
 import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +12,8 @@ from fsdp_qlora.data.examples import BadRow, Chat, Content, Fields, Preference, 
 from fsdp_qlora.data.prompts import ChosenTemplate, PromptTemplate, as_chat
 from fsdp_qlora.errors import UserError
 
+_WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
+
 
 class Renderer:
     """Makes rows text in one way.
@@ -18,35 +22,66 @@ class Renderer:
         chosen: of --prompt_template.
         learn: "assistant", "last" or "all": which turns are learned.
         of_format: the prompt template of the dataset's format.
+        num_workers: processes that fill chat templates.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chosen: ChosenTemplate, learn: str, of_format: PromptTemplate
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chosen: ChosenTemplate,
+        learn: str,
+        of_format: PromptTemplate,
+        num_workers: int = 1,
     ) -> None:
         self._chosen = chosen
         self._learn = learn
         self._prompt = chosen.prompt or of_format
-        self._chat = ChatTemplate(tokenizer, chosen.chat)
+        self._workers = [ChatTemplate(tokenizer, chosen.chat) for _ in range(num_workers)]
 
     def __enter__(self) -> "Renderer":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._chat.__exit__(kind, error, trace)
+        for worker in self._workers:
+            worker.__exit__(kind, error, trace)
 
-    def render(self, content: Content) -> list[Rendered]:
+    def render_all(self, contents: Sequence[Content]) -> list[list[Rendered] | BadRow]:
+        """What `render` returns or raises as a BadRow for each row. Chats are spread over the workers.
+
+        Raises:
+            UserError: no row can be rendered.
+        """
+
+        def render(worker: ChatTemplate, some: Sequence[Content]) -> list[list[Rendered] | BadRow]:
+            return [self._rendered(content, worker) for content in some]
+
+        num = len(self._workers) if len(contents) >= _WORTH_WORKERS else 1
+        found: list[list[Rendered] | BadRow] = [[]] * len(contents)
+        with ThreadPoolExecutor(num) as threads:
+            parts = threads.map(render, self._workers[:num], [contents[i::num] for i in range(num)])
+            for first, part in enumerate(parts):
+                found[first::num] = part
+        return found
+
+    def _rendered(self, content: Content, worker: ChatTemplate) -> list[Rendered] | BadRow:
+        try:
+            return self.render(content, worker)
+        except BadRow as reason:
+            return reason
+
+    def render(self, content: Content, worker: ChatTemplate | None = None) -> list[Rendered]:
         """The row as text or tokens; several where turns of a chat become rows of their own.
 
         Raises:
             BadRow: it cannot be rendered, or nothing of it is learned.
             UserError: no row can be rendered.
         """
-        rendered = [row for row in self._render(content) if _learns(row)]
+        rendered = [row for row in self._render(content, worker or self._workers[0]) if _learns(row)]
         if not rendered:
             raise BadRow("nothing to learn")
         return rendered
 
-    def _render(self, content: Content) -> list[Rendered]:
+    def _render(self, content: Content, worker: ChatTemplate) -> list[Rendered]:
         if isinstance(content, Preference):
             raise UserError(
                 "These rows are preferences (chosen and rejected), and training on them is not supported yet. To train "
@@ -57,7 +92,7 @@ class Renderer:
         if isinstance(content, Fields):
             return [Rendered(self._prompt.fill(content, learn=self._learn))]
         if isinstance(content, Chat):
-            rows, notes = self._chat.fill(content, learn=self._learn)
+            rows, notes = worker.fill(content, learn=self._learn)
             notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
             return [
                 Rendered(segments, is_joint=True, is_templated=True, notes=() if number else notes)

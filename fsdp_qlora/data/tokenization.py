@@ -130,12 +130,18 @@ def _render(
     rejected: defaultdict[str, list[int]],
 ) -> list[tuple[int, Rendered]]:
     """(number, text or tokens) of the rows that can be used. The others are added to `rejected`."""
-    rendered = []
+    read = []
     for number, row in zip(numbers, rows, strict=True):
         try:
-            rendered += [(number, made) for made in renderer.render(row_format.read(row))]
+            read.append((number, row_format.read(row)))
         except BadRow as reason:
             rejected[str(reason)].append(number)
+    rendered: list[tuple[int, Rendered]] = []
+    for (number, _), made in zip(read, renderer.render_all([content for _, content in read]), strict=True):
+        if isinstance(made, BadRow):
+            rejected[str(made)].append(number)
+        else:
+            rendered += [(number, row) for row in made]
     return rendered
 
 

@@ -123,12 +123,13 @@ class Conversation:
         text = self._render(self.messages[: turn + 1])[0]
         if self.text.startswith(text):
             return len(text)
+        # As the last turn it has a block for reasoning, say, that it does not have here: the rest is the same.
+        rest = _shared(text[start:], self.text[start:]) if text.startswith(self.text[:start]) else ""
+        if rest.rstrip().endswith(self._end_tokens):
+            return start + len(rest)
         content = self._place(turn)
-        if text.startswith(self.text[:start]):
-            # As the last turn it has a block for reasoning, say, that it does not have here: the rest is the same.
-            rest = _shared(text[start:], self.text[start:])
-            if rest.rstrip().endswith(self._end_tokens) or (content is not None and content <= start + len(rest)):
-                return start + len(rest)
+        if content is not None and content <= start + len(rest):
+            return start + len(rest)
         if content is None or self.messages[turn].get("tool_calls"):
             return None
         return self._behind_end_token(turn, content)

@@ -165,6 +165,20 @@ def test_a_prompt_that_opens_a_block_which_the_turn_does_not_have_ends_where_the
     assert learned == mask("assistant")
 
 
+def test_workers_fill_the_same_rows_in_the_same_order() -> None:
+    tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
+    contents = [row_format.read({"messages": turns(f"hi {i}", f"go {i}")}) for i in range(250)]
+    contents[77] = Chat([{"role": "user", "content": "so"}])
+    found = []
+    for num_workers in (1, 3):
+        with Renderer(
+            tokenizer, ChosenTemplate(chat=template()), "assistant", row_format.template, num_workers
+        ) as made:
+            found.append(made.render_all(contents))
+    assert str(found[0].pop(77)) == str(found[1].pop(77)) and found[0] == found[1]
+    assert len({str(rows) for rows in found[0]}) == 249
+
+
 def test_turns_that_a_template_rewrites_when_others_follow_are_rows_of_their_own() -> None:
     rewriting = template(TAGS["without"].replace("m.content", "(m.content if loop.last else '...')"))
     rows = [
