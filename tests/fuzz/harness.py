@@ -108,7 +108,7 @@ def _listen(event: str, arguments: tuple) -> None:
     path = arguments[1] if event in ("os.link", "os.symlink") else arguments[0]
     if isinstance(path, (str, bytes, os.PathLike)):
         full = os.path.realpath(os.path.dirname(os.path.abspath(os.fsdecode(path))))
-        if not full.startswith(("/dev", "/proc")) and not os.fsdecode(path).endswith(".pyc"):
+        if not full.startswith(("/dev", "/proc", "/sys")) and not os.fsdecode(path).endswith(".pyc"):
             _written.append(os.path.join(full, os.path.basename(os.fsdecode(path))))
 
 
