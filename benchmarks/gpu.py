@@ -62,6 +62,12 @@ def run_here(name: str, args: argparse.Namespace) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
+def variables_of_a_part() -> dict[str, str]:
+    """The allocator as train.py sets it, and one card: TRL refuses to train in a process that sees several."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, "CUDA_VISIBLE_DEVICES": first}
+
+
 def run_apart(name: str, argv: list[str], seconds: float) -> dict[str, Any]:
     """A part's results, from a process of its own that is ended after `seconds`."""
     started = time.perf_counter()
@@ -70,9 +76,8 @@ def run_apart(name: str, argv: list[str], seconds: float) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__).resolve()), *argv, "--output", str(result)]
         command += ["--one_part", name, "--seconds", str(seconds)]
         with open(log, "w") as output:
-            # The allocator as train.py sets it.
-            environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}
-            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
+            variables = variables_of_a_part()
+            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=variables)
             try:
                 process.wait(max(seconds, 0.1))
                 ending = f"exit status {process.returncode}"

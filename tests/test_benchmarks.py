@@ -146,6 +146,16 @@ def test_gpu_benchmark_ends_a_part_that_takes_too_long_and_goes_on() -> None:
     assert result["part_seconds"] < 60
 
 
+@pytest.mark.parametrize(("visible", "seen"), [(None, "0"), ("2,3", "2"), ("", "")])
+def test_a_part_of_the_gpu_benchmark_sees_one_card(
+    visible: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu.variables_of_a_part()["CUDA_VISIBLE_DEVICES"] == seen
+
+
 def test_gpu_benchmark_says_so_where_there_is_no_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
