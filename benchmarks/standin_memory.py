@@ -7,7 +7,7 @@ is rank 0 and the others are torch's fake process group.
 
 Each case is printed and written beside the byte account. `resident` is what lies there between two steps: the shards
 and the optimizer's state. `at_peak` is what the third step had on top of it when it had most, by the Python line that
-asked for it; the expected bytes come from the shapes. What is reserved and not allocated is the allocator's.
+asked for it; the expected bytes of both come from the shapes. What is reserved and not allocated is the allocator's.
 """
 
 import argparse
@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-LENGTH, ROWS = 2048, 2
 SHAPES = {
     # Qwen3-8B's sizes; Llama-2-70B's
     "8b": dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
@@ -41,7 +40,19 @@ CASES: dict[str, dict[str, Any]] = {
     "8b_2_ranks_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
     "8b_1_card": {"shape": "8b", "ranks": 1},
     "70b_2_ranks_offloaded": {"shape": "70b", "ranks": 2, "sharding_strategy": "full_shard", "use_cpu_offload": True},
-}
+    "8b_2_ranks_1x32768": {
+        "shape": "8b", "ranks": 2, "batch_size": 1, "length": 32768, "sharding_strategy": "full_shard",
+    },
+    "70b_2_ranks_activations_offloaded": {
+        "shape": "70b", "ranks": 2, "batch_size": 1, "sharding_strategy": "full_shard",
+        "use_activation_cpu_offload": True,
+    },
+}  # fmt: skip
+HIDDEN = "hidden states: block inputs, and of the block at work"
+COMMON: dict[str, Any] = {
+    "precision": "bf16", "attn_implementation": "sdpa", "batch_size": 2, "quant_cache": "off", "recompute": "all",
+    "use_cpu_offload": False,
+}  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
@@ -50,10 +61,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--segments", nargs="+", choices=("expandable", "fixed"), default=["expandable"])
     parser.add_argument("--layers", type=int, default=0, help="decoder blocks, if not the shape's own number")
     parser.add_argument("--output", default="", help="JSON file to write; what it has of other cases stays")
+    parser.add_argument("--table", action="store_true", help="print what --output has as the table of docs/gpu.md")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # by which the command calls itself
     args = parser.parse_args(argv)
     if args.one:
-        print(json.dumps(measure(**CASES[args.one], layers=args.layers)))
+        print(json.dumps(measure(**CASES[args.one] | {"layers": args.layers})))
+        return 0
+    if args.table:
+        print_table(json.loads(Path(args.output).read_text())["cases"])
         return 0
     found = {}
     for name in args.cases:
@@ -85,11 +100,13 @@ def write(path: Path, command: str, found: dict[str, Any]) -> None:
     path.write_text(json.dumps({"command": command, "unit": "bytes", "cases": {**before, **found}}, indent=2) + "\n")
 
 
-def measure(*, shape: str, ranks: int, layers: int, **options: Any) -> dict[str, Any]:
+def measure(*, shape: str, ranks: int, length: int = 2048, layers: int = 0, **options: Any) -> dict[str, Any]:
     """Bytes of one case; runs on the stand-in."""
     import torch
 
-    trainer, plan, mesh, rows = build(SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {}), ranks, options)
+    sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+    options = COMMON | options
+    trainer, plan, mesh, rows = build(sizes, ranks, length, options)
     loaded = torch.cuda.memory_allocated()
     for step in range(2):
         trainer.train_step(step, rows)
@@ -98,19 +115,20 @@ def measure(*, shape: str, ranks: int, layers: int, **options: Any) -> dict[str,
     trainer.train_step(2, rows)
     trace = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(enabled=None)
-    expected = expect(plan.meta.model, mesh, offload=bool(options.get("use_cpu_offload")))
+    model, tokens = plan.meta.model, options["batch_size"] * length
     return {
         "reserved": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),
         "loaded": loaded,
         "resident": resident,
-        "at_peak": at_peak(trace, plan.meta.model.config),
-        "expected": expected,
+        "at_peak": at_peak(trace, tokens * model.config.hidden_size * 2),
+        "expected": expect(model, mesh, options),
+        "expected_at_peak": expect_at_peak(model, mesh, options["batch_size"], tokens, options),
         "torch": torch.__version__,
     }
 
 
-def build(shape: dict[str, int], num_ranks: int, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
     """The trainer of rank 0 of a model whose weights are whatever lies in memory."""
     import numpy as np
     import torch
@@ -132,16 +150,16 @@ def build(shape: dict[str, int], num_ranks: int, options: dict[str, Any]) -> tup
     ranks = distributed.read_ranks()
     torch.cuda.set_device(ranks.device)
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-    config = TrainConfig(precision="bf16", attn_implementation="sdpa", batch_size=ROWS, quant_cache="off", **options)
-    model_config = LlamaConfig(**shape, head_dim=128, max_position_embeddings=LENGTH, tie_word_embeddings=False)
+    config = TrainConfig(**options)
+    model_config = LlamaConfig(**shape, head_dim=128, max_position_embeddings=length, tie_word_embeddings=False)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     plan = build_plan(config, ranks, Path("no weights"), model_config, tokenizer, world_size=num_ranks)
-    wrap_blocks(plan.meta.model, offload=False)
+    wrap_blocks(plan.meta.model, offload=config.use_activation_cpu_offload)
     strategy, offload = plan.placement
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(plan.meta.model, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=offload)
     materialize(plan.meta.model, ranks.device, cpu_offload=offload)
-    data = random_rows(ROWS * num_ranks, LENGTH, model_config.vocab_size, masked=0, seed=0)
+    data = random_rows(config.batch_size * num_ranks, length, model_config.vocab_size, masked=0, seed=0)
     rows = np.arange(len(data))
     schedule = config.pick(Schedule, num_rows=len(data), world_size=num_ranks, rows_per_step=None, mixture=None)
     run_data = RunData(data, rows, data, rows[:0], sample="", rejected=[])
@@ -149,35 +167,66 @@ def build(shape: dict[str, int], num_ranks: int, options: dict[str, Any]) -> tup
     return trainer, plan, mesh, rows
 
 
-def expect(model: Any, mesh: Any, *, offload: bool) -> dict[str, int]:
-    """Bytes by category, from the shapes alone."""
+def expect(model: Any, mesh: Any, options: dict[str, Any]) -> dict[str, int]:
+    """Bytes of what lies there between steps, by category, from the shapes alone."""
+    from fsdp_qlora import distributed
+    from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+    from fsdp_qlora.sharding.byte_account import count_bytes
+
+    account = count_bytes(model, distributed.shard_size(mesh))
+    offload = options["use_cpu_offload"]
+    here = {name: 0 if offload and name != "trainable" else part.largest_shard for name, part in account.items()}
+    return {**here, "optimizer state": int(account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"])}
+
+
+def expect_at_peak(model: Any, mesh: Any, rows: int, tokens: int, options: dict[str, Any]) -> dict[str, int]:
+    """Bytes of what a step of a llama in bf16 adds at its peak, by the categories of `at_peak`, from the shapes alone.
+
+    That is when the head is gathered, at its logits, or where the last block's backward pass begins.
+    """
     import torch
 
     from fsdp_qlora import distributed
     from fsdp_qlora.models import find_blocks
-    from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
     from fsdp_qlora.sharding.byte_account import count_bytes
     from fsdp_qlora.training.head_loss import logits_bytes
 
-    config, shards = model.config, distributed.shard_size(mesh)
-    account = count_bytes(model, shards)
-    block = count_bytes(find_blocks(model)[0], 1)
-    trainable = account["trainable"]
-    here = {name: 0 if offload and name != "trainable" else part.largest_shard for name, part in account.items()}
-    tokens = ROWS * LENGTH
-    return {
-        **here,
-        "optimizer state": int(trainable.largest_shard * OPTIMIZER_STATES["adamw"]),
-        "gathered adapters": trainable.total // 2,  # in bf16, from forward to backward
-        "one gathered block": sum(part.total for name, part in block.items() if name != "trainable"),
-        "one gathered embedding or head": config.vocab_size * config.hidden_size * 2,
-        "gradients": trainable.largest_shard,
-        "block inputs": tokens * config.hidden_size * 2 * config.num_hidden_layers,
-        "a chunk of logits": logits_bytes(tokens, config.vocab_size, torch.bfloat16),
+    config, blocks = model.config, find_blocks(model)
+    hidden, wide = tokens * config.hidden_size * 2, tokens * config.intermediate_size * 2
+    keys = tokens * config.num_key_value_heads * config.head_dim * 2
+    kept = hidden * (1 if options.get("use_activation_cpu_offload") else len(blocks))
+    adapters = count_bytes(model, 1)["trainable"].total // 2  # in bf16, from forward to backward
+    of_block = count_bytes(blocks[0], 1)
+    block = sum(part.total for name, part in of_block.items() if name != "trainable")
+    is_gathered = distributed.shard_size(mesh) > 1
+    decoded = config.hidden_size * config.intermediate_size * 2  # and its statistics, for 64 weights each
+    head = is_gathered * config.vocab_size * config.hidden_size * 2
+    # The last norm's input in float32, and of its output the rows that have a target.
+    norm, targets = 2 * hidden, 2 * (tokens - rows) * config.hidden_size
+    when_gathered = {
+        "gathered by FSDP2": adapters + 2 * head,  # and the buffer that it came in
+        "a chunk of logits": 0,
+        HIDDEN: kept + hidden,  # the last norm's
+        "block at work": norm + targets,
     }
+    at_head = when_gathered | {
+        "gathered by FSDP2": adapters + head,
+        "a chunk of logits": logits_bytes(tokens, config.vocab_size, torch.bfloat16),
+        "block at work": norm + 2 * targets,  # and their gradient
+    }
+    in_block = {
+        "gathered by FSDP2": adapters + is_gathered * 2 * block,
+        "a chunk of logits": 0,
+        # Two norms' outputs, queries, what attention gives, and the gradient.
+        HIDDEN: kept + 5 * hidden,
+        # Two norms' inputs in float32, keys, values. Of the MLP gate, up, SiLU of gate, product, and: the product's
+        # gradient and the decoded weight, or (the product is free by then) that and the gradients of up and of SiLU.
+        "block at work": 4 * hidden + 2 * keys + max(5 * wide + decoded + decoded // 32, 6 * wide),
+    }
+    return max((when_gathered, at_head, in_block), key=lambda found: sum(found.values()))
 
 
-def at_peak(trace: list[dict[str, Any]], config: Any) -> dict[str, int]:
+def at_peak(trace: list[dict[str, Any]], hidden_bytes: int) -> dict[str, int]:
     """What a step had allocated, and not freed, when that was most: bytes by category."""
     live: dict[int, tuple[int, str]] = {}
     now = most = 0
@@ -185,7 +234,7 @@ def at_peak(trace: list[dict[str, Any]], config: Any) -> dict[str, int]:
     is_growing = False
     for event in trace:
         if event["action"] == "alloc":
-            live[event["addr"]] = (event["size"], category(event, config))
+            live[event["addr"]] = (event["size"], category(event, hidden_bytes))
             now += event["size"]
             is_growing = now > most
             most = max(now, most)
@@ -199,7 +248,7 @@ def at_peak(trace: list[dict[str, Any]], config: Any) -> dict[str, int]:
     return {"in all": most, **dict(found.most_common())}
 
 
-def category(event: dict[str, Any], config: Any) -> str:
+def category(event: dict[str, Any], hidden_bytes: int) -> str:
     """Of an allocation: by the Python that asked for it, or by its size where autograd asked."""
     frames, size = event["frames"], event["size"]
     # `wrapped_method` is around the whole forward pass.
@@ -208,17 +257,49 @@ def category(event: dict[str, Any], config: Any) -> str:
         return "gradients" if reduces else "gathered by FSDP2"
     if any(frame["name"] in ("_sum_over_chunks", "_loss_of_chunk", "logits") for frame in frames):
         return "a chunk of logits"
-    if size == ROWS * LENGTH * config.hidden_size * 2:
-        return "hidden states: block inputs, and of the block at work"
+    if size == hidden_bytes:
+        return HIDDEN
     return "block at work"
 
 
 def describe(result: dict[str, Any]) -> str:
     """For the screen, in GiB."""
     lines = [f"  {key}: {result[key] / GIB:.3f} GiB" for key in ("reserved", "allocated", "loaded", "resident")]
-    for part in ("at_peak", "expected"):
+    for part in ("expected", "at_peak", "expected_at_peak"):
         lines.append(f"  {part}: " + ", ".join(f"{name} {value / GIB:.3f}" for name, value in result[part].items()))
     return "\n".join(lines)
+
+
+def print_table(cases: dict[str, dict[str, Any]]) -> None:
+    """The table of docs/gpu.md: GiB measured, and in brackets what the shapes say."""
+    names = [name for name in CASES if f"{name}, expandable segments" in cases]
+    results = [cases[f"{name}, expandable segments"] for name in names]
+    print("| | " + " | ".join(name.replace("_", " ") for name in names) + " |\n|---|" + "---|" * len(names))
+    for title, measured, expected in [
+        ("reserved, the peak of three steps", [found["reserved"] for found in results], None),
+        ("allocated, its peak", [found["allocated"] for found in results], None),
+        ("loaded", [found["loaded"] for found in results], [_loaded(found["expected"]) for found in results]),
+        ("between steps", [found["resident"] for found in results], [sum(f["expected"].values()) for f in results]),
+        *(
+            (
+                title,
+                [found["at_peak"].get(name, 0) for found in results],
+                [found["expected_at_peak"].get(name, sum(found["expected_at_peak"].values())) for found in results],
+            )
+            for title, name in [
+                ("on top of that at the step's peak", "in all"),
+                *((f"... {name}", name) for name in results[0]["expected_at_peak"]),
+            ]
+        ),
+    ]:
+        cells = [f"{value / GIB:.3f}" for value in measured]
+        if expected:
+            cells = [f"{cell} ({value / GIB:.3f})" for cell, value in zip(cells, expected, strict=True)]
+        print(f"| {title} | {' | '.join(cells)} |")
+
+
+def _loaded(expected: dict[str, int]) -> int:
+    return sum(value for name, value in expected.items() if name != "optimizer state")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
 # Of the activations that a block keeps without recompute: what its backward pass holds at once with their gradients.
-# 1.5 of Llama-2-70B's 1.4 GiB at 4,096 tokens; the allocator of the stand-in counts 2.3 GiB (docs/gpu.md).
+# 1.5 of Llama-2-70B's 1.4 GiB at 4,096 tokens; the allocator of the stand-in counts 2.1 GiB, a decoded weight included
+# (docs/gpu.md).
 _BACKWARD_FACTOR = 1.5
 
 
