@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+log = logging.getLogger("fsdp_qlora")
 
 Record = Mapping[str, Any]
 
@@ -65,6 +68,33 @@ class Sink:
         """Close the sink; exit code 0 marks the run as finished, any other as failed."""
 
 
+class GuardedSink(Sink):
+    """A sink of a library whose failure is told once; nothing more is given to it then.
+
+    Attributes:
+        name: as --log_to gives it.
+        client: the library's object, None where there is none (any more); it is called within `guard` only.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, options: SinkOptions) -> None:
+        self.client: Any = None
+
+    def guard(self, call: Callable[[], object]) -> None:
+        """Call the library."""
+        if self.client is not None:
+            self.attempt(call)
+
+    def attempt(self, call: Callable[[], object]) -> None:
+        """The same, where there need not be a client yet."""
+        try:
+            call()
+        except Exception as error:
+            self.client = None
+            log.info("%s: no more is sent there (%s). All numbers are in %s.", self.name, error, METRICS_FILE)
+
+
 def plain(value: Any) -> Any:
     """Convert a record to JSON types: NaN and infinities become None, 0-d arrays become numbers."""
     if isinstance(value, Mapping):
@@ -104,7 +134,7 @@ def named_numbers(record: Record) -> dict[str, float]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl that was cut at the checkpoint from which a run goes on; none without a file."""
+    """The records of a file that the run itself keeps; none without a file."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fsdp_qlora.metrics.background import within
-from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, named_numbers, plain, read_records
+from fsdp_qlora.metrics.sinks import METRICS_FILE, GuardedSink, Record, SinkOptions, named_numbers, plain, read_records
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -20,24 +20,24 @@ _FINISH_SECONDS = 15.0
 _PROJECT = "fsdp_qlora"
 
 
-class TrackioSink(Sink):
+class TrackioSink(GuardedSink):
     """A trackio run, of the run's name and id, that can neither stop nor stall training.
 
-    trackio sends from threads of its own. A resumed run gives it the records that it lacks, and no others. A failure is
-    reported once.
+    trackio sends from threads of its own. A resumed run gives it the records that it lacks, and no others.
     """
 
+    name = "trackio"
+
     def __init__(self, options: SinkOptions) -> None:
-        self._run: Any = None
+        super().__init__(options)
         self._last_step = -1  # that trackio has from earlier starts
-        try:
-            self._run = within(_START_SECONDS, partial(_start, options))
-        except Exception as error:
-            self._give_up(error)
-            return
-        self._last_step = getattr(self._run, "_next_step", 0) - 1  # the library has no public name for it
+        self.attempt(partial(self._open, options))
+
+    def _open(self, options: SinkOptions) -> None:
+        self.client = within(_START_SECONDS, partial(_start, options))
+        self._last_step = getattr(self.client, "_next_step", 0) - 1  # the library has no public name for it
         project = options.project_name or _PROJECT
-        log.info("trackio: run %s; `trackio show --project %s` shows it", self._run.name, project)
+        log.info("trackio: run %s; `trackio show --project %s` shows it", self.client.name, project)
         for record in read_records(options.output_dir / METRICS_FILE):
             self._log(record)
 
@@ -52,25 +52,13 @@ class TrackioSink(Sink):
         self._log(record)
 
     def close(self, exit_code: int) -> None:
-        self._guard(lambda: within(_FINISH_SECONDS, partial(_quietly, self._run.finish)))
+        self.guard(lambda: within(_FINISH_SECONDS, partial(_quietly, self.client.finish)))
 
     def _log(self, record: Record) -> None:
         """Pass a record on unless trackio has it; an evaluation comes after its step."""
         if record["step"] > self._last_step:
             numbers = {name: n for name, n in named_numbers(record).items() if not name.endswith("step")}
-            self._guard(lambda: self._run.log(numbers, step=record["step"]))
-
-    def _guard(self, call: Callable[[], object]) -> None:
-        if self._run is None:
-            return
-        try:
-            call()
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        log.info("trackio: no more is sent there (%s). All numbers are in %s.", error, METRICS_FILE)
+            self.guard(lambda: self.client.log(numbers, step=record["step"]))
 
 
 def _start(options: SinkOptions) -> Any:
