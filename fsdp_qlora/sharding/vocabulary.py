@@ -116,8 +116,9 @@ def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     first, last = own_rows(weight, mesh)
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     local = weight.detach()[first:last].clone()
-    size = {"shape": weight.shape, "stride": weight.stride()}
-    return nn.Parameter(DTensor.from_local(local, mesh, placements, run_check=False, **size), requires_grad=False)
+    shape, stride = weight.shape, weight.stride()
+    sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(sharded, requires_grad=False)
 
 
 @torch.no_grad()

@@ -2,9 +2,9 @@
 
     python -m tests.phantom.everything [--only TEXT] [--ranks 2 1 4] [--seconds N]
 
-Not among the tests: it takes an hour on two cores. What has ended is not run again (--again: what has ended badly is);
-the table of docs/gpu.md is printed at the end. Ranks are forked from one process that has imported torch and transformers
-already, before CUDA is initialized: with that a run takes a few seconds.
+Not among the tests: it takes an hour on two cores. What has ended is not run again (--again: what has ended badly
+is); the table of docs/gpu.md is printed at the end. Ranks are forked from one process that has imported torch and
+transformers already, before CUDA is initialized: with that a run takes a few seconds.
 """
 
 import argparse
