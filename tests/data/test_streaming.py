@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -67,6 +68,17 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, stre
     texts = sorted(tuple(rows.input_ids[a:b]) for step in epochs[0] for rows in [step] for a, b in spans(rows))
     kept = stream(folder, streaming=False, shuffle_buffer=10_000).train
     assert texts == sorted(tuple(kept.input_ids[a:b]) for a, b in spans(kept))
+
+
+def test_three_ranks_have_every_row_of_a_step_once(folder: Path, stream: Callable[..., RunData]) -> None:
+    data = stream(folder)
+    assert data.stream is not None
+    of_ranks = schedule(data, world_size=3)
+    for _, rows, _ in data.stream.steps(of_ranks, Place()):
+        pieces = of_ranks.micro_batches(np.arange(len(rows)), rows.lengths)
+        ranks = [[row for piece in pieces[rank::3] for row in piece.tolist()] for rank in range(3)]
+        assert sorted(row for rank in ranks for row in rank) == list(range(len(rows)))
+        assert len(pieces) % 3 == 0 and all(ranks)
 
 
 def spans(rows: Any) -> list[tuple[int, int]]:
