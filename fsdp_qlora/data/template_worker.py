@@ -71,7 +71,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         return {"fatal": f"it took more than {MEMORY_BYTES >> 30} GiB of memory"}
     except Exception as error:  # a template can raise anything
-        return {"error": f"the chat template refuses it: {' '.join(str(error).split())[:200] or type(error).__name__}"}
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return {"error": f"the chat template refuses it: {reason} (--prompt_template takes another)"}
 
 
 def limit_memory() -> None:

@@ -134,7 +134,7 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
     ("has no end token", "two turns"): (TWO, [["go on", "no"]], []),
     ("takes arguments as text", "calls"): (CALLS, [['<call>add{"a": 1}</call><end>', "it is 2<end>"]], []),
     ("plain", "calls"): (CALLS, [], ["turn 2: the chat template does not write tool calls, so it cannot be learned"]),
-    ("wants alternate roles", "the assistant first"): (TWO[1:], [], ["the chat template refuses it: roles must alternate"]),
+    ("wants alternate roles", "the assistant first"): (TWO[1:], [], ["the chat template refuses it: roles must alternate (--prompt_template takes another)"]),
 }  # fmt: skip
 
 
