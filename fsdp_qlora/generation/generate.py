@@ -67,6 +67,8 @@ class TextGenerator:
     ) -> None:
         """Fill in the answers to this rank's prompts. Called on every rank, also on those without a prompt.
 
+        A rank that has no prompts, or whose answers have ended, takes part until those of all ranks have.
+
         Args:
             show: called with an answer after each of its tokens. beat: called for each token of the longest answer.
         """
@@ -77,21 +79,21 @@ class TextGenerator:
         try:
             for _ in range(self._options.max_new_tokens):
                 beat()
-                logits = self._forward(state)
+                is_active = any(not answer.is_done for answer in answers)
+                if not gather_numbers([float(is_active)], self._ranks.device).any():
+                    break
+                logits = self._forward(state if is_active else None)
                 for index, answer in enumerate(answers):
                     if not answer.is_done:
                         answer.tokens.append(self._options.choose(logits[index], generators[index]))
                         answer.is_done = self._stops.ends(answer.tokens)
                         show(answer)
-                is_active = any(not answer.is_done for answer in answers)
-                if not gather_numbers([float(is_active)], self._ranks.device).any():
-                    break
         finally:
             reshard_all(self._model)
             self._model.train(was_training)
 
     def _forward(self, state: "_Batch | None") -> torch.Tensor:
-        """The logits of the last position, [B, vocabulary]; a rank without prompts takes part in gathering weights."""
+        """The logits of the last position, [B, vocabulary]; without a state this rank only helps to gather weights."""
         device = self._ranks.device
         inputs = state.inputs() if state else {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=device)}
         last = {"logits_to_keep": 1} if self._skips else {}

@@ -5,11 +5,12 @@ import os
 import sys
 from pathlib import Path
 
+from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import LostRank, TrainingError, UserError, how_it_ends, print_error
 from fsdp_qlora.launch import relaunch_if_needed
 from fsdp_qlora.program.parser import Parser
-from fsdp_qlora.program.run_options import run_options
+from fsdp_qlora.program.run_options import OPTIONS, run_options
 from fsdp_qlora.redact import guard_output
 from fsdp_qlora.terminal import quiet_libraries
 
@@ -84,10 +85,12 @@ def check(args: argparse.Namespace) -> None:
 
 def options_of(folder: Path | None, rest: list[str]) -> TrainConfig:
     """The options of training with which the model is loaded."""
-    is_whole = folder and (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()
-    if is_whole:  # a model of train type full or llama_pro, or a merged one
+    if folder and (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
+        # A model of train type full or llama_pro, or a merged one.
+        noted = ["--config", str(folder / OPTIONS)] if (folder / OPTIONS).is_file() else []
         given = [] if any(word.startswith("--train_type") for word in rest) else ["--train_type", "lora"]
-        return run_options(folder, [*rest, *given, "--model_name", str(folder), "--llama_pro_path", "none"])
+        own = ["--model_name", str(folder), "--llama_pro_path", "none", "--adapter", "none"]
+        return parse_train_config([*noted, *rest, *given, *own])
     return run_options(folder, rest, starts_from_it=folder is not None)
 
 

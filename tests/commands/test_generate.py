@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_qlora.__main__ import main
 from fsdp_qlora.generation.sampling import SamplingOptions
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
 from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
@@ -20,8 +22,6 @@ LENGTH = 12
 
 def _generate(argv: list[str], stdin: str) -> int:
     import sys
-
-    from fsdp_qlora.__main__ import main
 
     sys.stdin = io.StringIO(stdin)
     return main(["generate", *argv])
@@ -36,38 +36,52 @@ def generate(ranks: int, folder: Path, stdin: str = "", **options: object) -> st
 
 
 @pytest.fixture(scope="module")
-def run(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of these tests' own."""
+    return shutil.copytree(models(), tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A QLoRA run whose adapter changes the answers."""
     folder = tmp_path_factory.mktemp("generate")
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
-    train_ok(
-        2, folder / "run", model_name=models(), dataset=rows, precision="fp32", lr=3e-3, num_epochs=2, batch_size=4
-    )
+    train_ok(2, folder / "run", model_name=base, dataset=rows, precision="fp32", lr=3e-3, num_epochs=2, batch_size=4)
     return folder / "run"
 
 
-def expected(run: Path, base: Path, prompts: list[str]) -> list[str]:
-    """What transformers generates, one prompt after the other, from the decoded base and PEFT's adapter."""
+def expected(run: Path, base: Path, prompts: list[str]) -> list[list[int]]:
+    """The tokens that transformers generates, one prompt after the other, from the decoded base and PEFT's adapter."""
     model = PeftModel.from_pretrained(load_decoded_base(base), run).eval()
     tokenizer = AutoTokenizer.from_pretrained(run)
     found = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
-        found.append(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+        found.append(made[0, ids.shape[1] :].tolist())
     return found
 
 
-def test_greedy_answers_on_two_ranks_are_those_of_transformers_on_one(
-    run: Path, models: Models, tmp_path: Path
-) -> None:
+def end_at_different_places(base: Path, answers: list[list[int]]) -> None:
+    """Give the model the end token with which these answers get the most different lengths."""
+
+    def lengths(token: int) -> set[int]:
+        return {answer.index(token) if token in answer else LENGTH for answer in answers}
+
+    end = max(sorted({token for answer in answers for token in answer}), key=lambda token: len(lengths(token)))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
+
+
+def test_greedy_answers_on_two_ranks_are_those_of_transformers_on_one(run: Path, base: Path, tmp_path: Path) -> None:
     rows = make_rows(5, seed=9)
     for row in rows:
         row.pop("output")
     asked = write_rows(tmp_path / "prompts.jsonl", rows)
     prompts = [(PROMPT_WITH_INPUT if row["input"] else PROMPT).format(**row) for row in rows]
-    answers = expected(run, models(), prompts)
-    assert len(set(answers)) > 1
+    end_at_different_places(base, expected(run, base, prompts))
+    tokens, tokenizer = expected(run, base, prompts), AutoTokenizer.from_pretrained(run)
+    assert len({len(answer) for answer in tokens}) > 1  # one rank, or row of a batch, goes on when others have ended
+    answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     for name, ranks, options in (
         ("two", 2, {"batch_size": 2}),
         ("offloaded", 2, {"use_cpu_offload": True, "batch_size": 1}),
@@ -77,7 +91,13 @@ def test_greedy_answers_on_two_ranks_are_those_of_transformers_on_one(
         generate(ranks, tmp_path / name, adapter=run, prompts=asked, out=out, **options)
         found = [json.loads(line) for line in out.read_text().splitlines()]
         assert [row["completion"] for row in found] == answers, name
+        assert [row["num_tokens"] for row in found] == [len(answer) for answer in tokens], name
         assert [{name: row[name] for name in rows[0]} for row in found] == rows
+    merged = tmp_path / "merged"
+    assert main(["merge", *flags(adapter=run, out=merged, base="dequantized", dtype="fp32")]) == 0
+    generate(1, tmp_path / "whole", adapter=merged, prompts=asked, out=tmp_path / "merged.jsonl", precision="fp32")
+    found = [json.loads(line) for line in (tmp_path / "merged.jsonl").read_text().splitlines()]
+    assert [row["completion"] for row in found] == answers  # in the prompt format of the training
     output = generate(2, tmp_path / "chat", stdin=rows[1]["instruction"] + "\n", adapter=run)
     assert answers[1] in output or rows[1]["input"]
 
