@@ -58,8 +58,9 @@ class Samples:
             {"step": step, "prompt": self._questions[number].messages[-1]["content"], "text": text}
             for number, text in sorted(everyone)
         ]
+        records = redact_values({"rows": records})["rows"]
         if self._ranks.is_rank_0:
-            self._keep(step, redact_values({"rows": records})["rows"])
+            self._keep(step, records)
         return records
 
     def _keep(self, step: int, records: list[dict[str, Any]]) -> None:

@@ -20,7 +20,16 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from fsdp_qlora.metrics.background import within
-from fsdp_qlora.metrics.sinks import METRICS_FILE, Record, Sink, SinkOptions, named_numbers, plain
+from fsdp_qlora.metrics.sinks import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    Record,
+    Sink,
+    SinkOptions,
+    named_numbers,
+    plain,
+    read_records,
+)
 from fsdp_qlora.storage.files import read_regular
 
 log = logging.getLogger("fsdp_qlora")
@@ -47,10 +56,11 @@ class WandbSink(Sink):
 
     def __init__(self, options: SinkOptions) -> None:
         self._run: Any = None
-        self._samples: list[list[Any]] = []
+        self._samples_file = options.output_dir / SAMPLES_FILE
+        self._no_samples: str | None = None  # why their table is not sent
         self._problem: str | None = None  # why no more records are sent; also set by the sending thread
         self._refusal: str | None = None  # why the server lacks records that wandb has written to disk
-        self._is_reported = False
+        self._is_reported = self._is_table_reported = False
         self._last_eval_step = -1  # the server's last when the run was resumed
         self._queue: queue.Queue[Callable[[], object]] = queue.Queue(WANDB_QUEUE_RECORDS)
         try:
@@ -126,12 +136,25 @@ class WandbSink(Sink):
             self._run.log(numbers, step=max(record["step"], first_step))
 
     def _log_samples(self, records: Sequence[Record]) -> None:
-        """A table with all samples so far of this start: wandb shows the last one that was sent."""
+        """A table with all samples of the run so far: wandb shows the last one that was sent.
+
+        A table is an artifact too, for which wandb asks its server for more than for numbers: a failure ends the tables
+        alone.
+        """
+        if self._no_samples is not None:
+            return
+        try:
+            self._send_table(records)
+        except Exception as error:
+            self._no_samples = _reason(error)
+
+    def _send_table(self, records: Sequence[Record]) -> None:
         import wandb
 
-        self._samples += [[record[name] for name in ("step", "prompt", "text")] for record in records]
-        table = wandb.Table(columns=["step", "prompt", "text"], data=self._samples)
-        self._run.log({"samples": table}, step=max(records[-1]["step"], self._run.starting_step))
+        step, columns = records[0]["step"], ["step", "prompt", "text"]
+        rows = [row for row in read_records(self._samples_file) if row["step"] < step] + list(records)
+        table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
+        self._run.log({"samples": table}, step=max(step, self._run.starting_step))
 
     def _post(self, call: Callable[[], object]) -> None:
         """Queue a call for the sending thread, so that wandb cannot block the trainer."""
@@ -161,6 +184,9 @@ class WandbSink(Sink):
 
     def _report_problem(self) -> None:
         """Report once, from the trainer's thread, that wandb does not have all records."""
+        if self._no_samples and not self._is_table_reported:
+            self._is_table_reported = True
+            log.info("wandb: the samples are not sent there (%s). They are in %s.", self._no_samples, SAMPLES_FILE)
         problem = self._problem or self._refusal
         if problem is not None and not self._is_reported:
             self._is_reported = True

@@ -8,6 +8,19 @@ from typing import Any
 
 PROJECT = {"id": "p", "name": "a_project", "entity": {"id": "e", "name": "an_entity"}}
 
+VIEWER: dict[str, Any] | None = {
+    "id": "u",
+    "entity": "an_entity",
+    "name": "u",
+    "username": "u",
+    "email": "",
+    "admin": False,
+    "flags": "{}",
+    "deletedAt": None,
+    "apiKeys": {"edges": []},
+    "teams": {"edges": []},
+}
+
 
 class Run:
     """What the server knows of one run: the lines of its streamed files, its config and how it ended."""
@@ -53,6 +66,7 @@ class WandbServer:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
+        self.uploads: dict[str, bytes] = {}  # files by name
         self.status = 200
         self.errors: list[Exception] = []
         self.num_requests = 0
@@ -121,7 +135,8 @@ class WandbServer:
             self.runs[path.split("/")[-2]].take(json.loads(body))
             return {}
         if path != "/graphql":
-            return {}  # a file's content
+            self.uploads[path.removeprefix("/upload/")] = body
+            return {}
         request = json.loads(body)
         values = request.get("variables") or {}
         match request.get("operationName"):
@@ -132,6 +147,13 @@ class WandbServer:
             case "CreateRunFiles":
                 files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in values["files"]]
                 return {"data": {"createRunFiles": {"runID": values["run"], "uploadHeaders": [], "files": files}}}
+            case "Viewer":
+                return {"data": {"viewer": VIEWER}}
+            case "CreateArtifact":  # of a table, whose file is uploaded with the run's: nothing more is wanted
+                made = {"id": "a", "state": "COMMITTED", "artifactSequence": {"latestArtifact": {"id": "a"}}}
+                return {"data": {"createArtifact": {"artifact": made}}}
+        if "artifactType" in request.get("query", ""):
+            return {"data": {"project": {"artifact": None}}}
         return {"data": {}}  # questions about features: there are none
 
     def _upsert(self, values: dict[str, Any]) -> dict[str, Any]:
