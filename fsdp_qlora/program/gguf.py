@@ -46,6 +46,7 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> None:
     """Convert as the options say."""
     check(args)
+    logging.getLogger("gguf").setLevel(logging.WARNING)  # the package tells of partial files and bytes' order
     out = Path(args.out)
     if args.llama_cpp:
         _convert_there(args, Path(args.llama_cpp), out)
