@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it in a clean environment and uses it from an empty folder, away from any clone: --version,
-# env, configs, train on one and two processes and from Python, quantize, report. The libraries come from the environment
-# of the python on PATH, so nothing is downloaded.
+# env, configs, train on two processes, the examples of docs/python_api.md, export, merge, generate, quantize, report. The
+# libraries come from the environment of the python on PATH, so nothing is downloaded.
 #
 #     bash scripts/wheel_check.sh MODEL ROWS
 #
@@ -33,25 +33,40 @@ fsdp-qlora env >env.txt
 fsdp-qlora configs
 fsdp-qlora configs demo >mine.yaml
 options=(--model_name "$model" --dataset "$rows" --max_steps 2 --quant_cache off --log_to stdout)
-fsdp-qlora train --config mine.yaml "${options[@]}" --output_dir one --world_size 1
-python - "$model" "$rows" <<'PYTHON'
-import sys
-from fsdp_qlora import UserError, train
+fsdp-qlora train --config mine.yaml "${options[@]}" --output_dir two --nproc_per_node 2
 
-model, rows = sys.argv[1:]
-result = train(
-    model_name=model, dataset=rows, max_steps=2, quant_cache="off", world_size=2, output_dir="two", eval_fraction=0.1
-)
-assert (result.state, result.steps, len(result.losses), list(result.eval_losses)) == ("finished", 2, 2, [0, 2]), result
+# The examples of the document, as they stand but for the model's name.
+cp "$rows" rows.jsonl
+sed -n '/^```python$/,/^```$/ { /^```/d; p }' "$root/docs/python_api.md" | sed "s|Qwen/Qwen3-8B-Base|$model|" >examples.py
+cat >>examples.py <<'PYTHON'
+assert (result.state, result.steps, len(result.losses)) == ("finished", result.steps, result.steps), result
+assert result.steps > 0 and list(result.eval_losses) == [0, result.steps], result
 try:
-    train(model_nane=model)
+    train(model_nane="output")
 except UserError as error:
     assert "did you mean model_name?" in str(error), error
 else:
     raise AssertionError("an option that does not exist was not refused")
 PYTHON
-ls one/adapter_model.safetensors two/adapter_model.safetensors one/report.html two/report.html
+python examples.py | tee examples.txt
+grep "^finished [0-9]" examples.txt
+grep "^wrong input: " examples.txt
+ls two/adapter_model.safetensors output/adapter_model.safetensors two/report.html output/report.html
+
+# One process for these: the import of torch takes longer than they do.
+python - <<'PYTHON'
+from fsdp_qlora.program.main import main
+
+for words in (
+    "export two --out exported",
+    "merge --adapter two --out merged",
+    "generate --adapter merged --prompt river --max_new_tokens 2 --quant_cache off --nproc_per_node 1",
+):
+    assert main(words.split()) == 0, words
+PYTHON
+cmp exported/adapter_model.safetensors two/adapter_model.safetensors
+ls merged/config.json merged/README.md
 fsdp-qlora quantize "$model" --out quantized
-fsdp-qlora report one two
+fsdp-qlora report two output
 ls quantized/config.json report.html
 echo "The wheel works."

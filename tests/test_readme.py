@@ -17,6 +17,7 @@ from benchmarks import planned_memory
 from fsdp_qlora.config.options import option_types
 from fsdp_qlora.config.other_names import OTHER_NAMES
 from fsdp_qlora.program import main as beside
+from fsdp_qlora.program.table import COMMANDS as TABLE
 from scripts import update_docs
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 
@@ -36,12 +37,28 @@ RUN_ELSEWHERE = {
     "python -m pytest": ("scripts/test.sh", "python -m pytest"),
     "bash scripts/run_forever.sh": ("tests/chaos/test_torchrun.py", "scripts/run_forever.sh"),
     "python scripts/update_docs.py": ("tests/test_readme.py", "update_docs.main"),
+    "bash scripts/phantom.sh": (".ci/run", "scripts/phantom.sh"),
+    "python benchmarks/gpu.py": ("tests/test_benchmarks.py", "gpu.main"),
+    "bash scripts/chaos.sh": ("tests/test_readme.py", '"bash", "-n"'),
 }
 # Too slow for every run, or in need of a package index: what they name is checked. Command -> why.
 BY_HAND = {
     "pip install --require-hashes -r requirements.lock": "downloads",
     "pip install --no-deps -e .": "goes with it",
     "bash scripts/same_bytes.sh main": "trains every train type at two commits",
+    "bash scripts/gpu_check.sh": "needs a GPU; without one it would do nothing",
+    "python -m pytest -m gpu": "the same",
+    "python -m tests.phantom.everything": "hours: every cell of docs/gpu.md's table",
+    "python benchmarks/useful_tokens.py": "needs rows of one's own; its figures are kept",
+    "python benchmarks/loading.py": "1.5 GB; its figures are kept",
+    "hf auth login": "a person's",
+    "pip install": "downloads",
+}
+# Python examples in the documents -> what runs them.
+EXAMPLES = {
+    "docs/extending.md": ("tests/test_extending.py", "docs"),
+    "docs/python_api.md": ("scripts/wheel_check.sh", "docs/python_api.md"),
+    "docs/after_training.md": ("tests/test_readme.py", "AutoPeftModelForCausalLM.from_pretrained"),
 }
 # Flags in the documents that are not options of train.py.
 OTHER_FLAGS = {
@@ -168,6 +185,34 @@ def test_every_other_command_is_run_by_a_test_or_a_script() -> None:
         assert call in (ROOT / runner).read_text()
     named = [word for line in others for word in shlex.split(line) if "/" in word]
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def inline_commands(text: str) -> list[str]:
+    """Commands within a sentence, and those in indented blocks: of a program, with a word behind it."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    programs = r"(?:python|bash|fsdp-qlora|torchrun|pip|hf|accelerate) [^`\n]+"
+    return re.findall(rf"`({programs})`", text) + re.findall(rf"^    ({programs})$", text, re.MULTILINE)
+
+
+def test_every_command_in_a_sentence_is_a_known_one() -> None:
+    found = [line for path in DOCUMENTS for line in inline_commands(path.read_text())]
+    assert len(found) > 20
+    known = (*RUN_ELSEWHERE, *BY_HAND, *COMMANDS, *(f"fsdp-qlora {name}" for name in TABLE))
+    known += ("fsdp-qlora --help", "python train.py", "torchrun -m fsdp_qlora train", "torchrun --max-restarts")
+    assert [line for line in found if not line.startswith(known)] == []
+
+
+def test_every_python_example_is_run_by_a_test_or_a_script(models: Callable[..., Path], tmp_path: Path) -> None:
+    examples = {path: re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S) for path in DOCUMENTS}
+    assert {str(path.relative_to(ROOT)) for path, blocks in examples.items() if blocks} == EXAMPLES.keys()
+    for runner, call in EXAMPLES.values():
+        assert call in (ROOT / runner).read_text()
+    model = AutoModelForCausalLM.from_pretrained(models())
+    get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM")).save_pretrained(tmp_path / "output")
+    (example,) = examples[ROOT / "docs/after_training.md"]
+    names: dict[str, object] = {}
+    exec(example.replace('"output"', repr(str(tmp_path / "output"))), names)
+    assert hasattr(names["model"], "peft_config")
 
 
 def test_scripts_are_correct_shell() -> None:
