@@ -1,0 +1,94 @@
+"""Peak memory of `merge` on the shapes of a 70B: `python -m benchmarks.merge_70b`.
+
+Writes some decoder blocks of a Llama 70B, its embeddings and its head in bf16, and a LoRA adapter of rank 16 on every
+linear layer; then merges in fresh processes, as `benchmarks/merge.py` does. Needs twice the model's size on disk
+(`--folder`), which is free again at the end. Exits with 1 above the two largest tensors and 600 MB.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.common import describe_machine, write_results
+from benchmarks.merge import MORE_BYTES, measure
+from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
+
+RANK = 16
+SHAPE = {
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+_PIECE = 2**25  # elements written at a time, the same ones again and again
+
+
+def write_base(folder: Path, config: LlamaConfig) -> dict[str, torch.Size]:
+    """Returns the shapes of its tensors."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    folder.mkdir()
+    config.save_pretrained(folder)
+    files = PackedFiles(folder, {name: TensorForm(torch.bfloat16, shape) for name, shape in shapes.items()})
+    files.create()
+    values = torch.empty(_PIECE, dtype=torch.bfloat16).normal_(0, 0.02)
+    for name, shape in shapes.items():
+        for start in range(0, shape.numel(), _PIECE):
+            files.write(name, 2 * start, values[: shape.numel() - start])
+    files.close()
+    return shapes
+
+
+def write_adapter(folder: Path, base: Path, shapes: dict[str, torch.Size]) -> None:
+    """A LoRA adapter in PEFT's format on all linear layers of the blocks."""
+    linears = [name.removesuffix(".weight") for name in shapes if "_proj." in name]
+    tensors = {}
+    for name in linears:
+        rows, columns = shapes[f"{name}.weight"]
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns) * 0.01
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK) * 0.01
+    targets = sorted({name.rpartition(".")[2] for name in linears})
+    adapter = LoraConfig(r=RANK, target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=str(base))
+    folder.mkdir()
+    adapter.save_pretrained(str(folder))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="where there is room (default: the system's temporary folder)")
+    parser.add_argument("--output", help="JSON file to write")
+    args = parser.parse_args(argv)
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        shapes = write_base(folder / "base", LlamaConfig(**SHAPE, num_hidden_layers=args.layers))
+        write_adapter(folder / "adapter", folder / "base", shapes)
+        sizes = sorted(2 * shape.numel() for shape in shapes.values())
+        result |= {"model_bytes": sum(sizes), "largest_bytes": sizes[-2:], "allowed": sum(sizes[-2:]) + MORE_BYTES}
+        for title, words in {
+            "original": (),
+            "dequantized (nf4)": ("--base", "dequantized", "--train_type", "qlora"),
+        }.items():
+            result[title] = measure(folder, *words)
+            print(json.dumps({title: result[title], "allowed": result["allowed"]}), flush=True)
+    if args.output:
+        command = f"python -m benchmarks.merge_70b --layers {args.layers}"
+        write_results(args.output, command, {"machine": describe_machine(torch.device("cpu")), **result})
+    return int(any(result[title]["peak"] > result["allowed"] for title in ("original", "dequantized (nf4)")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
