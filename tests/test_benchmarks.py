@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import common, cpu, dora, gpu, gpu_report, gpu_rows, gpu_steps, overhead
+from benchmarks import common, cpu, dora, epoch_time, gpu, gpu_report, gpu_rows, gpu_steps, overhead
+from tests.tiny import make_rows, write_rows
 
 
 def _run(main: Any, *argv: str, output: Path) -> tuple[int, dict[str, Any]]:
@@ -50,6 +52,19 @@ def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_pa
     assert result["parts"]["head and loss"]["ours"]["peak_bytes"] < 1.5 * 8 * 256 * 4
     low, middle, high = result["parts"]["small model"]["HF Trainer"]["ratio_quartiles"]
     assert 0 < low <= middle <= high
+
+
+def test_epoch_benchmark_trains_the_same_rows_however_they_are_laid_out(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
+    argv = ["--model_name", str(models()), "--dataset", str(write_rows(tmp_path / "rows.jsonl", make_rows(8)))]
+    argv += ["--rows", "8", "--batch_size", "2", "--rounds", "1", "--hidden", "64", "--layers", "1"]
+    status, result = _run(epoch_time.main, *argv, output=tmp_path / "out.json")
+    assert status == 0 and result["tokens"] > result["targets"] > 8
+    ours = {name: who for name, who in result["who"].items() if name.startswith("ours")}
+    assert {name: who["steps"] for name, who in ours.items()} == {"ours": 4, "ours, packed": 2, "ours, padded": 4}
+    assert all(len(who["cpu_seconds"]) == 1 and len(who["losses"]) == 2 for who in ours.values())
+    assert ours["ours, padded"]["losses"] == pytest.approx(ours["ours"]["losses"], rel=1e-5)
 
 
 def test_gpu_benchmark_measures_every_way_of_saving_memory_and_its_losses_fall(tmp_path: Path) -> None:
