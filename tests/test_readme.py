@@ -67,6 +67,7 @@ OTHER_FLAGS = {
     *("base", "verify", "dtype", "model", "type", "llama_cpp"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("logdir", "project", "shm-size", "ipc"),  # tensorboard, trackio, docker
+    "report",  # benchmarks/gpu.py
     *("config", "help", "dry_run"),
 }
 
