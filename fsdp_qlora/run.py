@@ -110,9 +110,9 @@ def train_and_export(
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
         mesh = load_model(config, plan.model, weights, ranks)
-    guard.memory.record("after loading")
-    distributed.release_loading_memory(ranks.device)
-    trainer = build_trainer(config, plan, ranks, guard.control)
+        guard.memory.record("after loading")
+        distributed.release_loading_memory(ranks.device)
+        trainer = build_trainer(config, plan, ranks, guard.control)  # tries a few tokens
     state = TrainState(
         trainer.model,
         trainer.optimizer,
