@@ -59,6 +59,7 @@ def training_record(
         "parent": about.get("parent"),
         "step": step,
         "num_tokens": progress.get("num_tokens"),
+        "rows_per_step": about.get("global_batch_size"),
         "losses": losses,
         "precision": about["facts"].get("precision"),
         "prompt": about.get("prompt"),
@@ -182,7 +183,8 @@ def _facts(record: Mapping[str, Any], base: Base) -> Iterator[str]:
         if record[name]:
             yield f"- {title}: {', '.join(_dataset(item) for item in record[name])}"
     if record["num_tokens"]:
-        yield f"- Trained on: {record['num_tokens']:,} tokens in {record['step']:,} steps"
+        rows = f" of {record['rows_per_step']} rows" if record.get("rows_per_step") else ""
+        yield f"- Trained on: {record['num_tokens']:,} tokens in {record['step']:,} steps{rows}"
     if losses["loss"] is not None:
         yield f"- Training loss of the last step: {losses['loss']:.4f}"
     if losses.get("eval_loss") is not None:
