@@ -153,6 +153,11 @@ def _weight_replaced(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
         module._parameters["weight"] = own
 
 
+def same_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """`tokens_known` where all ranks look up the same ones, on the CPU."""
+    return tokens_known(model, [input_ids.flatten()] * len(sharing_ranks(model)) or None)
+
+
 class _Rows:
     """A module of which a rank has some rows, and that computes with others in its forward pass."""
 
@@ -246,9 +251,9 @@ class Lookup(_Rows):
         if self.size == 1:
             return [ids.flatten().cpu()]
         counts = gather_numbers([ids.numel()], ids.device, self.group).flatten().int().tolist()
-        counts[self.rank] = ids.numel()
-        padded = ids.new_zeros(max(counts))
-        padded[: ids.numel()] = ids.flatten()
+        padded = torch.zeros(max(counts), dtype=ids.dtype)
+        padded[: ids.numel()] = ids.flatten().cpu()
+        padded = padded.to(ids.device)
         everyone = padded.new_empty(len(counts) * len(padded))
         all_gather(everyone, padded, group=self.group)
         parts = zip(everyone.view(len(counts), -1).cpu(), counts, strict=True)

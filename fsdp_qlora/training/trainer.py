@@ -24,7 +24,7 @@ from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
-from fsdp_qlora.sharding.vocabulary import sharing_ranks, tokens_known
+from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
 from fsdp_qlora.training.head_loss import learned_rows
 from fsdp_qlora.training.head_trial import few_tokens, find_head_loss
@@ -78,8 +78,9 @@ class Trainer:
         self.skip_logits = can_skip_logits(model)
         self.sharing_ranks = sharing_ranks(model)
         self.memory_watch: MemoryWatch | None = None
-        with self._documents_apart(), self._autocast():
-            self.head_loss = find_head_loss(model, self._inputs(self._few_tokens()))
+        few = self._few_tokens()
+        with self._documents_apart(), self._autocast(), same_tokens(model, few["input_ids"]):
+            self.head_loss = find_head_loss(model, self._inputs(few))
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.

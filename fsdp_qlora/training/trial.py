@@ -10,6 +10,7 @@ from fsdp_qlora.distributed import Ranks, gather_numbers
 from fsdp_qlora.documents import attending, why_not
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.vocabulary import same_tokens
 
 # The second document is short behind a long one, so that it suffers most from what is left of the first.
 _LENGTHS = (40, 8)
@@ -48,13 +49,13 @@ def _difference(model: PreTrainedModel, implementation: str | None, ranks: Ranks
     """The difference of the second document's logits from those in a padded batch, relative, median over tokens."""
     model.eval()
     vocab_size = model.get_input_embeddings().num_embeddings
-    first, second = torch.arange(sum(_LENGTHS), device=ranks.device).mul(7919).remainder(vocab_size).split(_LENGTHS)
+    first, second = torch.arange(sum(_LENGTHS)).mul(7919).remainder(vocab_size).split(_LENGTHS)
     batch = torch.stack([first, torch.cat([second, second.new_zeros(len(first) - len(second))])])
 
     def logits(input_ids: torch.Tensor, **documents: Any) -> torch.Tensor:
         kind, dtype = ranks.device.type, precision.compute_dtype
-        with torch.autocast(kind, dtype=dtype, enabled=precision.autocast):
-            found: torch.Tensor = model(input_ids=input_ids, use_cache=False, **documents).logits
+        with torch.autocast(kind, dtype=dtype, enabled=precision.autocast), same_tokens(model, input_ids):
+            found: torch.Tensor = model(input_ids=input_ids.to(ranks.device), use_cache=False, **documents).logits
         reshard_all(model)
         return found
 
