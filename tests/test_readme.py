@@ -49,6 +49,8 @@ BY_HAND = {
     "bash scripts/gpu_check.sh": "needs a GPU; without one it would do nothing",
     "python -m pytest -m gpu": "the same",
     "python -m tests.phantom.everything": "hours: every cell of docs/gpu.md's table",
+    "python -m tests.parity.all_combinations": "an hour; its figures are kept",
+    "bash scripts/same_bytes.sh 1bffeab": "as for main",
     "python benchmarks/useful_tokens.py": "needs rows of one's own; its figures are kept",
     "python benchmarks/loading.py": "1.5 GB; its figures are kept",
     "hf auth login": "a person's",

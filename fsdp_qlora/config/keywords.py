@@ -59,6 +59,7 @@ class TrainKeywords(TypedDict, total=False):
     sharding_strategy: Literal["auto", "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"]
     recompute: Literal["auto", "all", "none"] | None
     use_gradient_checkpointing: bool | None
+    compile: bool
     use_cpu_offload: Literal["auto"] | None
     use_activation_cpu_offload: bool
     loading_buffer_mib: int

@@ -291,7 +291,8 @@ class SharedHead(_Rows):
     @torch.no_grad()
     def _bring(self, *_: Any) -> None:
         rows = self.own_rows()
-        if rows.device.type == self.device.type or self._copied is not None:
+        is_backward = torch._C._current_graph_task_id() != -1  # a recomputation of the block
+        if rows.device.type == self.device.type or self._copied is not None or is_backward:
             return
         self._side = self._side or SideStream(self.device)
         there = torch.empty_like(rows, device=self.device)

@@ -57,7 +57,9 @@ def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable[..., list[float]]) -> None:
     first, *others = [train(case, *split) for split in SPLITS]
     assert len(set(first)) == 6
-    assert others == [pytest.approx(first, rel=1e-5)] * len(others)
+    # An activation at the edge between two of int8's steps goes to the one or the other for the last bit of a sum.
+    tolerance = 2e-4 if case == "int8_lora" else 1e-5
+    assert others == [pytest.approx(first, rel=tolerance)] * len(others)
 
 
 @pytest.mark.parametrize("case", ["qlora", "lora", "full"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.standin_memory import SHAPES, build
+from benchmarks.standin_memory import COMMON, SHAPES, build
 from fsdp_qlora.models import find_blocks
 from fsdp_qlora.sharding.recompute import set_recompute
 from tests.phantom.counts import recording
@@ -16,11 +16,11 @@ BLOCKS, FEWER = 4, 2
 
 
 def main(shape: str) -> None:
-    trainer, _, _, rows = build(SHAPES[shape] | {"num_hidden_layers": BLOCKS}, 1, {"recompute": "none"})
+    trainer, _, _, rows = build(SHAPES[shape] | {"num_hidden_layers": BLOCKS}, 1, 2048, COMMON | {"recompute": "none"})
     trainer.train_step(0, rows)
     trainer.model.train()
     trainer._set_gradient_sync(False)
-    [micro_batch] = trainer._micro_batches(rows)
+    [micro_batch] = trainer._micro_batches([rows])
     found: dict[str, Any] = {}
     for number in (BLOCKS, FEWER):
         del find_blocks(trainer.model)[number:]
