@@ -123,7 +123,7 @@ def measure(*, shape: str, ranks: int, length: int = 2048, layers: int = 0, **op
         "resident": resident,
         "at_peak": at_peak(trace, tokens * model.config.hidden_size * 2),
         "expected": expect(model, mesh, options),
-        "expected_at_peak": expect_at_peak(model, mesh, options["batch_size"], tokens, options),
+        "expected_at_peak": expect_at_peak(model, mesh, tokens, options),
         "torch": torch.__version__,
     }
 
@@ -179,17 +179,15 @@ def expect(model: Any, mesh: Any, options: dict[str, Any]) -> dict[str, int]:
     return {**here, "optimizer state": int(account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"])}
 
 
-def expect_at_peak(model: Any, mesh: Any, rows: int, tokens: int, options: dict[str, Any]) -> dict[str, int]:
+def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of what a step of a llama in bf16 adds at its peak, by the categories of `at_peak`, from the shapes alone.
 
-    That is when the head is gathered, at its logits, or where the last block's backward pass begins.
+    That is in the backward pass of the last block, where the gradients of its gate are computed: logits and what ranks
+    exchange for them come in chunks that are smaller.
     """
-    import torch
-
     from fsdp_qlora import distributed
     from fsdp_qlora.models import find_blocks
     from fsdp_qlora.sharding.byte_account import count_bytes
-    from fsdp_qlora.training.head_loss import logits_bytes
 
     config, blocks = model.config, find_blocks(model)
     hidden, wide = tokens * config.hidden_size * 2, tokens * config.intermediate_size * 2
@@ -198,32 +196,13 @@ def expect_at_peak(model: Any, mesh: Any, rows: int, tokens: int, options: dict[
     adapters = count_bytes(model, 1)["trainable"].total // 2  # in bf16, from forward to backward
     of_block = count_bytes(blocks[0], 1)
     block = sum(part.total for name, part in of_block.items() if name != "trainable")
-    is_gathered = distributed.shard_size(mesh) > 1
-    decoded = config.hidden_size * config.intermediate_size * 2  # and its statistics, for 64 weights each
-    head = is_gathered * config.vocab_size * config.hidden_size * 2
-    # The last norm's input in float32, and of its output the rows that have a target.
-    norm, targets = 2 * hidden, 2 * (tokens - rows) * config.hidden_size
-    when_gathered = {
-        "gathered by FSDP2": adapters + 2 * head,  # and the buffer that it came in
-        "a chunk of logits": 0,
-        HIDDEN: kept + hidden,  # the last norm's
-        "block at work": norm + targets,
-    }
-    at_head = when_gathered | {
-        "gathered by FSDP2": adapters + head,
-        "a chunk of logits": logits_bytes(tokens, config.vocab_size, torch.bfloat16),
-        "block at work": norm + 2 * targets,  # and their gradient
-    }
-    in_block = {
-        "gathered by FSDP2": adapters + is_gathered * 2 * block,
-        "a chunk of logits": 0,
-        # Two norms' outputs, queries, what attention gives, and the gradient.
-        HIDDEN: kept + 5 * hidden,
-        # Two norms' inputs in float32, keys, values. Of the MLP gate, up, SiLU of gate, product, and: the product's
-        # gradient and the decoded weight, or (the product is free by then) that and the gradients of up and of SiLU.
-        "block at work": 4 * hidden + 2 * keys + max(5 * wide + decoded + decoded // 32, 6 * wide),
-    }
-    return max((when_gathered, at_head, in_block), key=lambda found: sum(found.values()))
+    gathered = adapters + (2 * block if distributed.shard_size(mesh) > 1 else 0)
+    decoded = config.hidden_size * config.intermediate_size * 2
+    # Of the MLP gate, up, SiLU of gate, the product's gradient, and those of gate and up; with few tokens, before
+    # these, gate, up, their product and its gradient beside the decoded weight. Norms' inputs, queries, gradients.
+    places = [(6 * hidden, 6 * wide), (7 * hidden, 4 * wide + decoded)]
+    more, work = max(places, key=sum)
+    return {"gathered by FSDP2": gathered, HIDDEN: kept + more, "block at work": 2 * keys + work}
 
 
 def at_peak(trace: list[dict[str, Any]], hidden_bytes: int) -> dict[str, int]:
