@@ -39,7 +39,9 @@ class Rank:
 
 def variables(folder: Path, settings: dict[str, object]) -> dict[str, str]:
     """The environment of a process on the stand-in. `settings` are its PHANTOM_* variables, and any others."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PHANTOM", "CUDA_"))}
+    # A command that a test ran in its own process has set the allocator's.
+    ours = ("PHANTOM", "CUDA_", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {
         **inherited,
         "LD_LIBRARY_PATH": str(LIBRARIES),

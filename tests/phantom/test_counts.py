@@ -62,7 +62,7 @@ def test_what_kernels_count_or_find_is_0_and_not_what_the_host_has_sent_there_be
 
 def test_memory_is_what_the_allocator_asked_for(one_rank):
     memory = one_rank["memory"]
-    assert 1 <= one_rank["mallocs"] <= 3  # one for the large tensor; seen twice: two more for small ones
+    assert one_rank["mallocs"] == 1
     assert memory["device"] == memory["reserved"]  # torch is the only one who asked
     assert 64 * MIB <= memory["allocated_peak"] <= memory["reserved_peak"] < 128 * MIB
 
