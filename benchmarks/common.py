@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,3 +192,11 @@ def write_results(path: str, command: str, result: dict[str, Any]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(record, indent=2) + "\n")
     print(f"Written: {path}")
+
+
+def quiet_on_one_thread() -> None:
+    """For what is timed side by side on a CPU: no words of the libraries, and one thread."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)

@@ -21,7 +21,6 @@ import statistics
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.common import describe_machine, peak_bytes, random_rows, write_results
+from benchmarks.common import describe_machine, peak_bytes, quiet_on_one_thread, random_rows, write_results
 from benchmarks.dora import our_layer, peft_layer, quantized_linear, step
 from benchmarks.overhead import LR, RANKS, SEED, Step, load_reference, make_checkpoint, our_step, take_turns
 from fsdp_qlora import distributed
@@ -247,10 +246,7 @@ def failures(table: dict[str, dict[str, Any]]) -> list[str]:
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    quiet_on_one_thread()
     distributed.start_process_group(RANKS)
     try:
         table = {part: measure(part, args) for part in args.parts}

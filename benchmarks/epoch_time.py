@@ -17,17 +17,15 @@ import importlib.util
 import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from transformers import AutoTokenizer, LlamaConfig, TrainerCallback
 
-from benchmarks.common import build_run, describe_machine, seconds_of, write_results
+from benchmarks.common import build_run, describe_machine, quiet_on_one_thread, seconds_of, write_results
 from benchmarks.cpu import StepByStep, training_options
 from benchmarks.gpu_peers import _tokenizer
 from benchmarks.overhead import LORA_RANK, LR, RANKS, SEED, load_reference, make_checkpoint
@@ -141,10 +139,7 @@ def run_rounds(epochs: dict[str, Epoch], rounds: int) -> dict[str, dict[str, Any
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    quiet_on_one_thread()
     data = read_rows(args)
     distributed.start_process_group(RANKS)
     try:

@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.parity.all_combinations import CASES
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, write_rows
 
 Models = Callable[..., Path]
-CASES: dict[str, dict[str, Any]] = {
-    "qlora": {"train_type": "qlora", "lora_dropout": 0.2},
-    "lora": {"train_type": "lora", "lora_dropout": 0.2},
-    "bnb_dora": {"train_type": "bnb_dora"},
-    "hqq_lora": {"train_type": "hqq_lora"},
-    "mixture": {"train_type": "qlora", "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"},
-}
 
 
 def _train_each(commands: list[list[str]]) -> int:
