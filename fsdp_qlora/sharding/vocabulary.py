@@ -134,9 +134,9 @@ def _only_looks_up(module: nn.Module) -> bool:
     rows = numbers.as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
     ids = torch.tensor([[0, 1, vocabulary - 1, module.padding_idx or 0, vocabulary // 2, 1]])
     try:
-        with _weight_replaced(module, rows):
+        with _weight_replaced(module, rows, module.padding_idx):
             expected = module(ids)
-        with _weight_replaced(module, rows[ids.flatten()]):
+        with _weight_replaced(module, rows[ids.flatten()], None):
             found = module(torch.arange(ids.numel()).view(ids.shape))
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
@@ -144,13 +144,13 @@ def _only_looks_up(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _weight_replaced(module: nn.Module, weight: torch.Tensor) -> Iterator[None]:
-    own = module._parameters["weight"]
-    module._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
+def _weight_replaced(module: nn.Embedding, weight: torch.Tensor, padding_idx: int | None) -> Iterator[None]:
+    own = module._parameters["weight"], module.padding_idx
+    module._parameters["weight"], module.padding_idx = nn.Parameter(weight, requires_grad=False), padding_idx
     try:
         yield
     finally:
-        module._parameters["weight"] = own
+        module._parameters["weight"], module.padding_idx = own
 
 
 def same_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> contextlib.AbstractContextManager[None]:
@@ -222,6 +222,8 @@ class Lookup(_Rows):
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__(module, mesh)
+        # It says whose row gets no gradient, which a frozen row never does, and must be the number of a row.
+        module.padding_idx = None  # type: ignore[assignment]
         self.tokens: Sequence[torch.Tensor] | None = None
         module.register_forward_pre_hook(self._enter)
 

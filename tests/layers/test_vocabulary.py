@@ -19,7 +19,7 @@ VOCABULARY = 320  # three ranks have 107, 107 and 106 rows
 LENGTHS = (24, 7, 1)  # tokens of each rank
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
-    "llama tied": {"tie_word_embeddings": True},
+    "llama tied": {"tie_word_embeddings": True, "pad_token_id": 300},
     "gemma3_text": {"final_logit_softcapping": 3.0},  # tied, and its embedding scales
 }
 
@@ -55,7 +55,7 @@ class Masked(nn.Embedding):
 
 def test_an_embedding_is_shared_if_a_token_gives_what_follows_from_its_row() -> None:
     with torch.device("meta"):
-        modules = [nn.Embedding(50, 8, padding_idx=3), Scaled(50, 8, dtype=torch.bfloat16), Masked(50, 8)]
+        modules = [nn.Embedding(50, 8, padding_idx=40), Scaled(50, 8, dtype=torch.bfloat16), Masked(50, 8)]
     modules.append(nn.Embedding(50, 8, max_norm=1.0))
     assert [vocabulary._only_looks_up(module) for module in modules] == [True, True, False, False]
     assert all(module.weight.is_meta for module in modules[:3])
