@@ -1,9 +1,16 @@
 """Programs on the stand-in for CUDA, started from tests that run in another environment."""
 
+import atexit
 import contextlib
+import functools
 import json
 import os
+import select
+import shutil
+import signal
+import socket
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -63,10 +70,14 @@ def run(
     settings_of_rank: dict[int, dict[str, object]] | None = None,
     summary: bool = False,
     timeout_seconds: float = 240,
+    is_fresh: bool = False,
 ) -> list[Rank]:
     """Run `python ARGUMENTS` on the stand-in as torchrun would: one process per rank, each on a GPU of its own machine.
 
+    The processes are forked from one that has imported torch (forks.py), unless they are to be fresh.
+
     Args:
+        arguments: a script and its words; of a fresh process whatever python takes.
         folder: for the ranks' output, messages and summaries; made if need be.
         settings: more environment variables for all ranks; settings_of_rank for single ones.
         summary: record the whole process (counts.py).
@@ -75,46 +86,98 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = _free_port()
-    with contextlib.ExitStack() as opened:
-        processes = []
-        for rank in range(ranks):
-            own: dict[str, object] = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
-            own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-            if summary:
-                own["PHANTOM_SUMMARY"] = folder / f"counts{rank}.json"
-            own |= {**(settings or {}), **(settings_of_rank or {}).get(rank, {})}
-            output = opened.enter_context(open(folder / f"rank{rank}.log", "w"))
-            command = [str(PYTHON), *map(str, arguments)]
-            environment = variables(folder, own)
-            processes.append(
-                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True)
-            )
-        in_time = _wait(processes, timeout_seconds)
+    processes: list[Fresh | Forked] = []
+    for rank in range(ranks):
+        own: dict[str, object] = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
+        own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        if summary:
+            own["PHANTOM_SUMMARY"] = folder / f"counts{rank}.json"
+        own |= {**(settings or {}), **(settings_of_rank or {}).get(rank, {})}
+        start = Fresh if is_fresh else Forked
+        processes.append(start(list(map(str, arguments)), variables(folder, own), folder / f"rank{rank}.log"))
+    in_time = _wait(processes, timeout_seconds)
     ended = [_ended(process, folder, rank) for rank, process in enumerate(processes)]
     if not in_time:
         raise TimeoutError("\n".join(rank.output[-3000:] for rank in ended))
     return ended
 
 
-def _wait(processes: list[subprocess.Popen[str]], seconds: float) -> bool:
+class Fresh:
+    """A process that begins with nothing."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+        command = [str(PYTHON), *arguments]
+        with open(output, "w") as file:
+            self._process = subprocess.Popen(command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        return self._process.poll()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Forked:
+    """A process that begins with torch imported."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(_forks())
+        request = {"arguments": arguments, "environment": environment, "output": str(output)}
+        self._connection.sendall(json.dumps(request).encode() + b"\n")
+        self._answers = self._connection.makefile()
+        self._pid = int(self._answers.readline())
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        if self._status is None and select.select([self._connection], [], [], 0)[0]:
+            self._status = int(self._answers.readline())
+            self._connection.close()
+        return self._status
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        self._status = int(self._answers.readline())
+        self._connection.close()
+
+
+@functools.cache
+def _forks() -> str:
+    """The socket of this process's server of forks."""
+    path = Path(tempfile.mkdtemp(prefix="forks")) / "socket"
+    command = [str(PYTHON), "-m", "tests.phantom.forks", str(path)]
+    server = subprocess.Popen(command, env=variables(path.parent, {"OMP_NUM_THREADS": 1}), cwd=ROOT)
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    atexit.register(server.kill)
+    while not path.exists():
+        if server.poll() is not None:
+            raise RuntimeError("the process that forks the stand-in's has ended")
+        time.sleep(0.05)
+    return str(path)
+
+
+def _wait(processes: Sequence["Fresh | Forked"], seconds: float) -> bool:
     """Wait for all; when one failed the others are given a moment and ended, as torchrun does."""
     end = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.05)
-        if any(process.returncode for process in processes):
+        if any(process.poll() for process in processes):
             end = min(end, time.monotonic() + 15)
-    in_time = time.monotonic() < end or any(process.returncode for process in processes)
+    in_time = time.monotonic() < end or any(process.poll() for process in processes)
     for process in processes:
         if process.poll() is None:
             process.kill()
-            process.wait()
     return in_time
 
 
-def _ended(process: subprocess.Popen[str], folder: Path, rank: int) -> Rank:
+def _ended(process: Fresh | Forked, folder: Path, rank: int) -> Rank:
     counts = folder / f"counts{rank}.json"
     return Rank(
-        status=process.returncode,
+        status=process.poll() or 0,
         output=(folder / f"rank{rank}.log").read_text(),
         summary=json.loads(counts.read_text()) if counts.exists() else {},
     )

@@ -1,0 +1,92 @@
+"""Processes of the stand-in's environment, forked from one that has imported torch and transformers.
+
+    python -m tests.phantom.forks SOCKET        # started by environment.py, ends with the process that started it
+
+A connection is a process: a line of JSON says what is to run, lines with its process id and its exit status come back.
+"""
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import socketserver
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+# Whoever has asked CUDA for its devices can no longer be forked, and torch's compiler asks when it is imported.
+# So does bitsandbytes, and peft imports it.
+with mock.patch.object(torch.cuda, "is_available", return_value=False):
+    import datasets  # noqa: F401
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    import torch.optim
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+
+class Handler(socketserver.StreamRequestHandler):
+    """In a process of its own, which forks once more and waits, so that the status of a killed process is known too."""
+
+    def handle(self) -> None:
+        request = json.loads(self.rfile.readline())
+        pid = os.fork()
+        if not pid:
+            become(**request)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.wfile.write(f"{pid}\n".encode())
+            self.wfile.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
+
+
+class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
+    max_children = 1000
+    block_on_close = False
+    request_queue_size = 64
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, Handler)
+        self.parent = os.getppid()
+
+    def service_actions(self) -> None:
+        super().service_actions()
+        if os.getppid() != self.parent:
+            sys.exit()
+
+
+def become(arguments: list[str], environment: dict[str, str], output: str) -> None:
+    """Be the process `python ARGUMENTS`, a script with its words, and end."""
+    status: Any = 1
+    try:
+        with open(output, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ.clear()
+        os.environ |= environment
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent.resolve()))
+        import sitecustomize
+
+        sitecustomize.record_if_asked()
+        runpy.run_path(arguments[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code or 0
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    with Server(sys.argv[1]) as server:
+        server.serve_forever(poll_interval=0.5)
