@@ -181,14 +181,12 @@ def kept_until_all_connect(store: dist.Store, ranks: Ranks) -> Iterator[None]:
 
 def start_process_group(
     ranks: Ranks, store: dist.Store | None = None, *, timeout_minutes: float = 30.0, backend: str = ""
-) -> dist.Store:
+) -> None:
     """Join the other ranks: NCCL for tensors on a GPU, gloo for tensors on the CPU.
 
     Args:
         store: from `connect`, which is called if None. From now on it belongs to the group.
         backend: instead of these, for tests: gloo lets several ranks share a GPU, fake is a group of one rank.
-    Returns:
-        The store over a separate connection, for a background thread.
     """
     # torch's flight recorder is written out when a collective does not end. It keeps this many of the last collectives,
     # about 1 KiB each, and so made a tiny run grow by 2 MiB on the CPU, where the stacks of a hang say enough.
@@ -204,7 +202,6 @@ def start_process_group(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    return store.clone()  # type: ignore[attr-defined]  # its annotations lack it
 
 
 def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: dist.Store, *, hours: float) -> str:

@@ -19,6 +19,7 @@ from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.resolved import resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits
+from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
 from fsdp_qlora.generation.generate import Stops, TextGenerator
@@ -79,25 +80,27 @@ def run(config: TrainConfig) -> None:
         started = clock.elapsed()  # what comes before the first step counts for the budget too
         timeout_minutes = max(30, 2 * config.hang_minutes)
         store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
-        with distributed.kept_until_all_connect(store, ranks):
-            plan = make_plan(config, ranks, store)
-            folder.check_keeps_model(plan.model.folder)
-            folder.check_contents(known_facts(plan))
-            check_resources(config, ranks, plan.model)
-            if config.push_to_hub and ranks.is_rank_0 and (advice := login_advice(config.push_to_hub)):
-                log.warning(advice)
-            hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
-            weights = open_weights(plan.model)
-        own_store = distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
-        identity = agree(config, ranks, plan, weights)
-        start = folder.choose_start(identity)
-        if start.is_finished:
-            log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
-        else:
-            identity |= {"run_id": start.run_id}
-            helps = memory_settings(config, plan.model, ranks)
-            guard = Supervision(config, folder, start, own_store, started=started, memory_settings=helps)
-            train_and_export(config, plan, weights, identity, guard)
+        presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
+        with exits.telling_the_others(presence):
+            with distributed.kept_until_all_connect(store, ranks):
+                plan = make_plan(config, ranks, store)
+                folder.check_keeps_model(plan.model.folder)
+                folder.check_contents(known_facts(plan))
+                check_resources(config, ranks, plan.model)
+                if config.push_to_hub and ranks.is_rank_0 and (advice := login_advice(config.push_to_hub)):
+                    log.warning(advice)
+                hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
+                weights = open_weights(plan.model)
+            distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
+            identity = agree(config, ranks, plan, weights)
+            start = folder.choose_start(identity)
+            if start.is_finished:
+                log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
+            else:
+                identity |= {"run_id": start.run_id}
+                helps = memory_settings(config, plan.model, ranks)
+                guard = Supervision(config, folder, start, presence, started=started, memory_settings=helps)
+                train_and_export(config, plan, weights, identity, guard)
     distributed.stop_process_group()
 
 

@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from fsdp_qlora.checkpointing.mirror import Mirror
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.resume import Start
@@ -17,6 +15,7 @@ from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.resolved import resolved_options
 from fsdp_qlora.control import clock, exits
+from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Watchdog
@@ -50,7 +49,7 @@ class Supervision:
         config: TrainConfig,
         folder: RunFolder,
         start: Start,
-        store: dist.Store,
+        presence: Presence,
         *,
         started: float,
         memory_settings: str,
@@ -81,13 +80,9 @@ class Supervision:
             reason=None,
             exit_code=None,
         )
+        self.presence = presence
         self.watchdog = Watchdog(
-            self.control.heartbeat,
-            store,
-            self.ranks,
-            hang_minutes=config.hang_minutes,
-            output_dir=folder.path,
-            on_end=self.status.end,
+            self.control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=folder.path
         )
         self.facts = Facts(folder.path, is_rank_0=self.ranks.is_rank_0, started=started, step=start.step)
         self.facts.mark("planning")
@@ -109,6 +104,7 @@ class Supervision:
         """
         if not self.start.is_new:
             self.status.update()
+            self.presence.on_end = self.status.end
         try:
             with self.control.ended_by_signals(), exits.loading_explained(self.ranks.rank, self.memory_settings):
                 yield
@@ -122,6 +118,7 @@ class Supervision:
         """Guard the block: training, and saving its result."""
         config, path, self.identity = self.config, self.folder.path, identity
         self.status.update(total_steps=total_steps)
+        self.presence.on_end = self.status.end
         sinks = config.pick(
             SinkOptions,
             output_dir=path,

@@ -316,7 +316,7 @@ class TrainConfig:
     most)."""
     hang_minutes: Annotated[float, at_least(0), MAY_DIFFER] = 15.0
     """End the run when a process makes no progress for this long, and name the process; raise it when a micro-batch or
-    a checkpoint takes longer. 0 is never."""
+    a checkpoint takes longer. 0 is never. Before training, a missing process is waited for 5 minutes at most."""
 
     # == profiling ==
     profile_memory: Annotated[bool, MAY_DIFFER] = False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import (
@@ -20,6 +21,7 @@ from fsdp_qlora.errors import (
     RunStopped,
     TrainingError,
     UserError,
+    how_it_ends,
     print_error,
     write_line,
 )
@@ -52,27 +54,53 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
         raise
     except (UserError, TrainingError) as error:
         if isinstance(error, RankError):
-            watchdog.end_others(str(error))
+            watchdog.presence.end_others(str(error))
             print_error(error)
         status.end("bad_input" if isinstance(error, UserError) else "failed", str(error))
         raise
     except Exception as error:
         if _is_out_of_memory(error):
             failure: Exception = OutOfMemory(_describe_out_of_memory(error, watchdog, memory_settings))
-            watchdog.end_others(str(failure))
+            watchdog.presence.end_others(str(failure))
             print_error(failure)
         elif _is_lost(error):
-            watchdog.end_if_asked_within(seconds=3)  # the rank with the cause reports it
+            watchdog.presence.end_if_asked_within(seconds=3)  # the rank with the cause reports it
             step = watchdog.heartbeat.step + 1
             failure = LostRank(f"The connection to another rank was lost in step {step}: it has ended.")
         else:
             text = _in_one_line(error) if isinstance(error, dist.DistBackendError) else error
             failure = Crashed(f"{type(error).__name__}: {text}")
-            watchdog.end_others(str(failure))
+            watchdog.presence.end_others(str(failure))
             write_line("".join(traceback.format_exception(error)).rstrip())
             print_error(failure)
         status.end("failed", str(failure))
         raise failure from error
+
+
+@contextlib.contextmanager
+def telling_the_others(presence: Presence) -> Iterator[None]:
+    """Before training begins, tell the other ranks why this one ends: they may wait for it until a timeout.
+
+    Raises:
+        LostRank: instead of an error in a collective or the store; the process ends here if the cause is known.
+    """
+    with presence.shown():
+        try:
+            yield
+        except Exception as error:
+            if presence.is_starting and presence.ranks.world_size > 1:
+                _tell_or_learn_why(error, presence)
+            raise
+
+
+def _tell_or_learn_why(error: Exception, presence: Presence) -> None:
+    if not isinstance(error, LostRank) and not _is_lost(error):
+        presence.tell(str(error) or repr(error), state=how_it_ends(error).state)
+        return
+    presence.end_if_asked_within(seconds=3)  # the rank with the cause reports it
+    if not isinstance(error, LostRank):
+        message = "The connection to another rank was lost before training began: it has ended."
+        raise LostRank(message) from error
 
 
 @contextlib.contextmanager
@@ -126,7 +154,8 @@ def _kind_of_memory(error: Exception) -> str:
 def _is_lost(error: Exception) -> bool:
     if isinstance(error, dist.DistError) and not isinstance(error, dist.DistBackendError):
         return True  # an error of the store, which ends with the rank that hosts it
-    return isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
+    in_words = isinstance(error, RuntimeError) and not isinstance(error, (TrainingError, Crashed))
+    return in_words and bool(_LOST.search(str(error)))
 
 
 def _in_one_line(error: Exception) -> str:

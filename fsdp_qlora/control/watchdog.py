@@ -1,7 +1,7 @@
 """A thread per rank that ends the process when training hangs or another rank has failed.
 
 The training thread may be in a collective that never ends, so this thread reports which rank the others wait for,
-writes all threads' stacks to a file, and exits. The ranks' watchdogs communicate through the store.
+writes all threads' stacks to a file, and exits. The ranks' watchdogs communicate through their presence (presence.py).
 """
 
 import contextlib
@@ -11,62 +11,40 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdp_qlora.control.heartbeat import PHASES, Heartbeat
-from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.control.presence import PAUSE_SECONDS, POLL_SECONDS, Presence
 from fsdp_qlora.errors import ENDINGS, RunStopped, note_reason, write_line
 from fsdp_qlora.storage.files import open_new
 
-_ABORT = "abort"
-_GOODBYE = b"done"
-_POLL_SECONDS = 0.5
-_PULSE_SECONDS = 2.0  # between signs of life
-_SILENT_SECONDS = 30.0  # without a sign of life a rank counts as dead; NCCL alone would wait for many minutes
 _ANSWER_SECONDS = 5.0  # for the other ranks to report their positions
-_PAUSE_SECONDS = 10.0
 
 
 class Watchdog:
-    """Watches this rank's heartbeat and its neighbour's sign of life during training.
+    """Watches this rank's heartbeat and, through its presence, the other ranks during training.
 
     Args:
-        store: shared by all ranks, used by this thread alone.
         hang_minutes: without a heartbeat before the process ends; 0 for no limit.
         output_dir: for hang_rank_N.txt.
-        on_end: called with a key of errors.ENDINGS and the reason before this thread ends the process.
     """
 
-    def __init__(
-        self,
-        heartbeat: Heartbeat,
-        store: dist.Store,
-        ranks: Ranks,
-        *,
-        hang_minutes: float,
-        output_dir: Path,
-        on_end: Callable[[str, str], None],
-    ) -> None:
-        self.heartbeat, self.store, self.ranks = heartbeat, store, ranks
+    def __init__(self, heartbeat: Heartbeat, presence: Presence, *, hang_minutes: float, output_dir: Path) -> None:
+        self.heartbeat, self.presence, self.ranks = heartbeat, presence, presence.ranks
         self.hang_seconds = hang_minutes * 60
-        self.output_dir, self.on_end = output_dir, on_end
-        self._neighbour = (ranks.rank + 1) % ranks.world_size  # each rank watches one other
-        self._pulse_at = self._heard_at = self._looked_at = time.monotonic()
-        self._heard = b""
-        self._lock = threading.Lock()  # one request to the store at a time
+        self.output_dir = output_dir
+        self._looked_at = time.monotonic()
         self._stopped = threading.Event()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         self.heartbeat.beat(self.heartbeat.step, PHASES[0])
-        self._pulse_at = self._heard_at = time.monotonic()
-        self._tell(str(self._pulse_at))
+        self.presence.begin_training(lambda: f"at step {self.heartbeat.step + 1}")
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         thread.start()
         is_agreed = False  # all ranks end their training; otherwise this rank's silence is to end the others
@@ -80,91 +58,22 @@ class Watchdog:
             self._stopped.set()
             thread.join(5)
             if is_agreed:
-                self._tell(_GOODBYE.decode())
-
-    def end_others(self, reason: str) -> None:
-        """Make all other ranks end quietly, since this one reports why. If another was first, end this one instead."""
-        with self._talking():
-            self.store.compare_set(_ABORT, "", json.dumps([self.ranks.rank, reason]))
-        self._end_if_another_asked()
-        if self.ranks.is_rank_0 and self.ranks.world_size > 1:
-            time.sleep(2 * _POLL_SECONDS)  # the store ends with this process: the others must read it first
-
-    def end_if_asked_within(self, seconds: float) -> None:
-        """End this process quietly if another rank soon reports that it ends the run."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self._end_if_another_asked()
-            time.sleep(0.1)
-
-    @contextlib.contextmanager
-    def _talking(self) -> Iterator[None]:
-        """Use the store; if it has died with its host, replace it by an empty local one."""
-        with self._lock:
-            try:
-                yield
-            except Exception:
-                self.store = dist.HashStore()
-
-    def _tell(self, sign: str) -> None:
-        with self._talking():
-            self.store.set(f"alive/{self.ranks.rank}", sign)
+                self.presence.say_goodbye()
 
     def _watch(self) -> None:
         self._looked_at = time.monotonic()
-        while not self._stopped.wait(_POLL_SECONDS):
+        while not self._stopped.wait(POLL_SECONDS):
             self._look()
 
     def _look(self) -> None:
         """Check once, by the time at the start of the check: a pause during it is noticed by the next one."""
         now = time.monotonic()
-        if now - self._looked_at > _PAUSE_SECONDS:  # the whole machine was paused, so all times are too old
-            self.heartbeat.at = self._heard_at = now
+        if now - self._looked_at > PAUSE_SECONDS:  # the whole machine was paused
+            self.heartbeat.at = now
         self._looked_at = now
-        self._end_if_another_asked()
-        if self.ranks.world_size > 1 and not self._neighbour_lives(now):
-            self._end_alone()
+        self.presence.look()
         if self.hang_seconds and now - self.heartbeat.at > self.hang_seconds:
             self._end_hanging()
-
-    def _end_if_another_asked(self) -> None:
-        rank, reason = self.ranks.rank, ""
-        with self._talking():
-            if self.store.check([_ABORT]):
-                rank, reason = json.loads(self.store.get(_ABORT))
-        if rank != self.ranks.rank:
-            self.on_end("failed", reason)
-            note_reason(f"Ended because of rank {rank}: {reason}")
-            os._exit(ENDINGS["failed"].exit_code)
-
-    def _neighbour_lives(self, now: float) -> bool:
-        """Give a sign of life every few seconds, and check the neighbour's.
-
-        Silence counts only after the first sign, since reading a checkpoint may take long, and before the goodbye.
-        """
-        if now - self._pulse_at > _PULSE_SECONDS:
-            self._pulse_at = now
-            self._tell(str(now))
-            with self._talking():
-                if self.store.check([f"alive/{self._neighbour}"]):
-                    heard = self.store.get(f"alive/{self._neighbour}")
-                    if heard != self._heard:
-                        self._heard, self._heard_at = heard, now
-        if self._heard in (b"", _GOODBYE):
-            self._heard_at = now
-        return now - self._heard_at < _SILENT_SECONDS
-
-    def _end_alone(self) -> None:
-        beat = self.heartbeat
-        message = (
-            f"Rank {self._neighbour} has given no sign of life for {_SILENT_SECONDS:.0f} s, at step {beat.step + 1}: "
-            "its process has ended or is stopped, or its machine cannot be reached."
-        )
-        write_line(f"[rank {self.ranks.rank}] error: {message}")
-        note_reason(message)
-        self.on_end("failed", message)
-        self.end_others(message)
-        os._exit(ENDINGS["failed"].exit_code)
 
     def _end_hanging(self) -> None:
         stacks = self.output_dir / f"hang_rank_{self.ranks.rank}.txt"
@@ -183,7 +92,7 @@ class Watchdog:
         if self.ranks.rank == min(everyone):  # one message, from the first rank that still answers
             write_line(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}")
             note_reason(message)
-            self.on_end("hung", message)
+            self.presence.on_end("hung", message)
         os._exit(ENDINGS["hung"].exit_code)
 
     def _ask_where_all_are(self) -> dict[int, dict[str, Any]]:
@@ -193,12 +102,12 @@ class Watchdog:
         own = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
         everyone = {self.ranks.rank: own}
         end = time.monotonic() + _ANSWER_SECONDS
-        with self._talking():
-            self.store.set(f"hang/{self.ranks.rank}", json.dumps(own))
+        with self.presence.talking() as store:
+            store.set(f"hang/{self.ranks.rank}", json.dumps(own))
             while len(everyone) < self.ranks.world_size and time.monotonic() < end:
                 for rank in set(range(self.ranks.world_size)) - everyone.keys():
-                    if self.store.check([f"hang/{rank}"]):
-                        everyone[rank] = json.loads(self.store.get(f"hang/{rank}"))
+                    if store.check([f"hang/{rank}"]):
+                        everyone[rank] = json.loads(store.get(f"hang/{rank}"))
                 time.sleep(0.1)
         time.sleep(1)  # no rank may end, and the store with it, before all have read it
         return everyone

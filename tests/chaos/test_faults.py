@@ -13,7 +13,7 @@ import torch
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import spike
-from fsdp_qlora.control import watchdog
+from fsdp_qlora.control import presence, watchdog
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.storage import safetensors_files
 from tests.chaos.conftest import Reference
@@ -290,9 +290,9 @@ def test_a_rank_that_fails_says_why_before_it_waits_for_the_mirror(
 
 
 def be_impatient() -> None:
-    from fsdp_qlora.control import watchdog
+    from fsdp_qlora.control import presence
 
-    watchdog._SILENT_SECONDS, watchdog._PULSE_SECONDS = 3.0, 0.5
+    presence._SILENT_SECONDS, presence._PULSE_SECONDS = 3.0, 0.5
 
 
 def test_a_rank_that_is_stopped_is_missed_by_its_neighbour(reference: Reference, tmp_path: Path) -> None:
@@ -316,26 +316,26 @@ def try_longest() -> None:
     module.train = train
 
 
-def test_silence_counts_from_the_first_sign_of_life_to_the_goodbye(
+def test_silence_counts_until_the_goodbye_and_while_a_model_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seconds in (("_POLL_SECONDS", 0.01), ("_PULSE_SECONDS", 0.02), ("_SILENT_SECONDS", 0.2)):
-        monkeypatch.setattr(watchdog, name, seconds)
+    for module in (watchdog, presence):
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    for name, seconds in (("_PULSE_SECONDS", 0.02), ("_SILENT_SECONDS", 0.2)):
+        monkeypatch.setattr(presence, name, seconds)
     alone: list[int] = []
-    monkeypatch.setattr(watchdog.Watchdog, "_end_alone", lambda self: alone.append(self.ranks.rank))
+    monkeypatch.setattr(presence.Presence, "_end_alone", lambda self: alone.append(self.ranks.rank))
 
     def both() -> list[watchdog.Watchdog]:
-        store, options = torch.distributed.HashStore(), {"hang_minutes": 0, "output_dir": tmp_path}
+        store = torch.distributed.HashStore()
         ranks = [Ranks(rank, rank, 2, 2, torch.device("cpu")) for rank in range(2)]
-        return [
-            watchdog.Watchdog(watchdog.Heartbeat(), store, rank, on_end=lambda *_: None, **options)  # type: ignore[arg-type]
-            for rank in ranks
-        ]
+        signs = [presence.Presence(store, rank, hang_minutes=0.01) for rank in ranks]
+        return [watchdog.Watchdog(watchdog.Heartbeat(), sign, hang_minutes=0, output_dir=tmp_path) for sign in signs]
 
     first, second = both()
-    time.sleep(0.3)  # a checkpoint is read
+    second.presence._tell()
     with first.watching():
-        time.sleep(0.3)  # the other still reads its own
+        time.sleep(0.4)  # the other still reads a checkpoint, and its Python stands still
         with second.watching():
             time.sleep(0.3)
         time.sleep(0.3)  # and has ended before

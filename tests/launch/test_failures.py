@@ -21,13 +21,17 @@ REMOTE = (
 
 
 class _Alone:
-    """Stands for the watchdog of a lone rank."""
+    """Stands for the watchdog of a lone rank, and for its presence."""
 
     class ranks:
         rank = 0
 
     class heartbeat:
         step, phase = 6, "compute"
+
+    @property
+    def presence(self) -> "_Alone":
+        return self
 
     def end_others(self, reason: str) -> None:
         """There are none."""

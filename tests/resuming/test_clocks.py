@@ -8,6 +8,7 @@ import torch
 
 from fsdp_qlora.control import watchdog
 from fsdp_qlora.control.heartbeat import Heartbeat
+from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.distributed import Ranks
 
@@ -77,15 +78,14 @@ def test_a_machine_that_stood_still_is_no_hang_and_a_hang_is_found_afterwards(
     hanging: list[float] = []
     monkeypatch.setattr(watchdog.Watchdog, "_end_hanging", lambda self: hanging.append(clocks.awake))
     alone = Ranks(0, 0, 1, 1, torch.device("cpu"))
-    guard = watchdog.Watchdog(
-        Heartbeat(), torch.distributed.HashStore(), alone, hang_minutes=15, output_dir=tmp_path, on_end=lambda *_: None
-    )
+    presence = Presence(torch.distributed.HashStore(), alone, hang_minutes=15)
+    guard = watchdog.Watchdog(Heartbeat(), presence, hang_minutes=15, output_dir=tmp_path)
     for jump in (clocks.suspend, clocks.stand_still):
         for during in ("between two looks", "within a look"):
             guard.heartbeat.beat(1, "compute")
             with monkeypatch.context() as patch:
                 if during == "within a look":
-                    patch.setattr(guard, "_end_if_another_asked", lambda jump=jump: jump(2 * HOUR))
+                    patch.setattr(presence, "look", lambda jump=jump: jump(2 * HOUR))
                 else:
                     jump(2 * HOUR)
                 guard._look()
