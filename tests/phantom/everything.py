@@ -8,6 +8,8 @@ transformers already, before CUDA is initialized: with that a run takes a few se
 """
 
 import argparse
+import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -218,6 +220,18 @@ def run_cases(num_ranks: int, only: str, seconds: float, *, again: bool) -> bool
     return all(found == "ok" for found in results.values())
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Two at once would make the same models and the same folders of runs."""
+    FOLDER.mkdir(exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"{FOLDER} is in use by another run of this program.")
+        yield
+
+
 def in_the_environment() -> bool:
     return "libphantom" in os.environ.get("LD_PRELOAD", "")
 
@@ -232,12 +246,13 @@ def main(argv: list[str]) -> int:
     if reason := environment.why_not():
         sys.exit(reason)
     if not in_the_environment():
-        make_models()
-        return subprocess.run(
-            [str(environment.PYTHON), "-m", "tests.phantom.everything", *argv],
-            cwd=ROOT,
-            env=environment.variables(FOLDER, {"OMP_NUM_THREADS": 1}),
-        ).returncode
+        with _alone():
+            make_models()
+            return subprocess.run(
+                [str(environment.PYTHON), "-m", "tests.phantom.everything", *argv],
+                cwd=ROOT,
+                env=environment.variables(FOLDER, {"OMP_NUM_THREADS": 1}),
+            ).returncode
     all_well = [run_cases(num_ranks, args.only, args.seconds, again=args.again) for num_ranks in args.ranks]
     print_table()
     return 0 if all(all_well) else 1

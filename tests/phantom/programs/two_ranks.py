@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests.phantom.counts import recording
 
 LARGE = 1 << 20
+LONG = 60_000
 
 
 def main() -> None:
@@ -33,7 +34,8 @@ def main() -> None:
     mine = torch.tensor([rank + 1], device="cuda")
     dist.broadcast(mine, src=1)
     sent = mine.tolist()
-    dist.all_gather_object(objects, f"rank {rank}")
+    dist.all_gather_object(objects, f"{' ' * LONG}rank {rank}")  # as long as what ranks say of a checkpoint
+    objects = [text.strip() for text in objects]
     print(json.dumps({**counts.summary(), "gathered": gathered, "summed": summed, "sent": sent, "objects": objects}))
     dist.destroy_process_group()
 

@@ -8,8 +8,9 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Contents of at most this many bytes are really copied, exchanged between ranks and read back. */
-#define SMALL (1 << 16)
+/* Contents of at most this many bytes are really copied, exchanged between ranks and read back. What ranks tell each
+ * other about a checkpoint is the longest: 300 bytes of each adapter matrix and rank. */
+#define SMALL (1 << 18)
 
 /* ---- settings.c: what the environment asks for, read once */
 
