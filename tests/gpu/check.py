@@ -5,10 +5,13 @@ import os
 import torch
 
 IS_STAND_IN = os.environ.get("FSDP_QLORA_GPU_TESTS") == "stand-in"
+left_out = 0  # comparisons that the stand-in does not hold
 
 
 def holds(condition: bool, message: object = "") -> None:
     """Assert what depends on values or speed: the one place that the stand-in leaves out."""
+    global left_out
+    left_out += IS_STAND_IN
     assert condition or IS_STAND_IN, message
 
 

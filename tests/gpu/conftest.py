@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import check
 from tests.gpu.cases import EXPANDED, MODEL, MOE, make_models
 from tests.tiny import make_rows, write_rows
 
@@ -41,6 +42,10 @@ def _why_not(config: pytest.Config) -> str | None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if line := config.stash.get(_skipped, None):
         terminalreporter.write_line(line)
+    if check.left_out:
+        terminalreporter.write_line(
+            f"{check.left_out} comparisons of values and speeds skipped: kernels of the stand-in compute nothing"
+        )
 
 
 @pytest.fixture(scope="session")
