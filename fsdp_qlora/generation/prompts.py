@@ -130,7 +130,7 @@ def read_questions(path: Path) -> list[tuple[dict[str, Any], Question]]:
         UserError: it cannot be read, or a row has no question.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines() would split within strings of JSON
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).") from error
     found = []

@@ -68,8 +68,8 @@ class Samples:
         earlier = []
         if self._path.exists():
             with contextlib.suppress(OSError, ValueError):
-                lines = read_regular(self._path).decode().splitlines()
-                earlier = [line for line in lines if line and json.loads(line)["step"] < step]
+                found = read_regular(self._path).splitlines()  # of bytes, see sinks.read_records
+                earlier = [line.decode() for line in found if line and json.loads(line)["step"] < step]
         try:
             with staged_file(self._path) as partial:
                 lines = [*earlier, *(json.dumps(record, ensure_ascii=False) for record in records)]

@@ -137,4 +137,5 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a file that the run itself keeps; none without a file."""
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    # Of bytes: a text's splitlines() also splits at U+2028 and others, which JSON may have within its strings.
+    return [json.loads(line) for line in path.read_bytes().splitlines()]

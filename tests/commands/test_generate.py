@@ -12,7 +12,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
+from fsdp_qlora.generation.prompts import read_questions
+from fsdp_qlora.generation.samples import Samples
 from fsdp_qlora.generation.sampling import SamplingOptions
+from fsdp_qlora.metrics.sinks import read_records
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
 from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
 
@@ -139,6 +142,18 @@ def test_draws_follow_temperature_top_p_and_seed() -> None:
     state = torch.get_rng_state()
     drawn(temperature=1.0)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_separators_of_unicode_end_no_line_of_prompts_and_samples(tmp_path: Path) -> None:
+    text = "a\u2028b\x85c"
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    [(row, asked)] = read_questions(path)
+    assert row["prompt"] == asked.messages[-1]["content"] == text
+    samples = Samples([], None, None, None, tmp_path, None)  # type: ignore[arg-type]
+    for step in (2, 4):
+        samples._keep(step, [{"step": step, "prompt": text, "text": text}])
+    assert [(row["step"], row["text"]) for row in read_records(tmp_path / "samples.jsonl")] == [(2, text), (4, text)]
 
 
 def test_samples_of_a_run_are_its_models_answers_and_change_nothing_of_it(models: Models, tmp_path: Path) -> None:
