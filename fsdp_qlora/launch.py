@@ -308,17 +308,20 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
 
 
 def _report_failure(rank: int, exit_code: int, reason: str) -> int:
-    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status."""
+    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status.
+
+    Of a reason that several ranks have, any of them may have printed it, with its own number.
+    """
     note_reason(f"Rank {rank}: {reason}")
     if exit_code > 0:
         has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
-        ended, why = ("stopped", "reason") if has_stopped else ("failed", "error")
-        message, status = f"{ended} with exit code {exit_code}; its {why} is above.", exit_code
+        who, why = ("The run stopped", "reason") if has_stopped else (f"Rank {rank} failed", "error")
+        message, status = f"{who} with exit code {exit_code}; the {why} is above.", exit_code
     else:
-        message, status = f"was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
+        message, status = f"Rank {rank} was ended by {signal.Signals(-exit_code).name}.", 128 - exit_code
         if -exit_code == signal.SIGKILL:
             message += " The machine may have run out of memory: see dmesg."
-    write_line(f"Rank {rank} {message}")
+    write_line(message)
     return status
 
 

@@ -102,7 +102,7 @@ def test_one_process_becomes_two_and_bad_input_of_one_ends_both_with_its_status(
     assert "worker 1 of 2" in result.stdout and "name fail" in result.stdout
     assert result.stderr.splitlines() == [
         "this is the reason",
-        "Rank 1 failed with exit code 2; its error is above.",
+        "Rank 1 failed with exit code 2; the error is above.",
     ]
     assert not any(map(is_running, pids_of_workers(result.stdout)))
 
@@ -280,6 +280,9 @@ def test_reasons_that_differ_are_all_printed_and_a_planned_stop_is_no_error(tmp_
     assert say(2, UserError("a is wrong.")) == ""
     assert say(0, RunStopped("over_budget", "Stopped after step 3.")) == "[rank 0] Stopped after step 3.\n"
     assert say(1, RunStopped("over_budget", "Stopped after step 3.")) == ""
+    # Any rank may have been the one to say it.
+    assert launch._report_failure(1, 3, "Stopped after step 3.") == 3
+    assert capsys.readouterr().err == "The run stopped with exit code 3; the reason is above.\n"
     # Without torchrun's files nobody knows what the others say.
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     print_error(UserError("a is wrong."))
