@@ -1,7 +1,6 @@
 """`generate`: the trained model answers, on the cards it was trained on."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from fsdp_qlora.errors import LostRank, TrainingError, UserError, how_it_ends, p
 from fsdp_qlora.launch import relaunch_if_needed
 from fsdp_qlora.program.parser import Parser
 from fsdp_qlora.program.run_options import OPTIONS, run_options
+from fsdp_qlora.program.torch_variables import set_torch_variables
 from fsdp_qlora.redact import guard_output
 from fsdp_qlora.terminal import quiet_libraries
 
@@ -49,9 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(argv: list[str]) -> int:
     """Returns the exit status."""
     guard_output()
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_torch_variables()
     parser = Parser("generate", DESCRIPTION)
     add_options(parser)
     try:

@@ -4,7 +4,6 @@ The run is `run` in fsdp_qlora/run.py. It calls `train` in fsdp_qlora/training/l
 the optimizer step is in training/trainer.py.
 """
 
-import os
 import sys
 
 from fsdp_qlora.config.cli import parse_train_config
@@ -21,6 +20,7 @@ from fsdp_qlora.errors import (
     print_error,
 )
 from fsdp_qlora.launch import relaunch_if_needed
+from fsdp_qlora.program.torch_variables import set_torch_variables
 from fsdp_qlora.redact import guard_output, redact_values
 from fsdp_qlora.terminal import quiet_libraries
 
@@ -28,11 +28,7 @@ from fsdp_qlora.terminal import quiet_libraries
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 only when the run is finished, else as in errors.ENDINGS."""
     guard_output()
-    # Steps differ in length, and would cut fixed segments up. Before an import of bitsandbytes initializes CUDA.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # A rank that is gone is one sentence from us; torch would add pages of C++ frames.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_torch_variables()
     if (end := restarts.previous_exit()) is not None:
         status, message = end
         print_error(RuntimeError(f"not restarted, since the end of the attempt before was final: {message}"))

@@ -1,6 +1,7 @@
 """The installed program: its table of commands, its settings by name, what it says of itself."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from fsdp_qlora.config.cli import make_train_config, parse_train_config
 from fsdp_qlora.config.shipped import shipped_configs
 from fsdp_qlora.program.main import main
 from fsdp_qlora.program.table import COMMANDS
+from fsdp_qlora.program.torch_variables import set_torch_variables
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick
@@ -44,6 +46,22 @@ def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest
         assert main(argv) == 2
         err = capsys.readouterr().err
         assert said in err and all(f"  {name} " in err for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": ""}, ""), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, None)],
+)
+def test_torchs_allocator_is_set_unless_the_user_has_set_it(
+    given: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.setenv(name, "")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    set_torch_variables()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == found and os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
