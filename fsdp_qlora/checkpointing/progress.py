@@ -15,7 +15,7 @@ _SIGMAS = 8.0
 @dataclass
 class Progress:
     """step: optimizer steps done. last_eval_step: the step of the last evaluation, -1 for none.
-    best_eval_loss: the lowest so far, best_eval_step: when. num_evals_without_best: in a row since then.
+    best_eval_loss: the lowest after a step so far, best_eval_step: when. num_evals_without_best: in a row since then.
     recent_losses: of the last steps, for `spike`.
     loss_scale: for fp16, from LossScale.state. stream: where streamed rows go on, a data.streaming.Place.
     """
@@ -58,16 +58,20 @@ class Progress:
         return median
 
     def add_evaluation(self, eval_loss: float) -> bool:
-        """Count an evaluation after the current step; returns whether it is the best and not the first."""
+        """Count an evaluation after the current step; returns whether it is the best.
+
+        That before the first step is not: what is kept as the best must have been trained.
+        """
         self.last_eval_step, self.eval_loss = self.step, eval_loss
-        is_first = self.first_eval_loss is None
-        if is_first:
+        if self.first_eval_loss is None:
             self.first_eval_loss = eval_loss
+        if self.step == 0:
+            return False
         is_best = eval_loss < (math.inf if self.best_eval_loss is None else self.best_eval_loss)
         self.num_evals_without_best += 1
         if is_best:
             self.best_eval_loss, self.best_eval_step, self.num_evals_without_best = eval_loss, self.step, 0
-        return is_best and not is_first
+        return is_best
 
     def summary(self) -> dict[str, float]:
         """The run's final values."""

@@ -130,7 +130,7 @@ def describe_result(summary: dict[str, float], output_dir: Path, seconds: float,
     if "eval_loss" in summary:
         ends = f"{summary['first_eval_loss']:.4f} -> {summary['eval_loss']:.4f}"
         if summary.get("best_eval_loss", math.inf) < summary["eval_loss"]:
-            ends += f", lowest {summary['best_eval_loss']:.4f} at step {summary['best_eval_step']:.0f}"
+            ends += f", lowest trained {summary['best_eval_loss']:.4f} at step {summary['best_eval_step']:.0f}"
         lines.append(f"  held-out loss {ends}")
     rate = summary["num_tokens"] / max(summary["train_seconds"], 1e-9)
     lines.append(f"  {format_count(summary['num_tokens'])} tokens, {rate:.0f} tokens/s")

@@ -123,7 +123,7 @@ def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
 def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is_the_best(
     inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    losses = {0: 5.0, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}
+    losses = {0: 3.5, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "eval_steps": 1, "early_stopping": 2}
     options["save_steps"], out = 1, tmp_path / "out"
     # The second start goes on behind the first of the two evaluations without a lower loss.
@@ -135,7 +135,7 @@ def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is
     assert "Stopped early after step 5: 2 evaluations without a lower loss than 4.0000 of step 3." in job.output()
     before = numbers(out)
     output = run(options, tmp_path / "logs1", fault=evaluate_to, arguments=(losses, ""))
-    assert "Stopped early after step 5" in output and "4.1000, lowest 4.0000 at step 3" in output
+    assert "Stopped early after step 5" in output and "3.5000 -> 4.1000, lowest trained 4.0000 at step 3" in output
     assert numbers(out) == before and status(out)["state"] == "finished"
     assert adapter(out) == adapter(finished_at(5)) and adapter(out / "best") == adapter(finished_at(3))
     assert main(["export", str(out), "--best", "--out", str(tmp_path / "best")]) == 0
