@@ -14,7 +14,6 @@ Exits with 1 if one of these does not hold.
 import argparse
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import AutoTokenizer
 
@@ -45,7 +45,7 @@ PARTS: dict[str, dict[str, object]] = {
     "early_stopping": {
         "batch_size": 1,
         "num_epochs": 30,
-        "lr": 3e-3,
+        "lr": 1e-3,
         "lr_scheduler": "constant",
         "eval_steps": 20,
         "early_stopping": 2,
@@ -106,11 +106,15 @@ def run(options: Mapping[str, object], log: Path, *, kill_after: int | None = No
     metrics = Path(str(options["output_dir"])) / "metrics.jsonl"
     with (
         log.open("a") as file,
-        subprocess.Popen(command(options), stdout=file, stderr=file, cwd=ROOT, start_new_session=True) as process,
+        subprocess.Popen(command(options), stdout=file, stderr=file, cwd=ROOT) as process,
     ):
         while process.poll() is None and kill_after is not None:
             if metrics.exists() and metrics.read_text().count('"loss"') >= kill_after:
-                os.killpg(process.pid, signal.SIGKILL)
+                # The workers are in sessions of their own; told of their launcher's death, they would save and end.
+                processes = [*psutil.Process(process.pid).children(recursive=True), process]
+                for each in processes:
+                    each.kill()
+                psutil.wait_procs(processes[:-1])
                 break
             time.sleep(0.05)
         status = process.wait()
@@ -165,6 +169,7 @@ def early_stopping(options: Mapping[str, object], folder: Path) -> tuple[dict[st
         "early stopping fires": any("Stopped early" in line for line in (folder / "whole.log").read_text().split("\n")),
         "same records": records(whole) == records(killed),
         "same samples": (whole / "samples.jsonl").read_bytes() == (killed / "samples.jsonl").read_bytes(),
+        "goes on from before the kill": int(found["resumed_at_step"]) < found["killed_after_step"],
         "same adapter": sha256(whole) == sha256(killed) != sha256(whole / "best"),
         "same best adapter": sha256(whole / "best") == sha256(killed / "best"),
         "best is the best of metrics.jsonl": (best["step"], best["losses"]["eval_loss"]) == (lowest, losses[lowest]),
