@@ -141,6 +141,7 @@ function paintChart(box, spec, isLog) {
   if (low === high) { const more = Math.abs(low) * 0.05 || 0.5; low -= more; high += more; }
   else if (!isLog) { const room = (high - low) * 0.06; low = spec.zero || (low >= 0 && low < room) ? Math.min(0, low) : low - room; high += room; }
   if (isLog && low <= 0) low = high / 1e3;
+  if (left > 0 && left < 0.1 * right) left = 0; // evaluations begin there: one axis for all curves
   if (left === right) { left -= 0.5; right += 0.5; }
   const marks = isLog ? logTicks(low, high) : ticks(low, high, 4);
   const edge = { left: 12 + Math.max(...marks.map((mark) => short(mark).length), 2) * 6.6, right: 10, top: 8, bottom: 24 };
@@ -218,7 +219,7 @@ function summary() {
   const facts = RUNS.length > 1
     ? el("div", { class: "card" }, table(["", ...RUNS.map(named)], rows.map(([name, value]) =>
       el("tr", {}, el("th", {}, name), RUNS.map((run) => el("td", {}, value(run) ?? "–"))))))
-    : el("div", { class: "tiles" }, rows.map(([name, value]) => el("div", { class: "card tile" }, el("span", { class: "dim small" }, name), el("b", {}, value(RUNS[0])))));
+    : el("div", { class: "tiles", style: { "--columns": Math.ceil(rows.length / Math.ceil(rows.length / 8)) } }, rows.map(([name, value]) => el("div", { class: "card tile" }, el("span", { class: "dim small" }, name), el("b", {}, value(RUNS[0])))));
   return el("section", { style: { "margin-top": "16px" } }, facts, reasons);
 }
 function memoryColumns() {
@@ -258,11 +259,11 @@ function histogram(run) {
     ["longest row", `${whole(data.longest)} tokens`], ["truncated", `${whole(data.truncated)} rows, ${whole(data.tokens_cut)} tokens`],
     ["padding", percent(data.padding_share)], ["left out", whole(data.rejected)],
   ].filter(([, text]) => !text.startsWith("–"));
-  return el("section", { class: "card" }, el("h3", {}, RUNS.length > 1 ? named(run) : "Tokens per row"),
-    el("div", { class: "chart", style: { "max-width": "460px" } }, draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "lengths of the rows" }, bars,
+  return el("section", { class: "card" }, el("h3", {}, RUNS.length > 1 ? named(run) : "Tokens per row"), el("div", { class: "data" },
+    el("div", { class: "chart" }, draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "lengths of the rows" }, bars,
       draw("line", { x1: 4, x2: width - 4, y1: height - 22, y2: height - 22, stroke: "var(--strong)" }),
       label(4, whole(edges[0]), "start"), label(width / 2, "tokens per row", "middle"), label(width - 4, whole(edges.at(-1)), "end"))),
-    table(null, facts.map(([name, text]) => el("tr", {}, el("th", {}, name), el("td", {}, text)))));
+    table(null, facts.map(([name, text]) => el("tr", {}, el("th", {}, name), el("td", {}, text))))));
 }
 function samples() {
   const prompts = [...new Set(RUNS.flatMap((run) => run.samples.map((row) => row.prompt)))];
