@@ -9,7 +9,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* Contents of at most this many bytes are really copied, exchanged between ranks and read back. What ranks tell each
- * other about a checkpoint is the longest: 300 bytes of each adapter matrix and rank. */
+ * other about a checkpoint is the longest: 400 bytes of each adapter matrix and rank. */
 #define SMALL (1 << 18)
 
 /* ---- settings.c: what the environment asks for, read once */
