@@ -138,11 +138,13 @@ class QuantizedWeight(nn.Module):
     def _parts(self, fmt: Any) -> list[tuple[slice, Any]]:
         """Rows of a matrix and the format that selects them: all, or as many as should be decoded at a time."""
         num_rows, num_columns = fmt.shape
+        whole = [(slice(0, num_rows), fmt)]
+        if self.compute_dtype != torch.float32 or not self.selects_rows or fmt.transposed:
+            return whole
         aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
         rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned
-        in_parts = self.selects_rows and not fmt.transposed and self.compute_dtype == torch.float32
-        if not in_parts or not 0 < rows < num_rows:
-            return [(slice(0, num_rows), fmt)]
+        if not 0 < rows < num_rows:
+            return whole
         return [
             (
                 slice(first, last := min(first + rows, num_rows)),

@@ -209,8 +209,11 @@ def _nested_code(device: torch.device) -> torch.Tensor:
     return bnb.create_dynamic_map().to(device)
 
 
-def _as_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)[first : first + count]
+def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
+    """Elements [first, first + count) of a parameter's bytes as `dtype`."""
+    elements = tensor.view(dtype).view(-1)
+    # Of a linear layer these are all, and the host does this for every product.
+    return elements if elements.shape[0] == count else elements[first : first + count]
 
 
 def _kernel_operands(
@@ -226,17 +229,17 @@ def _kernel_operands(
     """
     num_weights = math.prod(fmt.shape)
     first_block, num_blocks = fmt.first // _BLOCKSIZE, -(-num_weights // _BLOCKSIZE)
-    codes = _as_bytes(weight, fmt.first // 2, num_blocks * _BLOCKSIZE // 2).view(-1, 1)
+    codes = _elements(weight, torch.uint8, fmt.first // 2, num_blocks * _BLOCKSIZE // 2).view(-1, 1)
     if not nested:
-        return codes, absmax.view(-1).view(torch.float32)[first_block : first_block + num_blocks], {}
+        return codes, _elements(absmax, torch.float32, first_block, num_blocks), {}
     nested_absmax, offset = nested
     # A matrix starts at a block of weights, but its absmax may start inside a block of 256 absmax shared with the
     # previous expert. So both start at the beginning of that block here.
     skipped = first_block % NESTED_BLOCKSIZE
     first_nested, num_nested = first_block // NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // NESTED_BLOCKSIZE)
-    scales = nested_absmax.view(-1).view(torch.float32)[first_nested : first_nested + num_nested]
+    scales = _elements(nested_absmax, torch.float32, first_nested, num_nested)
     double = {
-        "absmax_8bit": _as_bytes(absmax, first_block - skipped, skipped + num_blocks),
+        "absmax_8bit": _elements(absmax, torch.uint8, first_block - skipped, skipped + num_blocks),
         "absmax_code": _nested_code(weight.device),
         "absmax_offset": offset,
     }
@@ -248,10 +251,10 @@ def _kernel_operands(
 
 def _decode_absmax(scales: torch.Tensor, double: dict[str, Any]) -> torch.Tensor:
     """Undo the second quantization: one float32 per block of weights."""
-    absmax = torch.ops.bitsandbytes.dequantize_blockwise(
+    absmax: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
         double["absmax_8bit"], scales, double["absmax_code"], NESTED_BLOCKSIZE, torch.float32
     )
-    return absmax + double["absmax_offset"]
+    return absmax.add_(double["absmax_offset"])
 
 
 def _dequantize(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
@@ -259,16 +262,24 @@ def _dequantize(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor)
     codes, absmax, double = _kernel_operands(fmt, *tensors)
     if double:
         absmax = _decode_absmax(absmax, double)
+    decode = functools.partial(_decode_blocks, quant_type=fmt.quant_type, dtype=dtype)
+    num_weights = math.prod(fmt.shape)
+    if fmt.shape[-1] % _BLOCKSIZE == 0 and num_weights <= _GPU_PIECE:
+        return decode(codes, absmax, fmt.shape)
     # One block per row: bitsandbytes 0.50's CPU kernel scales wrongly if a row ends in half a block (32 weights).
     pieces = zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
-    decoded = [
-        torch.ops.bitsandbytes.dequantize_4bit(
-            part, scales, _BLOCKSIZE, fmt.quant_type, (scales.numel(), _BLOCKSIZE), dtype
-        )
-        for part, scales in pieces
-    ]
+    decoded = [decode(part, scales, (scales.numel(), _BLOCKSIZE)) for part, scales in pieces]
     whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
-    return whole.view(-1)[: math.prod(fmt.shape)].view(fmt.shape)
+    return whole.view(-1)[:num_weights].view(fmt.shape)
+
+
+def _decode_blocks(
+    codes: torch.Tensor, absmax: torch.Tensor, shape: tuple[int, ...], *, quant_type: str, dtype: torch.dtype
+) -> torch.Tensor:
+    decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
+        codes, absmax, _BLOCKSIZE, quant_type, shape, dtype
+    )
+    return decoded
 
 
 def _times_transposed(
@@ -278,7 +289,8 @@ def _times_transposed(
     if x.device.type == "cpu" and fmt.shape[-1] % _BLOCKSIZE:  # see _dequantize
         return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
     codes, absmax, double = _kernel_operands(fmt, *tensors)
-    codes = codes[: -(-math.prod(fmt.shape) // 2)]
-    return torch.ops.bitsandbytes.gemm_4bit(
+    if fmt.shape[-1] % _BLOCKSIZE:
+        codes = codes[: -(-math.prod(fmt.shape) // 2)]
+    return torch.ops.bitsandbytes.gemm_4bit.default(
         x, codes, fmt.shape, absmax, _BLOCKSIZE, fmt.quant_type, bias=bias, **double
     )
