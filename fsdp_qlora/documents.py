@@ -196,7 +196,7 @@ def _as_rows(
     kind, missing = query.device.type, query.shape[-1] - value.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     value = F.pad(value, (0, missing)) if missing else value
-    query, key, value = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, value))
     return query, key, value
 
 
@@ -214,11 +214,12 @@ def _each(
     """Call attend(query, key, value) -> [N, H, L, V] for each run of N neighbours of L tokens each."""
     runs = [(len(list(group)), length) for length, group in itertools.groupby(call.lengths)]
     sizes = [count * length for count, length in runs]
-    # Splits and joins once: a slice's gradient would be as large as the whole tensor.
-    parts = zip(runs, *(tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)), strict=True)
+    # The gradient of `tensor[0]`, or of a part of it, would be copied into zeros as large as the whole tensor.
+    rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+    split = [tensor.split(sizes) if len(runs) > 1 else (tensor,) for tensor in rows]
     found = [
         attend(*(tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors)).transpose(1, 2).flatten(0, 1)
-        for run, *tensors in parts
+        for run, *tensors in zip(runs, *split, strict=True)
     ]
     return found[0] if len(found) == 1 else torch.cat(found)
 
