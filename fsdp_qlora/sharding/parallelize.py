@@ -27,6 +27,7 @@ from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.adapter_arena import adapter_places
 from fsdp_qlora.sharding.host_arena import split_arena
 from fsdp_qlora.sharding.prefetch import set_prefetch
+from fsdp_qlora.sharding.recompute import adapter_owners
 from fsdp_qlora.sharding.vocabulary import look_up_on_host, lookup_of, share_vocabulary, shared_head_of
 from fsdp_qlora.sharding.weight_stream import is_streamed, modules_on_host, stream_weights, streamed_modules
 
@@ -60,23 +61,24 @@ def shard_model(
     on_host = {id(module) for module in modules_on_host(model, cpu_offload)}
     not_fsdp2s = _not_fsdp2s(model, mesh, precision.param_dtype, cpu_offload)
 
-    def shard(module: nn.Module, *, reshard: bool | None) -> None:
+    def shard(module: nn.Module, *, reshard: bool | None, besides: Iterable[nn.Parameter] = ()) -> None:
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=offload if cpu_offload is True or id(module) in on_host else OffloadPolicy(),
-            ignored_params=not_fsdp2s,
+            ignored_params=not_fsdp2s.union(besides),
         )
 
     for block in find_blocks(model):
         if in_fp32 := magnitudes(block):
             keep = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
             fully_shard(in_fp32, mesh=mesh, reshard_after_forward=False, mp_policy=keep)
-        if adapters := adapter_modules(block):
-            fully_shard(adapters, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-        shard(block, reshard=reshard_after_forward)
+        shard(block, reshard=reshard_after_forward, besides=_of_adapters(block))
+        if owners := adapter_owners(block):
+            base = {*block.parameters()} - _of_adapters(block)
+            fully_shard(owners, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=base)
     head = model.get_output_embeddings()
     if head is not None and not has_tied_embeddings(model):
         if lookup_of(model) is None:
@@ -89,6 +91,10 @@ def shard_model(
     _skip_backward_gathers(model)
     if shard_size(mesh) > 1 and not cpu_offload:
         set_prefetch(model)
+
+
+def _of_adapters(block: nn.Module) -> set[nn.Parameter]:
+    return {parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()}
 
 
 def _not_fsdp2s(

@@ -7,8 +7,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from fsdp_qlora.adapters.insert import adapter_modules, magnitudes
+from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.models import find_blocks
+from fsdp_qlora.sharding.recompute import adapter_owners
 
 
 def set_prefetch(model: PreTrainedModel) -> None:
@@ -31,10 +32,15 @@ def set_prefetch(model: PreTrainedModel) -> None:
     backward: list[Any] = [*(last or [model]), *reversed(blocks)]
     for module, following in itertools.pairwise(backward):
         module.set_modules_to_backward_prefetch([following])
+    for block in blocks:
+        for owner in adapter_owners(
+            block
+        ):  # whose backward pass begins first: its own base is needed, and not the next
+            owner.set_modules_to_backward_prefetch([block])
     root: Any = model
     root._set_unshard_async_op(True)
 
 
 def _groups(module: nn.Module) -> list[Any]:
     """The modules that stand for a module's FSDP2 groups; adapters are one group, and magnitudes another."""
-    return [*magnitudes(module)[:1], *adapter_modules(module)[:1], module]
+    return [*magnitudes(module)[:1], *adapter_owners(module)[:1], module]

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.lean.insert import keep_little
 from fsdp_qlora.models import find_blocks
 from fsdp_qlora.sharding.activation_offload import InputStore, OffloadedInputs
@@ -49,3 +50,20 @@ def set_recompute(model: nn.Module, number: int) -> None:
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:
     """The blocks that can recompute, in the order of the model."""
     return [module for module in model.modules() if isinstance(module, RecomputedBlock)]
+
+
+def unwrapped(block: nn.Module) -> nn.Module:
+    """The model's own block, without what `wrap_blocks` put around it."""
+    while isinstance(inner := getattr(block, "_checkpoint_wrapped_module", None), nn.Module):
+        block = inner
+    return block
+
+
+def adapter_owners(block: nn.Module) -> list[nn.Module]:
+    """The modules by whose calls FSDP2 gathers a block's adapters: the model's own block, else the adapters.
+
+    Hooks of FSDP2 take the host 50 us, and on the adapters they would run again when the block is recomputed. The
+    wrapped block has those of the base.
+    """
+    adapters, own = adapter_modules(block), unwrapped(block)
+    return [own] if adapters and own is not block else adapters

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fsdp_qlora.models import find_blocks
+from fsdp_qlora.sharding.recompute import unwrapped
 from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
 
 
@@ -57,19 +58,13 @@ def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device:
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: stream.enter(index))
 
-        inner = _unwrapped(module)  # which runs again when it is recomputed
+        inner = unwrapped(module)  # which runs again when it is recomputed
         inner.register_forward_pre_hook(enter)
         inner.bring_weights = enter  # type: ignore[assignment]  # for whole_weights.py
         if module is head and model.base_model is not model:  # its weights may be used without its forward
             model.base_model.register_forward_hook(enter)
         elif module is not head:
             module.register_forward_hook(enter_in_backward)
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    while isinstance(inner := getattr(module, "_checkpoint_wrapped_module", None), nn.Module):
-        module = inner
-    return module
 
 
 class _WeightStream:
