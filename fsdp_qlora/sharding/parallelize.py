@@ -46,7 +46,7 @@ def shard_model(
 
     Frozen embeddings and heads that ranks share are never gathered in training (vocabulary.py).
 
-    Adapters stay gathered from forward to backward: they are small, and CPU offload and the second gather then
+    Adapters stay gathered until a step's last backward pass: they are small, and CPU offload and the second gather then
     move frozen bytes only. DoRA's magnitudes are a separate group, gathered in fp32.
     If each rank has the whole model, frozen weights stay plain tensors: FSDP2 would only copy them.
 
@@ -227,7 +227,15 @@ def reshard_all(model: nn.Module) -> None:
         module.reshard()
 
 
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward pass reduces gradients over ranks or accumulates them locally."""
+def set_gradient_sync(model: PreTrainedModel, enabled: bool) -> None:
+    """Set whether the next backward pass reduces gradients over ranks or accumulates them locally.
+
+    While it accumulates them, adapters stay gathered for the next micro-batch. All of them are gathered when a backward
+    pass begins, where memory has its peak.
+    """
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(enabled)
+    for block in find_blocks(model):
+        for module in (*adapter_owners(block), *magnitudes(block)):
+            assert isinstance(module, FSDPModule)
+            module.set_reshard_after_backward(enabled, recurse=False)

@@ -8,9 +8,9 @@ from benchmarks.standin_memory import SHAPES
 from tests.phantom.environment import run
 from tests.tiny import ROOT
 
-# With recompute, and an accumulated gradient. Of them rotary embeddings 38, FSDP2's casts and sums of the adapters 28,
-# and 60 that decode 20 times.
-MOST_KERNELS = 245
+# With an accumulated gradient. With recompute rotary embeddings are 38 of them, FSDP2's sums of the adapters' gradients
+# 14, and 60 decode 20 times.
+MOST_KERNELS = {"all": 224, "none": 174}
 
 
 @pytest.mark.parametrize("shape", ["8b", "70b"])
@@ -25,4 +25,5 @@ def test_a_block_keeps_what_the_formula_says_and_asks_for_so_many_kernels(shape,
     formula = 2 * (2 * hidden + 2 * heads + 2 * groups + 2 * inner)
     assert found["bytes, recompute none"] == pytest.approx(formula, rel=0.05)
     assert found["bytes, recompute all"] == pytest.approx(2 * hidden, rel=0.1)
-    assert found["kernels, recompute all"] <= MOST_KERNELS
+    for recompute, most in MOST_KERNELS.items():
+        assert found[f"kernels, recompute {recompute}"] <= most

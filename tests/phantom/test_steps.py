@@ -127,11 +127,11 @@ def of_vocabulary(model_folder, shards):
     return found
 
 
-def expect(model_folder, *, shards, replicas):
-    """Collectives of one step with one micro-batch, as (kind, ranks of the group, bytes) -> how many."""
+def expect(model_folder, *, shards, replicas, micro_batches):
+    """Collectives of one step, as (kind, ranks of the group, bytes) -> how many."""
     _, blocks, adapters, _, norm = sizes(model_folder, shards)
     found = Counter()
-    if shards > 1:
+    for _ in range(micro_batches if shards > 1 else 0):
         found += of_vocabulary(model_folder, shards)
         found["all_gather", shards, norm] += 1
         for block in blocks:
@@ -139,7 +139,7 @@ def expect(model_folder, *, shards, replicas):
     for adapter in adapters:
         gradients = 2 * adapter  # float32
         if shards > 1:
-            found["all_gather", shards, adapter] += 1  # they stay from forward to backward
+            found["all_gather", shards, adapter] += 1  # they stay until the step's last backward pass
             found["reduce_scatter", shards, gradients] += 1
         if replicas > 1:
             found["all_reduce", replicas, gradients // shards] += 1
@@ -148,13 +148,16 @@ def expect(model_folder, *, shards, replicas):
 
 
 @pytest.mark.parametrize(
-    ("sharding_strategy", "ranks", "machines", "shards"),
+    ("sharding_strategy", "ranks", "machines", "shards", "micro_batches"),
     # auto replicates what fits.
-    [("full_shard", 2, 1, 2), ("auto", 2, 1, 1), ("hybrid_full_shard", 4, 2, 2)],
+    [("full_shard", 2, 1, 2, 2), ("auto", 2, 1, 1, 1), ("hybrid_full_shard", 4, 2, 2, 1)],
 )
-def test_collectives_of_a_step_are_those_of_the_formula(step, models, sharding_strategy, ranks, machines, shards):
-    found = count_collectives(step(ranks, machines=machines, sharding_strategy=sharding_strategy))
-    assert found == expect(models(), shards=shards, replicas=ranks // shards)
+def test_collectives_of_a_step_are_those_of_the_formula(
+    step, models, sharding_strategy, ranks, machines, shards, micro_batches
+):
+    options = {"sharding_strategy": sharding_strategy, "gradient_accumulation_steps": micro_batches}
+    found = count_collectives(step(ranks, machines=machines, **options))
+    assert found == expect(models(), shards=shards, replicas=ranks // shards, micro_batches=micro_batches)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
