@@ -34,10 +34,10 @@ class LoraAdapter(nn.Module):
         self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
-        """base_layer(x) + scaling * B A x, [.., out] or [N, out]. FSDP2 gathers the weights when it is called.
+        """base_layer(x) + scaling * B A x, [.., out] or [N, out].
 
         Args:
-            source: `remaking(x)`, of x before FSDP2's hooks, which make another tensor of it.
+            source: `remaking(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
         """
         base = frozen_product(base_layer, x)
         if base is None:

@@ -291,6 +291,7 @@ def _times_transposed(
     codes, absmax, double = _kernel_operands(fmt, *tensors)
     if fmt.shape[-1] % _BLOCKSIZE:
         codes = codes[: -(-math.prod(fmt.shape) // 2)]
-    return torch.ops.bitsandbytes.gemm_4bit.default(
+    y: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
         x, codes, fmt.shape, absmax, _BLOCKSIZE, fmt.quant_type, bias=bias, **double
     )
+    return y

@@ -24,7 +24,7 @@ def set_prefetch(model: PreTrainedModel) -> None:
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     first, last = ([end] if isinstance(end, FSDPModule) else [] for end in ends)
-    blocks = list(find_blocks(model))
+    blocks: list[Any] = list(find_blocks(model))
     forward: list[Any] = [model, *first, *blocks, *last]
     for module, following in itertools.pairwise(forward):
         module.set_modules_to_forward_prefetch(_groups(following))
@@ -33,9 +33,9 @@ def set_prefetch(model: PreTrainedModel) -> None:
     for module, following in itertools.pairwise(backward):
         module.set_modules_to_backward_prefetch([following])
     for block in blocks:
-        for owner in adapter_owners(
-            block
-        ):  # whose backward pass begins first: its own base is needed, and not the next
+        for owner in adapter_owners(block):
+            assert isinstance(owner, FSDPModule)
+            # Its backward pass begins before its base's, which is needed first.
             owner.set_modules_to_backward_prefetch([block])
     root: Any = model
     root._set_unshard_async_op(True)
