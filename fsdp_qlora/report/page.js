@@ -32,7 +32,7 @@ function short(value) {
   if (size >= 1e9) return `${trim(value / 1e9)}B`;
   if (size >= 1e6) return `${trim(value / 1e6)}M`;
   if (size >= 1e4) return `${trim(value / 1e3)}k`;
-  if (size !== 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+  if (size !== 0 && size < 1e-4) return value.toExponential(2).replace(/\.?0+e/, "e");
   return trim(value);
 }
 const trim = (value) => String(Number(value.toPrecision(4)));
@@ -206,7 +206,7 @@ function summary() {
     ["training loss", (run) => short(last(run.steps.loss))],
     ["held-out loss", (run) => (run.evaluations.eval_loss || []).some(isNumber)
       ? `${short(run.evaluations.eval_loss.find(isNumber))} → ${short(last(run.evaluations.eval_loss))}` : null],
-    ["lowest held-out", (run) => short(lowest(run.evaluations.eval_loss))],
+    ["lowest trained", (run) => short(lowest((run.evaluations.eval_loss || []).filter((_, index) => run.evaluations.step[index] > 0)))],
     ["perplexity", (run) => { const loss = last(run.evaluations.eval_loss); return isNumber(loss) ? short(Math.exp(loss)) : null; }],
     ["tokens", (run) => short(run.totals.tokens)],
     ["tokens/s", (run) => short(run.totals.tokens_per_second)],
