@@ -30,7 +30,7 @@ SIZES = {
     "max_position_embeddings": 256,
     "bos_token_id": 0,
     "eos_token_id": 1,
-    "pad_token_id": None,
+    "pad_token_id": 319,  # many models have one, and a number that few rows do not reach
 }
 
 
