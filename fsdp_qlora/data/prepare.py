@@ -114,6 +114,8 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         for dataset in datasets:
             one = dataclasses.replace(options, dataset=(dataset,), dataset_samples=samples)
             rows, report = prepare_rows(tokenizer, one, cache_dir=_tokenized_folder(), show_progress=True)
+            if samples is not None and report.num_rows < samples:
+                log.warning("dataset_samples is %d, but there are only %d rows.", samples, report.num_rows)
             tokenization.check_vocabulary(rows, vocab_size)
             rejected.extend(report.places())
             described.append(_about(dataset, report, report.num_used))
@@ -284,8 +286,6 @@ def prepare_rows(
         max_bad_rows=options.max_bad_rows,
         context_length=options.context_length,
     )
-    if limit is not None and report.num_rows < limit:
-        log.warning("dataset_samples is %d, but there are only %d rows.", limit, report.num_rows)
     return rows, report
 
 

@@ -167,6 +167,7 @@ def test_verify_finds_the_loss_of_the_run_and_the_better_base(
     train_ok(2, run, eval_dataset=verify, batch_size=2, **common, **options)
     assert merge("--adapter", run, "--out", tmp_path / "out", "--verify", verify) == 0
     said = "\n".join(lines)
+    assert "dataset_samples" not in said  # which nobody has given
     loss, *others = [float(found) for found in re.findall(r": loss ([\d.]+)", said)]
     assert loss == pytest.approx(read_metrics(run, "eval_loss")[-1], abs=2e-5)
     original, dequantized = [float(found) for found in re.findall(r"the trained model ([\d.e+-]+)", said)]
