@@ -71,8 +71,8 @@ def make_adapter(base: Path, folder: Path, **options: object) -> Path:
     """An adapter that PEFT saves, all its values random."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = LoraConfig(**{"r": 4, "target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options})
+    torch.manual_seed(1)  # PEFT draws too
     adapted = get_peft_model(model, config)
-    torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if parameter.requires_grad:

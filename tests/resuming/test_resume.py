@@ -16,6 +16,7 @@ from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.same_run import FACTS, StartRequest
 from fsdp_qlora.checkpointing.stores import FolderStore
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import RunStopped, UserError
 from fsdp_qlora.storage.files import read_json, write_hashed_json, write_json
@@ -134,7 +135,7 @@ def loading(out: Path) -> contextlib.AbstractContextManager[None]:
         TrainConfig(output_dir=str(out)),
         folder,
         folder.choose_start(ABOUT),
-        HashStore(),
+        Presence(HashStore(), read_ranks(), hang_minutes=15),
         started=0.0,
         memory_settings="",
     )
