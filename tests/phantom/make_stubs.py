@@ -52,7 +52,7 @@ def dynamic_libraries(site: Path) -> list[Path]:
 def needed_libraries(libraries: list[Path]) -> set[str]:
     """The names that have to be found at load and are neither torch's own nor the system's."""
     own = {library.name for library in libraries}
-    names: set[str] = {"libcuda.so.1"}  # opened by name
+    names = {"libcuda.so.1", "libnvidia-ml.so.1"}  # opened by name
     for library in libraries:
         lines = subprocess.run(["readelf", "-dW", library], capture_output=True, text=True, check=True).stdout
         names |= set(re.findall(r"\(NEEDED\).*\[(.+)\]", lines))
