@@ -52,7 +52,10 @@ def workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def is_gone(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it went between the two questions
+        return True
 
 
 def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes], tmp_path: Path) -> None:
