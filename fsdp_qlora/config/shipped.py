@@ -12,9 +12,13 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(given: str) -> Path:
-    """The file that was given, or the one that comes with the program under this name. An existing file wins."""
+    """The file that was given, or the one that comes with the program under this name.
+
+    An existing file wins, but a folder does not: demo.sh makes one whose name is also that of its settings.
+    """
     path = Path(given)
-    return path if os.path.exists(path) else shipped_configs().get(given, path)
+    is_theirs = os.path.exists(path) and not os.path.isdir(path)
+    return path if is_theirs else shipped_configs().get(given, path)
 
 
 def describe(path: Path) -> str:

@@ -82,8 +82,12 @@ def test_the_settings_that_come_along_are_listed_printed_and_used_by_name(capsys
         parse_train_config(["--config", "nothing"])
 
 
-def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_wins_over_a_name_and_a_folder_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    by_name = parse_train_config(["--config", "demo"])
+    Path("demo").mkdir()  # demo.sh makes one
+    assert parse_train_config(["--config", "demo"]) == by_name
+    Path("demo").rmdir()
     Path("demo").write_text("lr: 0.5\n")
     assert parse_train_config(["--config", "demo"]).lr == 0.5
 
