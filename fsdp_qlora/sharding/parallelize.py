@@ -75,9 +75,10 @@ def shard_model(
         if in_fp32 := magnitudes(block):
             keep = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
             fully_shard(in_fp32, mesh=mesh, reshard_after_forward=False, mp_policy=keep)
-        shard(block, reshard=reshard_after_forward, besides=_of_adapters(block))
+        adapters = {parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()}
+        shard(block, reshard=reshard_after_forward, besides=adapters)
         if owners := adapter_owners(block):
-            base = {*block.parameters()} - _of_adapters(block)
+            base = {*block.parameters()} - adapters
             fully_shard(owners, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=base)
     head = model.get_output_embeddings()
     if head is not None and not has_tied_embeddings(model):
@@ -91,10 +92,6 @@ def shard_model(
     _skip_backward_gathers(model)
     if shard_size(mesh) > 1 and not cpu_offload:
         set_prefetch(model)
-
-
-def _of_adapters(block: nn.Module) -> set[nn.Parameter]:
-    return {parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()}
 
 
 def _not_fsdp2s(
