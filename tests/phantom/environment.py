@@ -125,7 +125,7 @@ class Forked:
     def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
         self._connection = socket.socket(socket.AF_UNIX)
         self._connection.connect(_forks())
-        request = {"arguments": arguments, "environment": environment, "output": str(output)}
+        request = {"words": arguments, "environment": environment, "output": str(output)}
         self._connection.sendall(json.dumps(request).encode() + b"\n")
         self._answers = self._connection.makefile()
         self._pid = int(self._answers.readline())
@@ -160,7 +160,7 @@ def _forks() -> str:
     return str(path)
 
 
-def _wait(processes: Sequence["Fresh | Forked"], seconds: float) -> bool:
+def _wait(processes: Sequence[Fresh | Forked], seconds: float) -> bool:
     """Wait for all; when one failed the others are given a moment and ended, as torchrun does."""
     end = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
@@ -175,9 +175,10 @@ def _wait(processes: Sequence["Fresh | Forked"], seconds: float) -> bool:
 
 
 def _ended(process: Fresh | Forked, folder: Path, rank: int) -> Rank:
-    counts = folder / f"counts{rank}.json"
+    counts, status = folder / f"counts{rank}.json", process.poll()
+    assert status is not None
     return Rank(
-        status=process.poll() or 0,
+        status=status,
         output=(folder / f"rank{rank}.log").read_text(),
         summary=json.loads(counts.read_text()) if counts.exists() else {},
     )

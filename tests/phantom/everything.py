@@ -19,24 +19,15 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from unittest import mock
 
-import torch
+from tests.phantom.forks import become  # first: it imports what ranks need without initializing CUDA
 
-# Whoever has asked CUDA for its devices can no longer be forked, and torch's compiler asks when it is imported.
-with mock.patch.object(torch.cuda, "is_available", return_value=False):
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-    import torch.optim
-    import transformers.models.llama.modeling_llama
-    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
-
-    from tests.phantom import environment
-    from tests.phantom.cases import COMMON, FAMILIES, MODELS, RUN, SHARDED, Case, cases
-    from tests.tiny import ROOT, _free_port, flags, make_model, make_rows, write_rows
+# isort: split
+from tests.phantom import environment
+from tests.phantom.cases import COMMON, FAMILIES, MODELS, RUN, SHARDED, Case, cases
+from tests.tiny import ROOT, _free_port, flags, make_model, make_rows, write_rows
 
 FOLDER = ROOT / ".phantom_everything"  # models, the ranks' output, and what has ended
 
@@ -65,20 +56,11 @@ def fork_rank(program: str, arguments: list[str], log: Path, variables: dict[str
     """The id of a new process that runs `fsdp-qlora PROGRAM` and writes its output to a file."""
     if pid := os.fork():
         return pid
-    status = 1
-    try:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ |= variables
-        sys.argv = [program, *arguments]
-        status = importlib.import_module(f"fsdp_qlora.program.{program}").main(arguments)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    environment_of_rank = {**os.environ, **variables}
+    module = f"fsdp_qlora.program.{program}"
+    become(
+        lambda: importlib.import_module(module).main(arguments), [program, *arguments], environment_of_rank, str(log)
+    )
 
 
 def run_ranks(

@@ -13,8 +13,9 @@ import runpy
 import socketserver
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -26,7 +27,8 @@ with mock.patch.object(torch.cuda, "is_available", return_value=False):
     import torch.distributed.fsdp
     import torch.distributed.tensor
     import torch.optim
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
 
 class Handler(socketserver.StreamRequestHandler):
@@ -36,7 +38,7 @@ class Handler(socketserver.StreamRequestHandler):
         request = json.loads(self.rfile.readline())
         pid = os.fork()
         if not pid:
-            become(**request)
+            become(run_script, **request)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.wfile.write(f"{pid}\n".encode())
             self.wfile.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
@@ -57,8 +59,11 @@ class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
             sys.exit()
 
 
-def become(arguments: list[str], environment: dict[str, str], output: str) -> None:
-    """Be the process `python ARGUMENTS`, a script with its words, and end."""
+def become(main: Callable[[], Any], words: list[str], environment: dict[str, str], output: str) -> NoReturn:
+    """Be a process whose program is `main`, with its words, and end as Python would.
+
+    Only the interpreter is not taken down: torch aborts where the thread of a backward pass is still freeing its graph.
+    """
     status: Any = 1
     try:
         with open(output, "w") as file:
@@ -66,13 +71,8 @@ def become(arguments: list[str], environment: dict[str, str], output: str) -> No
             os.dup2(file.fileno(), 2)
         os.environ.clear()
         os.environ |= environment
-        sys.argv = arguments
-        sys.path.insert(0, str(Path(arguments[0]).parent.resolve()))
-        import sitecustomize
-
-        sitecustomize.record_if_asked()
-        runpy.run_path(arguments[0], run_name="__main__")
-        status = 0
+        sys.argv = words
+        status = main() or 0
     except SystemExit as end:
         status = end.code or 0
         if isinstance(status, str):
@@ -85,6 +85,15 @@ def become(arguments: list[str], environment: dict[str, str], output: str) -> No
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def run_script() -> None:
+    """The script that sys.argv names."""
+    import sitecustomize
+
+    sys.path.insert(0, str(Path(sys.argv[0]).parent.resolve()))
+    sitecustomize.record_if_asked()
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
