@@ -106,7 +106,7 @@ def _free_port() -> int:
 
 
 def _worker(target: Callable[..., int], args: tuple[Any, ...], rank: int, world_size: int, port: int, log: str) -> None:
-    """One rank in a process of its own, as torchrun would start it, its output going to a file."""
+    """One rank in a process of its own, as torchrun would start it, its output going to a file, libraries' too."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -119,6 +119,8 @@ def _worker(target: Callable[..., int], args: tuple[Any, ...], rank: int, world_
     torch.set_num_threads(1)
     status = 1
     with open(log, "w", buffering=1) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
         try:
             status = target(*args)
         except BaseException:
@@ -186,7 +188,7 @@ def train_ok(world_size: int, output_dir: Path, *, logits_file: Path | None = No
     """A run that must succeed; returns its output. It quantizes by itself unless a cache is asked for."""
     argv = flags(output_dir=output_dir, log_to="stdout", **{"quant_cache": "off", **options})
     statuses, output = run_ranks(world_size, argv, output_dir.parent / f"{output_dir.name}_logs", logits_file)
-    assert statuses == [0] * world_size, output[-6000:]
+    assert statuses == [0] * world_size, f"{output[-6000:]}\nexit statuses {statuses}"
     return output
 
 

@@ -4,6 +4,7 @@ The run is `run` in fsdp_qlora/run.py. It calls `train` in fsdp_qlora/training/l
 the optimizer step is in training/trainer.py.
 """
 
+import faulthandler
 import sys
 
 from fsdp_qlora.config.cli import parse_train_config
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
             return status_of_workers
         sys.argv = redact_values(sys.argv)  # wandb keeps a copy
         quiet_libraries()
+        if not faulthandler.is_enabled():  # a crash in a library shows at least where Python was
+            faulthandler.enable(sys.__stderr__ or 2)
         # Imported here so that --help and wrong options answer at once.
         from fsdp_qlora.run import run
 

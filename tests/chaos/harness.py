@@ -102,7 +102,7 @@ def run(options: dict[str, object], logs: Path, **how: Any) -> str:
     """A start that must finish the run; returns its output."""
     job = Job(options, logs, **how)
     statuses = job.wait()
-    assert statuses == [0] * len(statuses), job.output()[-6000:]
+    assert statuses == [0] * len(statuses), f"{job.output()[-6000:]}\nexit statuses {statuses}"
     return job.output()
 
 

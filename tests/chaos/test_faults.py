@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import signal
 import time
@@ -258,6 +259,30 @@ def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
     assert status(tmp_path / "out")["state"] == "failed" and "GPU memory" in status(tmp_path / "out")["reason"]
     assert "ran out of GPU memory in step 3 (compute): CUDA out of memory. Tried to" in message
     assert "--context_length" in message and "--use_cpu_offload true" in message
+
+
+def crash(rank: int) -> None:
+    """Let one rank crash in the third step as a library's fault would."""
+    from fsdp_qlora.training.trainer import Trainer
+
+    original = Trainer._loss
+
+    def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if on(rank) and self.heartbeat.step == 2:
+            signal.raise_signal(signal.SIGSEGV)
+        return original(self, micro_batch)
+
+    Trainer._loss = loss  # type: ignore[method-assign]
+
+
+def test_a_library_that_crashes_shows_where_it_was_called(reference: Reference, tmp_path: Path) -> None:
+    options = reference.same_but(tmp_path / "out")
+    with ended(Job(options, tmp_path / "logs", fault=crash, arguments=(1,))) as job:
+        assert job.wait() == [1, -signal.SIGSEGV], job.output()
+    said = job.logs[1].read_text()
+    assert "Fatal Python error: Segmentation fault" in said
+    assert re.search(r"loop\.py\S+ line \d+ in train\b", said), said
+    assert "error: The connection to another rank was lost in step 3" in job.logs[0].read_text()
 
 
 def fail_while_the_mirror_is_slow(error: str, mirror_seconds: float) -> None:
