@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from fsdp_qlora.control.bounded_store import BoundedStore
 from fsdp_qlora.distributed import MAX_WAIT_MINUTES, Ranks
 from fsdp_qlora.errors import ENDINGS, note_reason, write_line
 
@@ -40,7 +41,10 @@ class Presence:
     """
 
     def __init__(self, store: dist.Store, ranks: Ranks, *, hang_minutes: float) -> None:
-        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # its annotations lack it
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # its annotations lack it
+        self._store: dist.Store | BoundedStore = own
+        if ranks.world_size > 1:
+            self._store = BoundedStore(own, seconds=_SILENT_SECONDS)
         self.ranks = ranks
         self.is_starting = True
         self.on_end: Callable[[str, str], None] = lambda state, reason: None
@@ -70,6 +74,8 @@ class Presence:
             raise
         self._stop()
         self.say_goodbye()
+        if isinstance(self._store, BoundedStore):
+            self._store.close()
 
     def begin_training(self, where: Callable[[], str]) -> None:
         """From now on another thread calls `look`, and silence counts sooner."""
@@ -114,8 +120,8 @@ class Presence:
                 self._end_alone()
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[dist.Store]:
-        """Use the store; if it has died with its host, replace it by an empty local one."""
+    def talking(self) -> Iterator[dist.Store | BoundedStore]:
+        """Use the store; if it has died with its host, or does not answer, replace it by an empty local one."""
         with self._lock:
             try:
                 yield self._store

@@ -320,13 +320,22 @@ def be_impatient() -> None:
     presence._SILENT_SECONDS, presence._PULSE_SECONDS = 3.0, 0.5
 
 
-def test_a_rank_that_is_stopped_is_missed_by_its_neighbour(reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stopped", "says"),
+    [
+        (1, "error: Rank 1 has given no sign of life for 3 s"),
+        (0, "error: The store of all ranks has not answered for 3 s: rank 0, or"),  # its process hosts the store
+    ],
+)
+def test_a_rank_that_is_stopped_is_missed_by_its_neighbour(
+    stopped: int, says: str, reference: Reference, tmp_path: Path
+) -> None:
     with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=be_impatient)) as job:
         wait_for(lambda: (tmp_path / "out" / "metrics.jsonl").exists())
-        job.kill(1, signal.SIGSTOP)
-        job.processes[0].join(20)
-        assert job.processes[0].exitcode == 1
-    assert "error: Rank 1 has given no sign of life for 3 s" in job.output()
+        job.kill(stopped, signal.SIGSTOP)
+        job.processes[1 - stopped].join(20)
+        assert job.processes[1 - stopped].exitcode == 1
+    assert says in job.output()
 
 
 def try_longest() -> None:
