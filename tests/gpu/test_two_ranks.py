@@ -70,7 +70,7 @@ def test_sigterm_in_a_step_ends_both_ranks_with_a_checkpoint(endless, tmp_path):
 def test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks(ranks, inputs, tmp_path):
     options = {**inputs(), **COMMON, "train_type": "qlora", "output_dir": tmp_path / "out"}
     # The weights take 1 MiB, the activations of 64 rows more than what is left.
-    arguments = flags(**{**options, "batch_size": 8, "use_gradient_checkpointing": False})
+    arguments = flags(**{**options, "batch_size": 8, "recompute": "none"})
     began = time.monotonic()
     program = [*PROGRAM, "--memory_mib", 24, "--", *arguments]
     with started(program, tmp_path / "logs", ranks=ranks) as start:
