@@ -186,6 +186,7 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     exchange for them come in chunks that are smaller.
     """
     from fsdp_qlora import distributed
+    from fsdp_qlora.lean.functions import PIECE
     from fsdp_qlora.models import find_blocks
     from fsdp_qlora.sharding.byte_account import count_bytes
 
@@ -199,8 +200,11 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     gathered = adapters + (2 * block if distributed.shard_size(mesh) > 1 else 0)
     decoded = config.hidden_size * config.intermediate_size * 2
     # Of the MLP gate, up, SiLU of gate, the product's gradient, and those of gate and up; with few tokens, before
-    # these, gate, up, their product and its gradient beside the decoded weight. Norms' inputs, queries, gradients.
-    places = [(6 * hidden, 6 * wide), (7 * hidden, 4 * wide + decoded)]
+    # these, gate, up and the product's gradient beside the decoded weight. Norms' inputs, queries, gradients.
+    # With many tokens the others come in pieces.
+    places = [(6 * hidden, 6 * wide), (7 * hidden, 3 * wide + decoded)]
+    if wide > 2 * PIECE:
+        places = [(6 * hidden, 3 * wide + 3 * 2 * PIECE), (6 * hidden, 3 * wide + decoded)]
     more, work = max(places, key=sum)
     return {"gathered by FSDP2": gathered, HIDDEN: kept + more, "block at work": 2 * keys + work}
 

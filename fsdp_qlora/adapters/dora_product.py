@@ -89,6 +89,7 @@ class _DoraProduct(torch.autograd.Function):
         scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # whose memory nobody needs any more
         factors = operands.dropout.factors(x) if operands.dropout else None
         grad_low, grad_A, grad_B = low_rank_grads(scaled, x if factors is None else x * factors, low, ctx)
+        del x
         grad_x = None
         if ctx.needs_input_grad[0] and factors is None:
             grad_x = base.multiply_grad(scaled).addmm_(grad_low, lora_A.to(scaled.dtype), alpha=scaling)

@@ -111,6 +111,7 @@ class _LoraProduct(torch.autograd.Function):
         ctx.keeper = None
         factors = dropout.factors(x) if dropout else None
         grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
+        del x  # which may have been computed again: its gradient can have its memory
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = base.multiply_grad(grad_y)

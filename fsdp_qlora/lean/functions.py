@@ -4,11 +4,16 @@ A function that takes such an output, and would keep it, can ask for it again in
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 Function = Callable[[torch.Tensor], torch.Tensor]
+Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in pieces of that size.
+# A long row's peak is there, and is smaller by half of the MLP's part.
+PIECE = 2**26
 
 
 def remaking(x: torch.Tensor) -> Any:
@@ -59,6 +64,8 @@ class Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         gate, up = ctx.saved_tensors
+        if _is_large(gate):
+            return *_in_their_place(grad, gate, up, partial(_gradients, ctx.activation)), None, None
         gate, activated = _once(ctx, ctx.activation, gate)
         ctx.again = None
         grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
@@ -69,7 +76,7 @@ class Compiled(NamedTuple):
     """multiply: (gate, up) -> activation(gate) * up. gradients: (grad, gate, up) -> the gradients of gate and up."""
 
     multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    gradients: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    gradients: Gradients
 
 
 class CompiledGated(torch.autograd.Function):
@@ -85,12 +92,50 @@ class CompiledGated(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ctx.compiled.gradients(*grads, *ctx.saved_tensors), None, None
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        if _is_large(gate):
+            return *_in_their_place(grad, gate, up, ctx.compiled.gradients), None, None
+        return *ctx.compiled.gradients(grad, gate, up), None, None
 
 
 def _gated_again(node: Any) -> torch.Tensor:
     gate, up = node.saved_tensors
+    if _is_large(gate):
+        return _times(node.activation(gate), up)
     return _once(node, node.activation, gate)[1].detach() * up
+
+
+def _is_large(gate: torch.Tensor) -> bool:
+    return gate.numel() > PIECE
+
+
+def _in_their_place(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gradients: Gradients
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up in the memory of both, which were made for their product alone."""
+    gate, up = gate.detach(), up.detach()
+    rows = max(1, PIECE // gate.shape[-1])
+    pieces = (tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up))
+    for of_product, of_gate, of_up in zip(*pieces, strict=True):
+        _put_in_place(of_product, of_gate, of_up, gradients)
+    return gate, up
+
+
+def _put_in_place(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gradients: Gradients) -> None:
+    grad_gate, grad_up = gradients(grad, gate, up)
+    gate.copy_(grad_gate)
+    up.copy_(grad_up)
+
+
+def _gradients(
+    activation: Function, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    gate = gate.detach().requires_grad_()
+    with torch.enable_grad():
+        activated = activation(gate)
+    grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
+    return grad_gate, _times(activated.detach(), grad)
 
 
 def _once(node: Any, function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Estimates what comes and goes on a rank's device within a training step, from a model on the meta device."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
+from fsdp_qlora.lean.functions import PIECE
 from fsdp_qlora.lean.gated_mlp import GatedMlp
 from fsdp_qlora.lean.rms_norm import RmsNorm
 from fsdp_qlora.models import canonical_name, find_blocks, has_tied_embeddings
@@ -18,9 +20,9 @@ from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
 # Of the activations that a block keeps without recompute: what its backward pass holds at once with their gradients.
-# 1.5 of Llama-2-70B's 1.4 GiB at 4,096 tokens; the allocator of the stand-in counts 2.1 GiB, a decoded weight included
-# (docs/gpu.md).
-_BACKWARD_FACTOR = 1.5
+# Where many tokens go through a gate in pieces, the second and three pieces (lean/functions.py). The allocator of the
+# stand-in counts 4.2 GiB for Qwen3-8B's 4.6 GiB at 32,768 tokens, and 1.0 for Llama-2-70B's 1.2 at 4,096 (docs/gpu.md).
+_BACKWARD_FACTOR, _IN_PIECES_FACTOR = 1.5, 0.95
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
         exchanged=2 * exchanged * dtype.itemsize if shared[1] else 0,
         kept=hidden * (2 if step.offloads_activations else len(blocks)),
         block=kept[True],
-        at_work=int(kept[False] * _BACKWARD_FACTOR) + max(_decoded(block, dtype) for block in blocks),
+        at_work=_in_backward(blocks, kept[False], dtype) + max(_decoded(block, dtype) for block in blocks),
     )
 
 
@@ -151,6 +153,14 @@ def _kept(block: nn.Module, model: PreTrainedModel, step: Step, *, is_lean: bool
     if model.config._attn_implementation == "eager":  # the scores, and their probabilities in float32 and again
         scores = step.num_tokens**2 // step.num_rows * config.num_attention_heads * (4 + 2 * size)
     return int(per_token * step.num_tokens * size) + scores
+
+
+def _in_backward(blocks: Iterable[nn.Module], kept: int, dtype: torch.dtype) -> int:
+    """About what a block's backward pass holds at once, beside a decoded weight. kept: what it keeps for it."""
+    held = _BACKWARD_FACTOR * kept
+    if all(any(isinstance(module, GatedMlp) for module in block.modules()) for block in blocks):
+        held = min(held, _IN_PIECES_FACTOR * kept + 3 * PIECE * dtype.itemsize)
+    return int(held)
 
 
 def _matrices(block: nn.Module) -> dict[nn.Module, list[tuple[int, ...]]]:

