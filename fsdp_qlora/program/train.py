@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
             return status_of_workers
         sys.argv = redact_values(sys.argv)  # wandb keeps a copy
         quiet_libraries()
-        if not faulthandler.is_enabled():  # a crash in a library shows at least where Python was
-            faulthandler.enable(sys.__stderr__ or 2)
+        if sys.__stderr__ and not faulthandler.is_enabled():  # a crash in a library shows where Python was
+            faulthandler.enable(sys.__stderr__)
         # Imported here so that --help and wrong options answer at once.
         from fsdp_qlora.run import run
 
