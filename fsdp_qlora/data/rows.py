@@ -13,6 +13,7 @@ Row = dict[str, object]
 
 NUMBERS_SHOWN = 10  # rows named in a message
 CUT_SHARE_TO_WARN = 0.05  # of the tokens
+_ROWS_COUNTED = 4096  # at a time
 
 # Why a row is left out, besides what a format or template says of it.
 NO_ROOM = "no room for a response within context_length"
@@ -106,8 +107,12 @@ class TokenizedRows:
     @cached_property
     def num_targets(self) -> np.ndarray:
         """Learned tokens of each row that have a predecessor to be predicted from, int64 [rows]."""
-        starts = self.offsets[:-1]
-        return np.add.reduceat(self.learned, starts, dtype=np.int64) - self.learned[starts]
+        found = np.empty(len(self), np.int64)
+        for first in range(0, len(self), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
+            offsets = self.offsets[first : first + _ROWS_COUNTED + 1]
+            learned, starts = self.learned[offsets[0] : offsets[-1]], offsets[:-1] - offsets[0]
+            found[first : first + len(starts)] = np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
+        return found
 
 
 def arrays_in_pieces(pieces: Sequence[TokenizedRows]) -> dict[str, list[np.ndarray]]:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,19 @@ def test_folder_without_data_and_unknown_names_and_formats_are_refused(prepare: 
         prepare("alpaca_dmeo")
     with pytest.raises(UserError, match=r"unknown format 'alpacca'. Formats: auto, alpaca"):
         prepare("alpaca_demo", dataset_format="alpacca")
+
+
+def test_targets_are_counted_without_a_wide_copy_of_the_dataset() -> None:
+    rows, tokens = 30_000, 100
+    learned = np.arange(rows * tokens) % 3 == 1
+    offsets = np.arange(rows + 1, dtype=np.int64) * tokens
+    tokenized = TokenizedRows(np.zeros(rows * tokens, np.int32), learned, offsets, np.arange(rows))
+    tracemalloc.start()
+    found = tokenized.num_targets
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(found, learned.reshape(rows, tokens)[:, 1:].sum(axis=1))
+    assert peak < 2 * learned.nbytes, f"{peak:,} bytes"
 
 
 def test_unreachable_hub_fails_at_once_and_names_what_works_offline(monkeypatch: pytest.MonkeyPatch) -> None:
