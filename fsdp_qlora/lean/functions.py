@@ -66,10 +66,9 @@ class Gated(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if _is_large(gate):
             return *_in_their_place(grad, gate, up, partial(_gradients, ctx.activation)), None, None
-        gate, activated = _once(ctx, ctx.activation, gate)
+        again = _once(ctx, ctx.activation, gate)
         ctx.again = None
-        grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
-        return grad_gate, _times(activated.detach(), grad), None, None  # now nobody needs what was activated
+        return *_pull_back(grad, *again, up), None, None
 
 
 class Compiled(NamedTuple):
@@ -131,9 +130,13 @@ def _put_in_place(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, grad
 def _gradients(
     activation: Function, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    gate = gate.detach().requires_grad_()
-    with torch.enable_grad():
-        activated = activation(gate)
+    return _pull_back(grad, *_with_graph(activation, gate), up)
+
+
+def _pull_back(
+    grad: torch.Tensor, gate: torch.Tensor, activated: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up, the latter in the memory of what was activated: now nobody needs that."""
     grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
     return grad_gate, _times(activated.detach(), grad)
 
@@ -141,11 +144,15 @@ def _gradients(
 def _once(node: Any, function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x and function(x) with their graph, computed when they are asked for first."""
     if node.again is None:
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            node.again = x, function(x)
+        node.again = _with_graph(function, x)
     again: tuple[torch.Tensor, torch.Tensor] = node.again
     return again
+
+
+def _with_graph(function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return x, function(x)
 
 
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
