@@ -232,18 +232,21 @@ def test_a_rank_that_skips_a_collective_does_not_train_on(reference: Reference, 
     assert steps[-1] <= 7 and not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
-def lose_memory(*bad: int) -> None:
-    """Let some ranks run out of memory in the third step."""
+def in_the_third_step(happens: Callable[[], None], *ranks: int) -> None:
     from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer._loss
 
     def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if any(map(on, bad)) and self.heartbeat.step == 2 and self.model.training:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        if any(map(on, ranks)) and self.heartbeat.step == 2 and self.model.training:
+            happens()
         return original(self, micro_batch)
 
     Trainer._loss = loss  # type: ignore[method-assign]
+
+
+def lose_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
 
 @pytest.mark.parametrize("bad", [(1,), (0, 1)])
@@ -251,7 +254,7 @@ def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
     bad: tuple[int, ...], reference: Reference, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out")
-    with ended(Job(options, tmp_path / "logs", fault=lose_memory, arguments=bad)) as job:
+    with ended(Job(options, tmp_path / "logs", fault=in_the_third_step, arguments=(lose_memory, *bad))) as job:
         assert job.wait() == [1, 1], job.output()
     assert job.output().count("error: ") == 1 and "Traceback" not in job.output()
     message = job.output()
@@ -261,23 +264,13 @@ def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
     assert "--context_length" in message and "--use_cpu_offload true" in message
 
 
-def crash(rank: int) -> None:
-    """Let one rank crash in the third step as a library's fault would."""
-    from fsdp_qlora.training.trainer import Trainer
-
-    original = Trainer._loss
-
-    def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        if on(rank) and self.heartbeat.step == 2:
-            signal.raise_signal(signal.SIGSEGV)
-        return original(self, micro_batch)
-
-    Trainer._loss = loss  # type: ignore[method-assign]
+def crash() -> None:
+    signal.raise_signal(signal.SIGSEGV)
 
 
 def test_a_library_that_crashes_shows_where_it_was_called(reference: Reference, tmp_path: Path) -> None:
     options = reference.same_but(tmp_path / "out")
-    with ended(Job(options, tmp_path / "logs", fault=crash, arguments=(1,))) as job:
+    with ended(Job(options, tmp_path / "logs", fault=in_the_third_step, arguments=(crash, 1))) as job:
         assert job.wait() == [1, -signal.SIGSEGV], job.output()
     said = job.logs[1].read_text()
     assert "Fatal Python error: Segmentation fault" in said
