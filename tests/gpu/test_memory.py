@@ -6,11 +6,9 @@ import pytest
 
 from tests.gpu.reserved import FIGURES, SHAPES, count
 
-WORKSPACES = 48 * 2**20  # cuBLAS' after the trial of the head: 8 MiB on the stand-in's card, 32 on Hopper
-
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_reserved_memory_is_what_the_stand_in_has_counted(name, tmp_path):
     found, expected = count(name, tmp_path), json.loads(FIGURES.read_text())["bytes"][name]
-    assert found["loaded"] == pytest.approx(expected["loaded"], rel=0.01, abs=WORKSPACES)
+    assert found["loaded"] == pytest.approx(expected["loaded"], rel=0.01)
     assert found["reserved"] == pytest.approx(expected["reserved"], rel=0.03), found
