@@ -188,6 +188,7 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     from fsdp_qlora import distributed
     from fsdp_qlora.lean.functions import PIECE
     from fsdp_qlora.models import find_blocks
+    from fsdp_qlora.quantizers.base import QuantizedWeight
     from fsdp_qlora.sharding.byte_account import count_bytes
 
     config, blocks = model.config, find_blocks(model)
@@ -199,6 +200,7 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     block = sum(part.total for name, part in of_block.items() if name != "trainable")
     gathered = adapters + (2 * block if distributed.shard_size(mesh) > 1 else 0)
     decoded = config.hidden_size * config.intermediate_size * 2
+    statistics = sum(module.decoded_statistics for module in blocks[0].modules() if isinstance(module, QuantizedWeight))
     # Of the MLP gate, up, SiLU of gate, the product's gradient, and those of gate and up; with few tokens, before
     # these, gate, up and the product's gradient beside the decoded weight. Norms' inputs, queries, gradients.
     # With many tokens the others come in pieces.
@@ -206,7 +208,7 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     if wide > 2 * PIECE:
         places = [(6 * hidden, 3 * wide + 3 * 2 * PIECE), (6 * hidden, 3 * wide + decoded)]
     more, work = max(places, key=sum)
-    return {"gathered by FSDP2": gathered, HIDDEN: kept + more, "block at work": 2 * keys + work}
+    return {"gathered by FSDP2": gathered, HIDDEN: kept + more, "block at work": 2 * keys + statistics + work}
 
 
 def at_peak(trace: list[dict[str, Any]], hidden_bytes: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ is `blocksize` consecutive weights of the row-major flattened weight.
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
@@ -32,6 +34,14 @@ from fsdp_qlora.quantizers.bnb_4bit_format import (
     read_state,
     value_tables,
     write_state,
+)
+from fsdp_qlora.quantizers.bnb_statistics import (
+    BlockStatistics,
+    Latest,
+    can_share,
+    decode_absmax,
+    elements,
+    nested_code,
 )
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
@@ -54,12 +64,13 @@ class Bnb4bitWeight(QuantizedWeight):
         absmax: largest magnitude of each block; 1 byte each with double_quant, else float32.
         nested_absmax: with double_quant, float32, one for each 256 absmax.
     Buffer:
-        absmax_offset: with double_quant, float32 scalar, the mean of absmax.
+        absmax_offset: with double_quant, float32 scalar, the mean of absmax; `offset` is its value.
     """
 
     format: _Bnb4bitFormat
     selects_rows = True
     absmax_offset: torch.Tensor
+    offset = 0.0
 
     def __init__(
         self, shape: tuple[int, ...], *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
@@ -138,8 +149,12 @@ class Bnb4bitWeight(QuantizedWeight):
         """Quantize all blocks' float32 absmax to uint8 codes and nested absmax, and store the offset."""
         offset = absmax.mean()
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
-        self.absmax_offset.copy_(offset)
+        self._set_offset(offset.item())
         return absmax_8bit, state.absmax
+
+    def _set_offset(self, offset: float) -> None:
+        self.offset = offset
+        self.absmax_offset.fill_(offset)
 
     # Stored in bitsandbytes' own format, see bnb_4bit_format.py.
 
@@ -155,7 +170,7 @@ class Bnb4bitWeight(QuantizedWeight):
 
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         quant_type = self.format.quant_type
-        offset = self.absmax_offset.item() if self.double_quant else None
+        offset = self.offset if self.double_quant else None
         state = write_state(self.shape, quant_type, _BLOCKSIZE, offset, dtype)
         return value_tables(quant_type, double_quant=self.double_quant) | {f"{PACKED_STATE}{quant_type}": state}
 
@@ -166,7 +181,7 @@ class Bnb4bitWeight(QuantizedWeight):
             return
         offset = read_state(content, name, self.shape, quant_type, _BLOCKSIZE, double_quant=double_quant)
         if double_quant:
-            self.absmax_offset.fill_(offset)
+            self._set_offset(offset)
 
     def code_settings(self) -> dict[str, Any]:
         return {
@@ -181,11 +196,34 @@ class Bnb4bitWeight(QuantizedWeight):
 
 
 class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
-    """A linear layer with its weight in bitsandbytes' 4-bit packing."""
+    """A linear layer with its weight in bitsandbytes' 4-bit packing.
+
+    of_block: the statistics of its decoder block, and its place in them.
+    """
+
+    of_block: tuple[BlockStatistics, int] | None = None
+
+    def product_tensors(self) -> Callable[[], tuple[torch.Tensor, ...]]:
+        # Without a backward pass to come, tokens may be few: then bitsandbytes' products decode the statistics inside.
+        if self.of_block is None or not torch.is_grad_enabled():
+            return super().product_tensors()
+        weight, (statistics, index) = self.weight, self.of_block
+        return lambda: (weight, statistics.absmax(index))
 
 
 class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
     """The experts of a layer in bitsandbytes' 4-bit packing."""
+
+
+def share_statistics(blocks: Iterable[nn.Module]) -> None:
+    """Let the layers of each decoder block decode their statistics together. FSDP2 gathers a block as a whole."""
+    latest = Latest()
+    for block in blocks:
+        layers = [module for module in block.modules() if isinstance(module, Bnb4bitLinear) and module.double_quant]
+        shared = [layer for layer in layers if can_share(layer)]
+        statistics = BlockStatistics(shared, latest)
+        for index, layer in enumerate(shared):
+            layer.of_block, layer.decoded_statistics = (statistics, index), 4 * layer.num_blocks
 
 
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,19 +241,6 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
     return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
 
 
-@functools.cache
-def _nested_code(device: torch.device) -> torch.Tensor:
-    """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
-    return bnb.create_dynamic_map().to(device)
-
-
-def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-    """Elements [first, first + count) of a parameter's bytes as `dtype`."""
-    elements = tensor.view(dtype).view(-1)
-    # Of a linear layer these are all, and the host does this for every product.
-    return elements if elements.shape[0] == count else elements[first : first + count]
-
-
 def _kernel_operands(
     fmt: _Bnb4bitFormat, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -229,39 +254,31 @@ def _kernel_operands(
     """
     num_weights = math.prod(fmt.shape)
     first_block, num_blocks = fmt.first // _BLOCKSIZE, -(-num_weights // _BLOCKSIZE)
-    codes = _elements(weight, torch.uint8, fmt.first // 2, num_blocks * _BLOCKSIZE // 2).view(-1, 1)
+    codes = elements(weight, torch.uint8, fmt.first // 2, num_blocks * _BLOCKSIZE // 2).view(-1, 1)
     if not nested:
-        return codes, _elements(absmax, torch.float32, first_block, num_blocks), {}
+        return codes, elements(absmax, torch.float32, first_block, num_blocks), {}
     nested_absmax, offset = nested
     # A matrix starts at a block of weights, but its absmax may start inside a block of 256 absmax shared with the
     # previous expert. So both start at the beginning of that block here.
     skipped = first_block % NESTED_BLOCKSIZE
     first_nested, num_nested = first_block // NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // NESTED_BLOCKSIZE)
-    scales = _elements(nested_absmax, torch.float32, first_nested, num_nested)
+    scales = elements(nested_absmax, torch.float32, first_nested, num_nested)
     double = {
-        "absmax_8bit": _elements(absmax, torch.uint8, first_block - skipped, skipped + num_blocks),
-        "absmax_code": _nested_code(weight.device),
+        "absmax_8bit": elements(absmax, torch.uint8, first_block - skipped, skipped + num_blocks),
+        "absmax_code": nested_code(weight.device),
         "absmax_offset": offset,
     }
     if not skipped:
         return codes, scales, double
     # The kernels do not support such an offset: decode the absmax here and drop the previous expert's.
-    return codes, _decode_absmax(scales, double)[skipped:], {}
-
-
-def _decode_absmax(scales: torch.Tensor, double: dict[str, Any]) -> torch.Tensor:
-    """Undo the second quantization: one float32 per block of weights."""
-    absmax: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        double["absmax_8bit"], scales, double["absmax_code"], NESTED_BLOCKSIZE, torch.float32
-    )
-    return absmax.add_(double["absmax_offset"])
+    return codes, decode_absmax(double["absmax_8bit"], scales, offset)[skipped:], {}
 
 
 def _dequantize(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
     """Decode storage tensors to the matrix (or whole weight) of `fmt` in `dtype`, with bitsandbytes' kernels."""
     codes, absmax, double = _kernel_operands(fmt, *tensors)
     if double:
-        absmax = _decode_absmax(absmax, double)
+        absmax = decode_absmax(double["absmax_8bit"], absmax, double["absmax_offset"])
     decode = functools.partial(_decode_blocks, quant_type=fmt.quant_type, dtype=dtype)
     num_weights = math.prod(fmt.shape)
     if fmt.shape[-1] % _BLOCKSIZE == 0 and num_weights <= _GPU_PIECE:
