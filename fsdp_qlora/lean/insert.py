@@ -4,10 +4,11 @@ from torch import nn
 
 from fsdp_qlora.lean.gated_mlp import GatedMlp, as_gated_mlp
 from fsdp_qlora.lean.rms_norm import RmsNorm, as_rms_norm
+from fsdp_qlora.lean.rotary import use_rotary, uses_rotary
 
 
 def make_lean(model: nn.Module) -> None:
-    """Replace the norms and MLPs of a model on the meta device, wherever they compute what ours do.
+    """Replace the norms, MLPs and rotary embeddings of a model on the meta device, wherever ours compute the same.
 
     Names and parameters stay.
     """
@@ -15,6 +16,8 @@ def make_lean(model: nn.Module) -> None:
         replaced = as_rms_norm(module) or as_gated_mlp(module)
         if replaced is not None:
             model.set_submodule(path, replaced)
+        else:
+            use_rotary(module)
 
 
 def keep_little(block: nn.Module, enabled: bool) -> None:
@@ -29,5 +32,6 @@ def describe_lean(model: nn.Module) -> str:
     modules = list(model.modules())
     norms, mlps = ([module for module in modules if isinstance(module, kind)] for kind in (RmsNorm, GatedMlp))
     compiled = " compiled" if mlps and all(mlp.compiled for mlp in mlps) else ""
+    rotary = sum(map(uses_rotary, modules))
     by = f"{len(norms)} norms by torch's rms_norm, {len(mlps)} MLPs with a gate by one{compiled} function"
-    return f"{by}, the rest by the model's code"
+    return f"{by}, rotary embeddings of {rotary} attention modules by another, the rest by the model's code"

@@ -1,4 +1,4 @@
-"""Norms and gated MLPs by functions of ours: found by what they compute, the same values, and less kept."""
+"""Norms, gated MLPs and rotary embeddings by our functions: found by what they compute, same values, less kept."""
 
 import copy
 from typing import Any
@@ -13,6 +13,7 @@ from fsdp_qlora.lean.compiled import compile_gates
 from fsdp_qlora.lean.gated_mlp import GatedMlp, as_gated_mlp
 from fsdp_qlora.lean.insert import describe_lean, keep_little, make_lean
 from fsdp_qlora.lean.rms_norm import FORMS, RmsNorm, as_rms_norm
+from fsdp_qlora.lean.rotary import use_rotary
 from tests.layers.shards import relative_error
 from tests.layers.test_lora_product import IN, adapted, results
 
@@ -55,6 +56,7 @@ def test_a_model_computes_what_it_did_with_the_same_roundings(model_type: str, i
         norms = of_kind(lean, RmsNorm)
         assert len(norms) >= 5 and {norm.form for norm in norms} == {MODELS[model_type]}
         assert len(of_kind(lean, GatedMlp)) == 1
+        assert "by one function, rotary embeddings of 1 attention modules by another" in describe_lean(lean)
         assert [name for name, _ in lean.named_parameters()] == [name for name, _ in model.named_parameters()]
         for own, expected in zip(logits_and_gradient(lean), logits_and_gradient(model), strict=True):
             assert own.dtype == expected.dtype and relative_error(own.float(), expected.double()) < tolerance
@@ -103,6 +105,51 @@ def test_modules_that_compute_something_else_are_left_alone() -> None:
     mlp = as_gated_mlp(OtherMlp(1.0))
     assert mlp and mlp.roles == ("b", "a", "c") and not as_gated_mlp(OtherMlp(1.001))
     assert not as_gated_mlp(nn.TransformerEncoderLayer(8, 2, 24))
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate_pairs(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+def halves(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+def pairs(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + rotate_pairs(q) * sin, k * cos + rotate_pairs(k) * sin
+
+
+class Halves(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return halves(q, k, cos, sin, **kwargs)
+
+
+class Pairs(nn.Module):
+    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
+        return pairs(q, k, cos, sin)
+
+
+def test_only_rotary_embeddings_of_halves_are_replaced_and_where_their_shapes_fit() -> None:
+    module, other = Halves(), Halves()
+    assert use_rotary(module) and not use_rotary(Pairs()) and not use_rotary(nn.Linear(2, 2))
+    q, k = (torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, 2))
+    cos, sin = torch.randn(2, 2, 6, 8)
+    swapped = [each.detach().transpose(1, 2) for each in (q, k)]
+    for inputs, kwargs in (([q, k], {}), (swapped, {"unsqueeze_dim": 2})):
+        for own, reference in zip(module(*inputs, cos, sin, **kwargs), other(*inputs, cos, sin, **kwargs), strict=True):
+            assert own.dtype == reference.dtype and relative_error(own, reference.double()) < 1e-6
+    found = [torch.autograd.grad(sum(map(torch.sum, each(q, k, cos, sin))), (q, k)) for each in (module, other)]
+    assert all(relative_error(own, reference.double()) < 1e-6 for own, reference in zip(*found, strict=True))
+    wide = torch.cat((cos, cos), -1).double()  # a shape and a dtype that it is not for
+    with pytest.raises(RuntimeError, match="must match"):
+        module(q, k, wide, wide)
 
 
 def kept_by(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
