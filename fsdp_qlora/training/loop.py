@@ -1,5 +1,7 @@
 """The training loop: the remaining optimizer steps of a run, its evaluations and its checkpoints, in their order."""
 
+import contextlib
+import gc
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -38,6 +40,18 @@ class Observer(Protocol):
         """Where the newest checkpoint is, in words."""
 
 
+@contextlib.contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Python's garbage collector does not look at what is there now: model, libraries and data stay until the end."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_old_objects_left_alone()
 def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> None:
     """Run the remaining optimizer steps; evaluate before the first, every `eval_steps` and after the last.
 
