@@ -23,11 +23,13 @@ class LoraAdapter(nn.Module):
     """The low-rank update B A of one linear layer (Hu et al. 2021), in_features -> rank -> out_features.
 
     One module with one forward, so that the adapters of a block can be one FSDP2 group.
+
+    ends_block: its layer may be the last of a decoder block.
     """
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
-        self.scaling = scaling
+        self.scaling, self.ends_block = scaling, True
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         options = {"bias": False, "device": "meta", "dtype": torch.float32}
         self.lora_A = nn.Linear(in_features, rank, **options)  # type: ignore[arg-type]
@@ -42,7 +44,7 @@ class LoraAdapter(nn.Module):
         base = frozen_product(base_layer, x)
         if base is None:
             return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
-        product = Product(base, self.scaling, self._draw_dropout())
+        product = Product(base, self.scaling, self._draw_dropout(), self.ends_block)
         return lora_product(x, self.lora_A.weight, self.lora_B.weight, product, source)
 
     def _draw_dropout(self) -> Dropout | None:

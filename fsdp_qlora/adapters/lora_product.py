@@ -37,11 +37,20 @@ class Dropout(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What the product depends on besides x, A and B."""
+    """What the product depends on besides x, A and B.
+
+    ends_block: it may be a block's last, which is computed in two functions; see LowRank.
+    """
 
     base: FrozenProduct
     scaling: float
     dropout: Dropout | None
+    ends_block: bool
+
+
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in `dtype`. Torch takes the host a microsecond to find that it already is."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def lora_product(
@@ -52,9 +61,9 @@ def lora_product(
     Args:
         source: what can compute x again (lean/functions.py), None if x must be kept.
     """
-    rows = x.to(product.base.dtype).flatten(0, -2)
-    low = LowRank.apply(rows, lora_A, product.dropout, source)
-    y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, product)
+    rows = in_dtype(x, product.base.dtype).flatten(0, -2)
+    low = LowRank.apply(rows, lora_A, product.dropout, source) if product.ends_block else None
+    y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, product, source)
     return y
 
 
@@ -68,46 +77,57 @@ class LowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        low = F.linear(dropout(x) if dropout else x, lora_A.to(x.dtype))
-        ctx.source, ctx.dtype = source, x.dtype
-        ctx.save_for_backward(*(() if source else (x,)), low)
-        return low
+        return _keep_low_rank(ctx, x, lora_A, dropout, source)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
         return None, None, None, None  # `_LoraProduct` has them all
 
 
+def _keep_low_rank(
+    ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any
+) -> torch.Tensor:
+    """u, and the node is its and x's keeper."""
+    low = F.linear(dropout(x) if dropout else x, in_dtype(lora_A, x.dtype))
+    ctx.source, ctx.dtype = source, x.dtype
+    ctx.save_for_backward(*(() if source else (x,)), low)
+    return low
+
+
 def kept(keeper: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and u of a `LowRank`'s node."""
+    """x and u of the node that keeps them."""
     *x, low = keeper.saved_tensors
-    return x[0] if x else remade(keeper.source).to(keeper.dtype).flatten(0, -2), low
+    return x[0] if x else in_dtype(remade(keeper.source), keeper.dtype).flatten(0, -2), low
 
 
 class _LoraProduct(torch.autograd.Function):
-    """The rest of the forward pass, and all of the backward pass."""
+    """The rest of the forward pass after `LowRank`, or without it all of it; and all of the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        low: torch.Tensor,
+        low: torch.Tensor | None,
         lora_A: torch.Tensor,
         lora_B: torch.Tensor,
         product: Product,
+        source: Any,
     ) -> torch.Tensor:
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
         # checkpointing does not have to recompute them.
-        ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B), product
+        ctx.weights, ctx.product = (lora_A, lora_B), product
+        ctx.keeper = None if low is None else low.grad_fn
+        if low is None:
+            low = _keep_low_rank(ctx, x, lora_A, product.dropout, source)
         (y,) = product.base.multiply(x)
-        return y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling)
+        return y.addmm_(low, in_dtype(lora_B, x.dtype).T, alpha=product.scaling)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grads
-        x, low = kept(ctx.keeper)
-        lora_A, (base, scaling, dropout) = ctx.weights[0], ctx.product
+        x, low = kept(ctx.keeper or ctx)
+        lora_A, (base, scaling, dropout, _) = ctx.weights[0], ctx.product
         ctx.keeper = None
         factors = dropout.factors(x) if dropout else None
         grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
@@ -116,10 +136,10 @@ class _LoraProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = base.multiply_grad(grad_y)
             if factors is None:
-                grad_x.addmm_(grad_low, lora_A.to(grad_y.dtype), alpha=scaling)
+                grad_x.addmm_(grad_low, in_dtype(lora_A, grad_y.dtype), alpha=scaling)
             else:
-                grad_x.addcmul_(grad_low @ lora_A.to(grad_y.dtype), factors, value=scaling)
-        return grad_x, None, grad_A, grad_B, None
+                grad_x.addcmul_(grad_low @ in_dtype(lora_A, grad_y.dtype), factors, value=scaling)
+        return grad_x, None, grad_A, grad_B, None, None
 
 
 def low_rank_grads(
@@ -127,10 +147,10 @@ def low_rank_grads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of u / s, A and B, of x' and u; A and B are ctx.weights, and s is of ctx.product."""
     (lora_A, lora_B, *_), scaling = ctx.weights, ctx.product.scaling
-    grad_low = grad_y @ lora_B.to(grad_y.dtype)
+    grad_low = grad_y @ in_dtype(lora_B, grad_y.dtype)
     grad_B = _scaled_product(grad_y.T, low, scaling)
     grad_A = _scaled_product(grad_low.T, x, scaling)
-    return grad_low, grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype)
+    return grad_low, in_dtype(grad_A, lora_A.dtype), in_dtype(grad_B, lora_B.dtype)
 
 
 def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:

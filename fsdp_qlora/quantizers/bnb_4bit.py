@@ -254,7 +254,7 @@ def _kernel_operands(
     """
     num_weights = math.prod(fmt.shape)
     first_block, num_blocks = fmt.first // _BLOCKSIZE, -(-num_weights // _BLOCKSIZE)
-    codes = elements(weight, torch.uint8, fmt.first // 2, num_blocks * _BLOCKSIZE // 2).view(-1, 1)
+    codes = elements(weight, torch.uint8, fmt.first // 2, num_blocks * _BLOCKSIZE // 2)
     if not nested:
         return codes, elements(absmax, torch.float32, first_block, num_blocks), {}
     nested_absmax, offset = nested
