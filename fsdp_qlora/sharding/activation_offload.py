@@ -1,29 +1,11 @@
 """Inputs of recomputed blocks that wait for the backward pass in host memory, copied beside the computation."""
 
 import weakref
-from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from fsdp_qlora.sharding.host_arena import split_arena
 from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
-
-
-class OffloadedInputs(ActivationWrapper):
-    """A block whose checkpoint's inputs are kept on the host."""
-
-    def __init__(self, block: nn.Module, store: "InputStore") -> None:
-        super().__init__(block)
-        self.store = store
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self._checkpoint_wrapped_module, "is_on", True):  # it keeps everything, so weights too
-            return self._checkpoint_wrapped_module(*args, **kwargs)
-        # Only the checkpoint's inputs come here: its own hooks, which are inside, take all else.
-        with torch.autograd.graph.saved_tensors_hooks(self.store.keep, self.store.give_back):
-            return self._checkpoint_wrapped_module(*args, **kwargs)
 
 
 class InputStore:

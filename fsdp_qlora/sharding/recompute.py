@@ -2,37 +2,44 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.lean.insert import keep_little
 from fsdp_qlora.models import find_blocks
-from fsdp_qlora.sharding.activation_offload import InputStore, OffloadedInputs
+from fsdp_qlora.sharding.activation_offload import InputStore
+from fsdp_qlora.sharding.recomputation import Recomputation
 
 
 class RecomputedBlock(ActivationWrapper):
     """A decoder block of which only the input is kept for the backward pass, and the rest recomputed.
 
     is_on: if False, everything is kept and nothing is recomputed. Results are the same to the bit.
+    store: where the input is kept on the host; None if it stays on the device.
     """
 
     is_on = True
 
+    def __init__(self, block: nn.Module, store: InputStore | None = None) -> None:
+        super().__init__(block)
+        self.store = store
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on:
-            return self._checkpoint_wrapped_module(*args, **kwargs)
-        return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)
+        block = self._checkpoint_wrapped_module
+        if not self.is_on or not torch.is_grad_enabled():
+            return block(*args, **kwargs)
+        with Recomputation(block, args, kwargs, self.store).forgetting():
+            return block(*args, **kwargs)
 
 
 def wrap_blocks(model: nn.Module, *, number: int | None = None, offload: bool) -> None:
     """Let the first `number` blocks (None for all) recompute; with `offload` their inputs are kept on the CPU."""
     blocks, store = find_blocks(model), InputStore()
     for index, block in enumerate(blocks):
-        wrapped = RecomputedBlock(block)
         is_offloaded = offload and (number is None or index < number)
-        blocks[index] = OffloadedInputs(wrapped, store) if is_offloaded else wrapped
+        blocks[index] = RecomputedBlock(block, store if is_offloaded else None)
     set_recompute(model, len(blocks) if number is None else number)
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fsdp_qlora.sharding import weight_stream
-from fsdp_qlora.sharding.activation_offload import InputStore, OffloadedInputs
+from fsdp_qlora.sharding.activation_offload import InputStore
 from fsdp_qlora.sharding.host_arena import split_arena
-from fsdp_qlora.sharding.recompute import RecomputedBlock, wrap_blocks
+from fsdp_qlora.sharding.recompute import RecomputedBlock, set_recompute, wrap_blocks
 
 SIZE, BLOCKS = 8, 4
 
@@ -78,7 +78,7 @@ def test_inputs_on_the_host_give_the_same_gradients_in_memory_that_is_used_again
     expected = gradients(model)
     wrap_blocks(model, offload=True)
     store = model.model.layers[0].store  # type: ignore[index, union-attr]
-    assert all(isinstance(block, OffloadedInputs) and block.store is store for block in model.model.layers)  # type: ignore[union-attr]
+    assert all(isinstance(block, RecomputedBlock) and block.store is store for block in model.model.layers)  # type: ignore[union-attr]
     assert isinstance(store, InputStore)
     found = gradients(model)
     assert len(found) == BLOCKS and all(map(torch.equal, found, expected))
@@ -87,10 +87,8 @@ def test_inputs_on_the_host_give_the_same_gradients_in_memory_that_is_used_again
     gradients(model)
     assert {memory.data_ptr() for memory in store.free} == places
     # A block that does not recompute keeps what it computes with, weights too: nothing of that is moved.
-    monkeypatch.setattr(RecomputedBlock, "is_on", False)
+    set_recompute(model, 0)
     monkeypatch.setattr(store, "keep", None)
-    for block in model.model.layers:  # type: ignore[union-attr]
-        block._checkpoint_wrapped_module.is_on = False
     assert all(map(torch.equal, gradients(model), expected))
 
 
