@@ -1,9 +1,11 @@
 """Finds by trial how many blocks can keep their activations instead of recomputing them, and takes some back later."""
 
+import gc
 import logging
 import math
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +14,8 @@ from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.units import GIB
 
 log = logging.getLogger("fsdp_qlora")
+
+Result = TypeVar("Result")
 
 _MARGIN_SHARE, _MIN_MARGIN = 0.04, GIB  # of the GPU's memory, left free by the trial
 _MARGIN_IN_STEPS = 0.5  # of that margin; once less is free, more blocks recompute
@@ -85,7 +89,7 @@ def fit_recompute(
 
 
 class MemoryWatch:
-    """Adds blocks with recompute when a step has come near the end of the memory, before one does not fit."""
+    """Adds blocks with recompute when a step has come near the end of the memory, or did not fit."""
 
     def __init__(self, model: nn.Module, number: int, *, most: float) -> None:
         """
@@ -94,6 +98,7 @@ class MemoryWatch:
         """
         self.model, self.number, self.most = model, number, most
         self.blocks = len(recomputed_blocks(model))
+        self.few = max(1, math.ceil(_MORE_BLOCKS * self.blocks))
 
     def stepped(self, reserved: float) -> None:
         """
@@ -102,12 +107,51 @@ class MemoryWatch:
         """
         if reserved <= self.most or self.number == self.blocks:
             return
-        self.number = min(self.blocks, self.number + max(1, math.ceil(_MORE_BLOCKS * self.blocks)))
-        set_recompute(self.model, self.number)
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        self._add(self.few)
         log.warning(
             "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
             reserved, self.number, self.blocks,
         )  # fmt: skip
+
+    def until_it_fits(self, compute: Callable[[], Result], forget: Callable[[], None]) -> Result:
+        """What `compute` returns. Where memory runs out in it, more blocks recompute and it is called again.
+
+        Only for a rank that shares nothing: others would wait for it in a collective.
+
+        Args:
+            forget: removes what a call has left behind.
+        Raises:
+            torch.OutOfMemoryError: all blocks recompute.
+        """
+        more = self.few
+        while True:
+            try:
+                return compute()
+            except torch.OutOfMemoryError:
+                if self.number == self.blocks:
+                    raise
+            # Out here the error is gone, whose traceback held the tensors of all that it came through.
+            forget()
+            _wait_until_freed()
+            self._add(more)
+            log.warning(
+                "Out of GPU memory in a step, which is repeated: more blocks recompute their activations, %d of %d.",
+                self.number, self.blocks,
+            )  # fmt: skip
+            more *= 2
+
+    def _add(self, more: int) -> None:
+        self.number = min(self.blocks, self.number + more)
+        set_recompute(self.model, self.number)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _wait_until_freed() -> None:
+    """Let autograd's thread of a GPU drop the pass that failed, a moment after the error has come here."""
+    gc.collect()
+    before, now = math.inf, torch.cuda.memory_allocated()
+    while now < before:
+        time.sleep(0.05)
+        before, now = now, torch.cuda.memory_allocated()

@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
+from fsdp_qlora.sharding.parallelize import forget_pass, reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
 from fsdp_qlora.training.head_loss import learned_rows
@@ -97,7 +98,7 @@ class Trainer:
         num_targets = int(self.data.num_targets[rows].sum())
         pieces = self.schedule.micro_batches(rows, self.data.lengths)
         with self._documents_apart():
-            losses = self._forward_backward(step, pieces, num_targets)
+            losses = self._gradients(step, pieces, num_targets)
         self.optimizer.take_gradients()
         self.heartbeat.beat(step, "exchange")
         loss_sum, grad_norm, memory = self._exchange(step, losses)
@@ -139,6 +140,20 @@ class Trainer:
             **({} if is_finite else {"skipped": True}),
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
         }
+
+    def _gradients(self, step: int, pieces: list[np.ndarray], num_targets: int) -> list[torch.Tensor]:
+        """`_forward_backward`, which a rank alone repeats with more recompute if memory runs out.
+
+        It can: no weight has changed by then, and randomness is the micro-batches' own.
+        """
+        compute = partial(self._forward_backward, step, pieces, num_targets)
+        if self.memory_watch is None or self.ranks.world_size > 1:
+            return compute()
+        return self.memory_watch.until_it_fits(compute, self._forget_pass)
+
+    def _forget_pass(self) -> None:
+        forget_pass(self.model)
+        self.optimizer.zero_grad()
 
     def _forward_backward(self, step: int, pieces: list[np.ndarray], num_targets: int) -> list[torch.Tensor]:
         """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device.
