@@ -253,7 +253,7 @@ def lose_memory() -> None:
 def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
     bad: tuple[int, ...], reference: Reference, tmp_path: Path
 ) -> None:
-    options = reference.same_but(tmp_path / "out")
+    options = reference.same_but(tmp_path / "out", recompute=1)
     with ended(Job(options, tmp_path / "logs", fault=in_the_third_step, arguments=(lose_memory, *bad))) as job:
         assert job.wait() == [1, 1], job.output()
     assert job.output().count("error: ") == 1 and "Traceback" not in job.output()
@@ -261,7 +261,7 @@ def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
     assert "error: Rank" in message
     assert status(tmp_path / "out")["state"] == "failed" and "GPU memory" in status(tmp_path / "out")["reason"]
     assert "ran out of GPU memory in step 3 (compute): CUDA out of memory. Tried to" in message
-    assert "--context_length" in message and "--use_cpu_offload true" in message
+    assert "--context_length" in message and "--use_cpu_offload true" in message and "--recompute all" in message
 
 
 def crash() -> None:

@@ -1,10 +1,13 @@
-"""Settings that only a GPU sees."""
+"""Settings that only a GPU sees, and what happens when its memory runs out."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.phantom import environment
+from tests.tiny import flags, write_rows
 
 # The run itself is replaced: what it would find is printed.
 LOOK = """
@@ -42,3 +45,47 @@ def test_segments_expand_unless_told_otherwise_and_adamw_is_fused_on_a_gpu(
     assert f"expandable: {is_expandable}" in ended.output
     assert "cuda fused: True" in ended.output
     assert "cpu fused: False" in ended.output
+
+
+def _train_with_less(left: float, models: Callable[..., Path], folder: Path, **options: Any) -> environment.Rank:
+    """Three steps of long rows on one GPU, of which only a share of what a step needs is left after the first."""
+    row = {"instruction": "write", "input": "", "output": "water river " * 700}
+    arguments = flags(
+        # Activations are nearly all of what a step needs.
+        model_name=models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
+        dataset=write_rows(folder / "rows.jsonl", [row] * 16),
+        output_dir=folder / "out",
+        **{"train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 2048, "precision": "bf16"},
+        **{"gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_minutes": 0},
+        **options,
+    )
+    program = "tests/phantom/programs/less_memory.py"
+    [rank] = environment.run([program, *arguments], folder / "logs", settings={"LEFT": left})
+    return rank
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_step_that_runs_out_of_memory_is_repeated_and_the_run_ends_well(
+    offload: bool, models: Callable[..., Path], tmp_path: Path
+) -> None:
+    rank = _train_with_less(0.5, models, tmp_path, use_cpu_offload=offload)
+    assert rank.status == 0, rank.output[-3000:]
+    assert "Recompute: 0 of 8 blocks, found by trial." in rank.output
+    repeated = "Out of GPU memory in a step, which is repeated: more blocks recompute their activations, "
+    assert [line.removeprefix(repeated) for line in rank.output.splitlines() if line.startswith(repeated)] == [
+        "1 of 8.",
+        "3 of 8.",
+        "7 of 8.",
+    ]
+    assert "left behind: 0 bytes" in rank.output
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("recompute", "left", "times"), [("auto", 0.05, 4), (2, 0.5, 0)])
+def test_a_step_that_cannot_fit_ends_the_run_and_says_what_helps(
+    recompute: str | int, left: float, times: int, models: Callable[..., Path], tmp_path: Path
+) -> None:
+    rank = _train_with_less(left, models, tmp_path, recompute=recompute)
+    assert rank.status == 1 and "error: Rank 0 ran out of GPU memory in step 2 (compute)" in rank.output
+    assert rank.output.count("which is repeated") == times and ("activations, 8 of 8." in rank.output) == (times > 0)
+    assert ("--recompute all" in rank.output) == (recompute == 2)
