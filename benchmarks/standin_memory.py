@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 HIDDEN = "hidden states: block inputs, and of the block at work"
+STATISTICS = "decoded statistics of one block"  # that ran last
 COMMON: dict[str, Any] = {
     "precision": "bf16", "attn_implementation": "sdpa", "batch_size": 2, "quant_cache": "off", "recompute": "all",
     "use_cpu_offload": False,
@@ -170,13 +171,21 @@ def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str,
 def expect(model: Any, mesh: Any, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of what lies there between steps, by category, from the shapes alone."""
     from fsdp_qlora import distributed
+    from fsdp_qlora.models import find_blocks
     from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
     from fsdp_qlora.sharding.byte_account import count_bytes
 
     account = count_bytes(model, distributed.shard_size(mesh))
-    offload = options["use_cpu_offload"]
+    offload, block = options["use_cpu_offload"], find_blocks(model)[0]
     here = {name: 0 if offload and name != "trainable" else part.largest_shard for name, part in account.items()}
-    return {**here, "optimizer state": int(account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"])}
+    states = int(account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"])
+    return {**here, "optimizer state": states, STATISTICS: _decoded_statistics(block)}
+
+
+def _decoded_statistics(block: Any) -> int:
+    from fsdp_qlora.quantizers.base import QuantizedWeight
+
+    return sum(module.decoded_statistics for module in block.modules() if isinstance(module, QuantizedWeight))
 
 
 def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) -> dict[str, int]:
@@ -188,7 +197,6 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     from fsdp_qlora import distributed
     from fsdp_qlora.lean.functions import PIECE
     from fsdp_qlora.models import find_blocks
-    from fsdp_qlora.quantizers.base import QuantizedWeight
     from fsdp_qlora.sharding.byte_account import count_bytes
 
     config, blocks = model.config, find_blocks(model)
@@ -200,7 +208,6 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     block = sum(part.total for name, part in of_block.items() if name != "trainable")
     gathered = adapters + (2 * block if distributed.shard_size(mesh) > 1 else 0)
     decoded = config.hidden_size * config.intermediate_size * 2
-    statistics = sum(module.decoded_statistics for module in blocks[0].modules() if isinstance(module, QuantizedWeight))
     # Of the MLP gate, up, SiLU of gate, the product's gradient, and those of gate and up; with few tokens, before
     # these, gate, up and the product's gradient beside the decoded weight. Norms' inputs, queries, gradients.
     # With many tokens the others come in pieces.
@@ -208,7 +215,11 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     if wide > 2 * PIECE:
         places = [(6 * hidden, 3 * wide + 3 * 2 * PIECE), (6 * hidden, 3 * wide + decoded)]
     more, work = max(places, key=sum)
-    return {"gathered by FSDP2": gathered, HIDDEN: kept + more, "block at work": 2 * keys + statistics + work}
+    return {
+        "gathered by FSDP2": gathered,
+        HIDDEN: kept + more,
+        "block at work": 2 * keys + _decoded_statistics(blocks[0]) + work,
+    }
 
 
 def at_peak(trace: list[dict[str, Any]], hidden_bytes: int) -> dict[str, int]:
@@ -284,7 +295,7 @@ def print_table(cases: dict[str, dict[str, Any]]) -> None:
 
 
 def _loaded(expected: dict[str, int]) -> int:
-    return sum(value for name, value in expected.items() if name != "optimizer state")
+    return sum(value for name, value in expected.items() if name not in ("optimizer state", STATISTICS))
 
 
 if __name__ == "__main__":
