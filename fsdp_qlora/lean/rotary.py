@@ -58,7 +58,7 @@ def use_rotary(module: nn.Module) -> bool:
 
     Its own forward method gets another name space; the class and its file stay as they are.
     """
-    forward = vars(type(module)).get("forward")
+    forward = type(module).forward
     if not isinstance(forward, FunctionType):
         return False
     names = [name for name in forward.__code__.co_names if _is_rotary(forward.__globals__.get(name))]
