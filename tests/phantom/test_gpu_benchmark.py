@@ -6,7 +6,7 @@ from tests.phantom.environment import run
 from tests.tiny import ROOT
 
 # tests/test_benchmarks.py has the others, on the CPU and with values.
-PARTS = ["box", "row: optimizer", "row: activation offload", "row: placement", "row: attention"]
+PARTS = ["box", "row: optimizer", "row: activation offload", "row: placement", "row: attention", "row: block functions"]
 
 
 def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
