@@ -131,6 +131,7 @@ class QuantizedWeight(nn.Module):
                 decoded = self.decode_tensors(part, inputs[0].dtype, *tensors())
                 for x, y in zip(inputs, outputs, strict=True):
                     torch.mm(x, decoded.T, out=y[:, rows])
+                del decoded  # before the next part is decoded
             return outputs if bias is None else [y.add_(bias) for y in outputs]
 
         def multiply_grad(grad_y: torch.Tensor) -> torch.Tensor:
@@ -138,6 +139,7 @@ class QuantizedWeight(nn.Module):
             for index, (rows, part) in enumerate(parts):
                 decoded = self.decode_tensors(part, grad_y.dtype, *tensors())
                 grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))  # with 0 it is only written
+                del decoded
             return grad_x
 
         return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
