@@ -15,7 +15,7 @@ from fsdp_qlora.quantizers.experts import ExpertMatrix
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 # Of a matrix decoded at a time in float32, where a part stays in a CPU's cache. Sums over parts would lose precision in
-# 16 bits.
+# 16 bits. A matrix of at most twice that is faster whole: a product packs its input for each part again.
 _DECODED_BYTES = 4 * 2**20
 _ALIGNED_ROWS = 256  # of codes: where all quantization statistics start anew
 
@@ -149,6 +149,8 @@ class QuantizedWeight(nn.Module):
         num_rows, num_columns = fmt.shape
         whole = [(slice(0, num_rows), fmt)]
         if self.compute_dtype != torch.float32 or not self.selects_rows or fmt.transposed:
+            return whole
+        if 4 * num_rows * num_columns <= 2 * _DECODED_BYTES:
             return whole
         aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
         rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned

@@ -1,5 +1,6 @@
 """A frozen layer with LoRA in one autograd function: the same values as its parts, and less kept and computed."""
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,8 +82,26 @@ def test_a_matrix_that_is_decoded_in_parts_has_the_same_products(kind: str, monk
     assert [rows.start for rows, _ in layer.base_layer._parts(layer.base_layer.format)] == [0, 128, 256]
     for own, reference in zip(results(layer(x), x, layer), expected, strict=True):
         assert relative_error(own, reference.double()) < 1e-6
+    monkeypatch.setattr(base, "_DECODED_BYTES", 150 * IN * 4)  # not much less than the whole
+    assert len(layer.base_layer._parts(layer.base_layer.format)) == 1
     layer.base_layer.compute_dtype = torch.bfloat16  # sums over parts would be rounded
     assert len(layer.base_layer._parts(layer.base_layer.format)) == 1
+
+
+def test_a_decoded_part_is_freed_before_the_next_one_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_DECODED_BYTES", 128 * IN * 4)
+    layer, x = adapted("nf4", size=300), tokens()
+    decode, decoded = layer.base_layer.decode_tensors, []
+
+    def watched(*args: Any) -> torch.Tensor:
+        assert all(reference() is None for reference in decoded)
+        part = decode(*args)
+        decoded.append(weakref.ref(part))
+        return part
+
+    monkeypatch.setattr(layer.base_layer, "decode_tensors", watched)
+    layer(x).sum().backward()
+    assert len(decoded) == 6  # three parts each way
 
 
 @pytest.mark.parametrize("kind", ["nf4", "16 or 32 bits"])
