@@ -92,8 +92,11 @@ class Presence:
         """Make all other ranks end with this reason, unless another one was first. state: a key of errors.ENDINGS."""
         with self.talking() as store:
             store.compare_set(_ABORT, "", json.dumps([self.ranks.rank, reason, state]))
-        if self.ranks.is_rank_0 and self.ranks.world_size > 1:
+        if self.ranks.world_size > 1 and self.ranks.is_rank_0:
             time.sleep(2 * POLL_SECONDS)  # the store ends with this process: the others must read it first
+        elif self.is_starting:
+            # Rank 0 may fail as well, and killed by the launcher it would leave the lock of the run's folder behind.
+            time.sleep(4 * POLL_SECONDS)
 
     def end_others(self, reason: str) -> None:
         """Make all other ranks end quietly, since this one reports why. If another was first, end this one instead."""
