@@ -7,21 +7,13 @@ host's work for a block of qlora; this is for one, and counts the tensors instea
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-
-class Store(Protocol):
-    """Where a block's inputs are meanwhile."""
-
-    def keep(self, tensor: torch.Tensor) -> Any:
-        """Take a tensor."""
-
-    def give_back(self, kept: Any) -> torch.Tensor:
-        """The tensor that was taken for what `keep` returned."""
+from fsdp_qlora.sharding.activation_offload import InputStore
 
 
 class Recomputation:
@@ -29,12 +21,15 @@ class Recomputation:
 
     Args:
         args: tensors among them may require gradients; kwargs' may not.
+        store: where they are kept on the host; None if they stay on the device.
     Raises:
         RuntimeError: in the backward pass, if that is the second one, an input has been changed in place, or the
             block computes other shapes than before.
     """
 
-    def __init__(self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], store: Store | None) -> None:
+    def __init__(
+        self, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], store: InputStore | None
+    ) -> None:
         self._block, self._kwargs, self._store = block, kwargs, store
         self._args = [_Input.of(arg, store) if isinstance(arg, torch.Tensor) else arg for arg in args]
         device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
@@ -91,12 +86,12 @@ class _Input(NamedTuple):
     version: int | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, store: Store | None) -> "_Input":
+    def of(cls, tensor: torch.Tensor, store: InputStore | None) -> "_Input":
         if store is None:
             return cls(tensor.detach(), tensor.requires_grad, tensor._version)
         return cls(store.keep(tensor.detach()), tensor.requires_grad, None)
 
-    def back(self, store: Store | None) -> torch.Tensor:
+    def back(self, store: InputStore | None) -> torch.Tensor:
         tensor: torch.Tensor = self.kept if store is None else store.give_back(self.kept)
         if self.version not in (None, tensor._version):
             raise RuntimeError("An input of a recomputed block has been changed in place.")
