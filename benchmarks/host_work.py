@@ -67,30 +67,21 @@ def run_passes(shape: str, recompute: str) -> None:
     """Forward and backward passes, of which callgrind counts those of BLOCKS blocks, and then those of FEWER."""
     import gc
 
-    from benchmarks.standin_memory import COMMON, SHAPES, build
+    from benchmarks.standin_memory import passes
     from fsdp_qlora.models import find_blocks
     from fsdp_qlora.sharding.recompute import set_recompute
 
-    trainer, _, _, rows = build(SHAPES[shape] | {"num_hidden_layers": BLOCKS}, 1, 2048, COMMON | {"recompute": "none"})
-    trainer.train_step(0, rows)
-    trainer.model.train()
-    trainer._set_gradient_sync(False)
-    [micro_batch] = trainer._micro_batches([rows])
+    model, run = passes(shape, BLOCKS)
     gc.collect()
     gc.freeze()  # as the training loop does
-
-    def passes(number: int) -> None:
-        for _ in range(number):
-            with trainer._documents_apart():
-                trainer._loss(micro_batch).backward()
-
     for number in (BLOCKS, FEWER):
-        del find_blocks(trainer.model)[number:]
-        set_recompute(trainer.model, number if recompute == "all" else 0)
-        passes(2)
-        _callgrind("--instr=on")
-        _callgrind("--zero")
-        passes(PASSES)
+        del find_blocks(model)[number:]
+        set_recompute(model, number if recompute == "all" else 0)
+        for index in range(2 + PASSES):
+            if index == 2:
+                _callgrind("--instr=on")
+                _callgrind("--zero")
+            run()
         _callgrind("--dump")
         _callgrind("--instr=off")
 

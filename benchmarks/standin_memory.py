@@ -168,6 +168,29 @@ def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str,
     return trainer, plan, mesh, rows
 
 
+def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
+    """A model of so many blocks on one rank, and what runs a micro-batch whose gradients are accumulated: the bytes
+    that it returns were kept for its backward pass."""
+    import torch
+
+    sizes, options = SHAPES[shape] | {"num_hidden_layers": num_blocks}, COMMON | {"recompute": "none"}
+    trainer, _, _, rows = build(sizes, 1, 2048, options)
+    trainer.train_step(0, rows)
+    trainer.model.train()
+    trainer._set_gradient_sync(False)
+    [micro_batch] = trainer._micro_batches([rows])
+
+    def run() -> int:
+        with trainer._documents_apart():
+            before = torch.cuda.memory_allocated()
+            loss = trainer._loss(micro_batch)
+            kept = torch.cuda.memory_allocated() - before
+            loss.backward()
+        return kept
+
+    return trainer.model, run
+
+
 def expect(model: Any, mesh: Any, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of what lies there between steps, by category, from the shapes alone."""
     from fsdp_qlora import distributed
