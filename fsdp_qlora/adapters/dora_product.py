@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.adapters.lora_product import Dropout, LowRank, kept, low_rank_grads
+from fsdp_qlora.lean.functions import differentiated_once
 from fsdp_qlora.quantizers.base import FrozenProduct
 
 _PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
@@ -77,7 +78,7 @@ class _DoraProduct(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grads
         x, low = kept(ctx.keeper)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.lean.functions import remade
+from fsdp_qlora.lean.functions import differentiated_once, remade
 from fsdp_qlora.quantizers.base import FrozenProduct
 
 
@@ -123,7 +123,7 @@ class _LoraProduct(torch.autograd.Function):
         return y.addmm_(low, in_dtype(lora_B, x.dtype).T, alpha=product.scaling)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_y,) = grads
         x, low = kept(ctx.keeper or ctx)

@@ -4,7 +4,7 @@ A function that takes such an output, and would keep it, can ask for it again in
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,22 @@ Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Ten
 # Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in pieces of that size.
 # A long row's peak is there, and is smaller by half of the MLP's part.
 PIECE = 2**26
+
+
+def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function's `backward` whose gradients have no gradients themselves.
+
+    Raises:
+        RuntimeError: with create_graph. torch's `once_differentiable` asks later, and takes the host longer.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("A block's gradients cannot be differentiated again: create_graph is not supported.")
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def remaking(x: torch.Tensor) -> Any:
@@ -38,7 +54,7 @@ class Remade(torch.autograd.Function):
         return function(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, y = _once(ctx, ctx.function, *ctx.saved_tensors)
         ctx.again = None
@@ -60,7 +76,7 @@ class Gated(torch.autograd.Function):
         return _times(activation(gate), up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         gate, up = ctx.saved_tensors
@@ -89,7 +105,7 @@ class CompiledGated(torch.autograd.Function):
         return compiled.multiply(gate, up)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
         gate, up = ctx.saved_tensors

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_qlora.lean.functions import differentiated_once
+
 Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _PARAMETERS = ["q", "k", "cos", "sin"]
 _OURS = "calls_rotary"  # an attribute of such forward methods
@@ -32,7 +34,7 @@ class Rotary(torch.autograd.Function):
         return _rotate(q, cos, sin, forward=True), _rotate(k, cos, sin, forward=True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needed = zip(grads, ctx.needs_input_grad, strict=False)
         return *(_rotate(grad, *ctx.angles, forward=False) if needs else None for grad, needs in needed), None, None

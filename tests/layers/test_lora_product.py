@@ -140,6 +140,12 @@ def test_only_the_input_and_the_low_rank_product_are_kept(dropout: float) -> Non
     assert kept[0].data_ptr() == x.data_ptr()
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    layer, x = adapted("nf4"), tokens().requires_grad_()
+    with pytest.raises(RuntimeError, match="cannot be differentiated again: create_graph"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
 def test_a_weight_is_decoded_again_in_backward_and_the_last_product_is_not_recomputed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
