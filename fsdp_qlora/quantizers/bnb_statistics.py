@@ -50,11 +50,11 @@ class BlockStatistics:
             latest.block = self
         return latest.absmax[index]
 
-    @torch.no_grad()
     def _decode(self) -> Sequence[torch.Tensor]:
         layers = self._layers
-        codes = torch.cat([elements(layer.absmax, torch.uint8, 0, layer.num_blocks) for layer in layers])
-        nested = torch.cat([layer.nested_absmax.view(torch.float32).view(-1) for layer in layers])
+        # Bytes in storage's dtype, in rows of equal width.
+        codes = torch.cat([layer.absmax for layer in layers]).view(torch.uint8).view(-1)
+        nested = torch.cat([layer.nested_absmax for layer in layers]).view(torch.float32).view(-1)
         absmax = _decode_8bit(codes, nested).split([layer.num_blocks for layer in layers])
         torch._foreach_add_(absmax, [layer.offset for layer in layers])
         return absmax
