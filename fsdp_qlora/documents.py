@@ -213,15 +213,18 @@ def _each(
 ) -> torch.Tensor:
     """Call attend(query, key, value) -> [N, H, L, V] for each run of N neighbours of L tokens each."""
     runs = [(len(list(group)), length) for length, group in itertools.groupby(call.lengths)]
+    if len(runs) == 1:
+        apart = (tensor.view(tensor.shape[1], *runs[0], tensor.shape[3]) for tensor in (query, key, value))
+        return attend(*(tensor.transpose(0, 1) for tensor in apart)).transpose(1, 2).flatten(0, 1)
     sizes = [count * length for count, length in runs]
     # The gradient of `tensor[0]`, or of a part of it, would be copied into zeros as large as the whole tensor.
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
-    split = [tensor.split(sizes) if len(runs) > 1 else (tensor,) for tensor in rows]
+    split = [tensor.split(sizes) for tensor in rows]
     found = [
         attend(*(tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors)).transpose(1, 2).flatten(0, 1)
         for run, *tensors in zip(runs, *split, strict=True)
     ]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return torch.cat(found)
 
 
 def _sdpa(
