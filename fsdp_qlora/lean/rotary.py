@@ -30,8 +30,8 @@ class Rotary(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.angles = cos, sin  # without gradient; of all blocks
-        return _rotate(q, cos, sin, forward=True), _rotate(k, cos, sin, forward=True)
+        ctx.angles = cos, *sin.chunk(2, -1)  # without gradient; of all blocks
+        return _rotate(q, *ctx.angles, forward=True), _rotate(k, *ctx.angles, forward=True)
 
     @staticmethod
     @differentiated_once
@@ -40,18 +40,18 @@ class Rotary(torch.autograd.Function):
         return *(_rotate(grad, *ctx.angles, forward=False) if needs else None for grad, needs in needed), None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, forward: bool) -> torch.Tensor:
-    """x turned by the angles; backward what is multiplied with r's transpose, and sin before it."""
-    half = x.shape[-1] // 2
-    x_1, x_2 = x[..., :half], x[..., half:]
-    sin_1, sin_2 = sin[..., :half], sin[..., half:]
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin_1: torch.Tensor, sin_2: torch.Tensor, *, forward: bool
+) -> torch.Tensor:
+    """x turned by the angles; backward what is multiplied with r's transpose, and the halves of sin before it."""
     y = x * cos
+    (x_1, x_2), (y_1, y_2) = x.chunk(2, -1), y.chunk(2, -1)
     if forward:
-        y[..., :half].addcmul_(x_2, sin_1, value=-1)
-        y[..., half:].addcmul_(x_1, sin_2)
+        y_1.addcmul_(x_2, sin_1, value=-1)
+        y_2.addcmul_(x_1, sin_2)
     else:
-        y[..., :half].addcmul_(x_2, sin_2)
-        y[..., half:].addcmul_(x_1, sin_1, value=-1)
+        y_1.addcmul_(x_2, sin_2)
+        y_2.addcmul_(x_1, sin_1, value=-1)
     return y
 
 
