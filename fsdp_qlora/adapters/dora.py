@@ -42,7 +42,7 @@ class DoraAdapter(LoraAdapter):
         self.magnitude = Magnitude(out_features)
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
-        """x W'^T + b, [N, out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
+        """x W'^T + b, [.., out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
         base = frozen_product(base_layer, x, with_bias=False)
         assert base is not None
         bias: torch.Tensor | None = base_layer.bias  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class DoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.lora(x, self.base_layer, remaking(x))
-        return result.view(*x.shape[:-1], result.shape[-1])  # here, see LoraLinear
+        return result
 
     @torch.no_grad()
     def base_row_squares(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_qlora.adapters.lora_product import Dropout, LowRank, kept, low_rank_grads
+from fsdp_qlora.adapters.lora_product import Dropout, LowRank, as_before, as_rows, kept, low_rank_grads
 from fsdp_qlora.lean.functions import differentiated_once
 from fsdp_qlora.quantizers.base import FrozenProduct
 
@@ -39,14 +39,14 @@ def dora_product(
     operands: DoraOperands,
     source: Any,
 ) -> torch.Tensor:
-    """y of x [.., in], as [N, out] in the base's dtype; differentiable in x, A, B and m, which is float32.
+    """y of x [.., in], as [.., out] in the base's dtype; differentiable in x, A, B and m, which is float32.
 
     Args:
         source: as for `lora_product`.
     """
-    rows = x.to(operands.base.dtype).flatten(0, -2)
-    low = LowRank.apply(rows, lora_A, operands.dropout, source)
-    y: torch.Tensor = _DoraProduct.apply(rows, low, lora_A, lora_B, magnitude, operands)
+    x = x.to(operands.base.dtype)
+    low = LowRank.apply(x, lora_A, operands.dropout, source)
+    y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, operands)
     return y
 
 
@@ -65,7 +65,8 @@ class _DoraProduct(torch.autograd.Function):
     ) -> torch.Tensor:
         # Weights as attributes, see lora_product.py.
         ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B, magnitude), operands
-        inputs = [x] if operands.dropout is None else [x, operands.dropout(x)]
+        rows = as_rows(x)
+        inputs = [rows] if operands.dropout is None else [rows, operands.dropout(rows)]
         *products, of_A = operands.base.multiply(*inputs, lora_A.to(x.dtype))
         norm = row_norms(of_A, lora_A, lora_B, operands)
         rest = products[0].sub_(products[1]) if operands.dropout else None  # x W^T - x' W^T
@@ -75,12 +76,12 @@ class _DoraProduct(torch.autograd.Function):
         for term in (rest, operands.bias):
             if term is not None:
                 y.add_(term)
-        return y
+        return as_before(y, x)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_y,) = grads
+        grad_y = as_rows(grads[0])
         x, low = kept(ctx.keeper)
         ctx.keeper = None
         adapted, norm = ctx.saved_tensors
@@ -98,6 +99,8 @@ class _DoraProduct(torch.autograd.Function):
             through_A = grad_low @ lora_A.to(scaled.dtype)
             change = base.multiply_grad(scaled.sub_(grad_y)).add_(through_A, alpha=scaling)
             grad_x = base.multiply_grad(grad_y).addcmul_(change, factors)
+        if grad_x is not None:
+            grad_x = as_before(grad_x, grads[0])
         return grad_x, None, grad_A, grad_B, grad_magnitude, None
 
 

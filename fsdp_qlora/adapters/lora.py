@@ -36,7 +36,7 @@ class LoraAdapter(nn.Module):
         self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
-        """base_layer(x) + scaling * B A x, [.., out] or [N, out].
+        """base_layer(x) + scaling * B A x, [.., out].
 
         Args:
             source: `remaking(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
@@ -88,8 +88,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.lora(x, self.base_layer, remaking(x))
-        # Here, since FSDP2's hooks on what the adapter returns must not be on a view.
-        return result.view(*x.shape[:-1], result.shape[-1])
+        return result
 
 
 class ExpertsLora(nn.Module):

@@ -1,6 +1,7 @@
 """The product of a frozen layer with LoRA as one autograd function: y = x W^T + b + s B A x'.
 
-x' is x with parts dropped. Shapes: x [N, in], W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank], y [N, out].
+x' is x with parts dropped. Shapes: x [.., in], of N tokens, W [out, in], A [rank, in], B [out, rank],
+u = A x' [N, rank], y [.., out].
 
 Kept for the backward pass are x and u alone, and not x either where it can be computed again. The weights are read
 again then, W decoded again, and the dropped parts are found again from their seed.
@@ -56,15 +57,29 @@ def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def lora_product(
     x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product, source: Any
 ) -> torch.Tensor:
-    """x W^T + b + scaling * B A x' of x [.., in], as [N, out] in the base's dtype; differentiable in x, A and B.
+    """x W^T + b + scaling * B A x' of x [.., in], as [.., out] in the base's dtype; differentiable in x, A and B.
 
     Args:
         source: what can compute x again (lean/functions.py), None if x must be kept.
     """
-    rows = in_dtype(x, product.base.dtype).flatten(0, -2)
-    low = LowRank.apply(rows, lora_A, product.dropout, source) if product.ends_block else None
-    y: torch.Tensor = _LoraProduct.apply(rows, low, lora_A, lora_B, product, source)
+    x = in_dtype(x, product.base.dtype)
+    low = LowRank.apply(x, lora_A, product.dropout, source) if product.ends_block else None
+    y: torch.Tensor = _LoraProduct.apply(x, low, lora_A, lora_B, product, source)
     return y
+
+
+# In a function, since outside of it autograd would have a node for each view.
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[.., n] -> [N, n]"""
+    return x.flatten(0, -2)
+
+
+def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[N, m] -> [.., m] for x [.., n]. Not a view: on what an adapter returns FSDP2's hooks would be lost with that."""
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], rows.shape[-1]])
+    return result
 
 
 class LowRank(torch.autograd.Function):
@@ -77,27 +92,30 @@ class LowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        return _keep_low_rank(ctx, x, lora_A, dropout, source)
+        low = _low_rank(as_rows(x), lora_A, dropout)
+        _keep(ctx, x, low, source)
+        return low
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
         return None, None, None, None  # `_LoraProduct` has them all
 
 
-def _keep_low_rank(
-    ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any
-) -> torch.Tensor:
-    """u, and the node is its and x's keeper."""
-    low = F.linear(dropout(x) if dropout else x, in_dtype(lora_A, x.dtype))
+def _low_rank(rows: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None) -> torch.Tensor:
+    """u of x [N, in]."""
+    return F.linear(dropout(rows) if dropout else rows, in_dtype(lora_A, rows.dtype))
+
+
+def _keep(ctx: Any, x: torch.Tensor, low: torch.Tensor, source: Any) -> None:
+    """Make the node the keeper of x and u."""
     ctx.source, ctx.dtype = source, x.dtype
     ctx.save_for_backward(*(() if source else (x,)), low)
-    return low
 
 
 def kept(keeper: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and u of the node that keeps them."""
+    """x, as [N, in], and u of the node that keeps them."""
     *x, low = keeper.saved_tensors
-    return x[0] if x else in_dtype(remade(keeper.source), keeper.dtype).flatten(0, -2), low
+    return as_rows(x[0] if x else in_dtype(remade(keeper.source), keeper.dtype)), low
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -117,15 +135,17 @@ class _LoraProduct(torch.autograd.Function):
         # checkpointing does not have to recompute them.
         ctx.weights, ctx.product = (lora_A, lora_B), product
         ctx.keeper = None if low is None else low.grad_fn
+        rows = as_rows(x)
         if low is None:
-            low = _keep_low_rank(ctx, x, lora_A, product.dropout, source)
-        (y,) = product.base.multiply(x)
-        return y.addmm_(low, in_dtype(lora_B, x.dtype).T, alpha=product.scaling)
+            low = _low_rank(rows, lora_A, product.dropout)
+            _keep(ctx, x, low, source)
+        (y,) = product.base.multiply(rows)
+        return as_before(y.addmm_(low, in_dtype(lora_B, x.dtype).T, alpha=product.scaling), x)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad_y,) = grads
+        grad_y = as_rows(grads[0])
         x, low = kept(ctx.keeper or ctx)
         lora_A, (base, scaling, dropout, _) = ctx.weights[0], ctx.product
         ctx.keeper = None
@@ -139,6 +159,7 @@ class _LoraProduct(torch.autograd.Function):
                 grad_x.addmm_(grad_low, in_dtype(lora_A, grad_y.dtype), alpha=scaling)
             else:
                 grad_x.addcmul_(grad_low @ in_dtype(lora_A, grad_y.dtype), factors, value=scaling)
+            grad_x = as_before(grad_x, grads[0])
         return grad_x, None, grad_A, grad_B, None, None
 
 

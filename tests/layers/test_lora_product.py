@@ -136,7 +136,7 @@ def test_only_the_input_and_the_low_rank_product_are_kept(dropout: float) -> Non
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(x)
-    assert [tensor.shape for tensor in kept] == [(18, IN), (18, RANK)]
+    assert [tensor.shape for tensor in kept] == [(2, 9, IN), (18, RANK)]
     assert kept[0].data_ptr() == x.data_ptr()
 
 
