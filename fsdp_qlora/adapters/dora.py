@@ -50,7 +50,7 @@ class DoraAdapter(LoraAdapter):
         operands = DoraOperands(
             base, None if bias is None else bias.to(base.dtype), row_squares, self.scaling, self._draw_dropout()
         )
-        return dora_product(x, self.lora_A.weight, self.lora_B.weight, magnitude, operands, source)
+        return dora_product(x, *self.matrices(), magnitude, operands, source)
 
 
 class DoraLinear(nn.Module):

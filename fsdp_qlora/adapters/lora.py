@@ -45,7 +45,13 @@ class LoraAdapter(nn.Module):
         if base is None:
             return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
         product = Product(base, self.scaling, self._draw_dropout(), self.ends_block)
-        return lora_product(x, self.lora_A.weight, self.lora_B.weight, product, source)
+        return lora_product(x, *self.matrices(), product, source)
+
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B. Looked up by `Module.__getattr__` the four names would take the host as long as a product does."""
+        lora_A, lora_B = self._modules["lora_A"], self._modules["lora_B"]
+        assert lora_A and lora_B
+        return lora_A._parameters["weight"], lora_B._parameters["weight"]  # type: ignore[return-value]
 
     def _draw_dropout(self) -> Dropout | None:
         if self.training and isinstance(self.dropout, nn.Dropout):
