@@ -93,7 +93,8 @@ class LoraLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lora(x, self.base_layer, remaking(x))
+        modules: Any = self._modules  # see LoraAdapter.matrices
+        result: torch.Tensor = modules["lora"](x, modules["base_layer"], remaking(x))
         return result
 
 

@@ -47,6 +47,9 @@ from fsdp_qlora.storage.safetensors_files import TensorForm
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default
 _PIECE = 2**17  # weights quantized at a time on a CPU, a multiple of both block sizes
+# Tokens up to which bitsandbytes may fuse decoding and product. For more its operator decodes the matrix as we do, and
+# takes the host some microseconds longer.
+_FUSED_TOKENS = 1536
 _GPU_PIECE = 2**30  # weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
 
 
@@ -303,7 +306,7 @@ def _times_transposed(
     x: torch.Tensor, fmt: _Bnb4bitFormat, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes supports it."""
-    if x.device.type == "cpu" and fmt.shape[-1] % _BLOCKSIZE:  # see _dequantize
+    if x.shape[0] > _FUSED_TOKENS or (x.device.type == "cpu" and fmt.shape[-1] % _BLOCKSIZE):  # see _dequantize
         return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
     codes, absmax, double = _kernel_operands(fmt, *tensors)
     if fmt.shape[-1] % _BLOCKSIZE:
