@@ -224,28 +224,6 @@ def reshard_all(model: nn.Module) -> None:
         module.reshard()
 
 
-def forget_pass(model: PreTrainedModel) -> None:
-    """Have FSDP2 as before a forward pass, after an error in one or in its backward pass. For one rank alone.
-
-    Gradients that it has not handed out yet are dropped, also those of earlier micro-batches.
-    """
-    root = model._get_fsdp_state()
-    for state in root._state_ctx.all_states:
-        state._modules_to_run_forward.clear()
-        group = state._fsdp_param_group
-        for parameter in group.fsdp_params if group else ():
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-        return
-    # Until torch 2.13 is required: with no gradients left, what ends a backward pass does the same.
-    root._state_ctx.iter_forward_root = None
-    root._root_post_backward_final_callback()
-    reshard_all(model)
-
-
 def set_gradient_sync(model: PreTrainedModel, enabled: bool) -> None:
     """Set whether the next backward pass reduces gradients over ranks or accumulates them locally.
 

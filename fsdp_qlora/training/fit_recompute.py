@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
+from fsdp_qlora.messages import warn_from_any_rank
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.units import GIB
 
@@ -116,7 +117,7 @@ class MemoryWatch:
     def until_it_fits(self, compute: Callable[[], Result], forget: Callable[[], None]) -> Result:
         """What `compute` returns. Where memory runs out in it, more blocks recompute and it is called again.
 
-        Only for a rank that shares nothing: others would wait for it in a collective.
+        Only where a rank can repeat its passes by itself; others may then have fewer blocks with recompute.
 
         Args:
             forget: removes what a call has left behind.
@@ -134,10 +135,10 @@ class MemoryWatch:
             forget()
             _wait_until_freed()
             self._add(more)
-            log.warning(
-                "Out of GPU memory in a step, which is repeated: more blocks recompute their activations, %d of %d.",
-                self.number, self.blocks,
-            )  # fmt: skip
+            warn_from_any_rank(
+                "Out of GPU memory in a step, which is repeated: more blocks recompute their activations, "
+                f"{self.number} of {self.blocks}."
+            )
             more *= 2
 
     def _add(self, more: int) -> None:

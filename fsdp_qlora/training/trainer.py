@@ -24,7 +24,8 @@ from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.sharding.parallelize import forget_pass, reshard_all, set_gradient_sync
+from fsdp_qlora.sharding.failed_pass import Reduced, forget_pass
+from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
 from fsdp_qlora.training.head_loss import learned_rows
@@ -41,8 +42,9 @@ class TrainerOptions:
 
     learning_rate: of a step, counted from 0. max_grad_norm: gradients are clipped to it; inf disables clipping.
     num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
-    if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps between evaluations,
-    0 for none. early_stopping: evaluations in a row without a lower loss that end the run, 0 for no end.
+    if they are too large to accumulate unsharded. can_repeat: see ModelPlan. on_nonfinite: halt or skip.
+    eval_steps: steps between evaluations, 0 for none. early_stopping: evaluations in a row without a lower loss that
+    end the run, 0 for no end.
     """
 
     precision: Precision
@@ -50,6 +52,7 @@ class TrainerOptions:
     max_grad_norm: float
     num_replicas: int
     sync_every_micro_batch: bool
+    can_repeat: bool
     pad_token_id: int
     on_nonfinite: str = "halt"
     eval_steps: int = 0
@@ -79,6 +82,7 @@ class Trainer:
         self.skip_logits = can_skip_logits(model)
         self.sharing_ranks = sharing_ranks(model)
         self.memory_watch: MemoryWatch | None = None
+        self.reduced = Reduced()
         few = self._few_tokens()
         with self._documents_apart(), self._autocast(), same_tokens(model, few["input_ids"]):
             self.head_loss = find_head_loss(model, self._inputs(few))
@@ -142,18 +146,20 @@ class Trainer:
         }
 
     def _gradients(self, step: int, pieces: list[np.ndarray], num_targets: int) -> list[torch.Tensor]:
-        """`_forward_backward`, which a rank alone repeats with more recompute if memory runs out.
+        """`_forward_backward`, which a rank with a whole model repeats with more recompute if memory runs out.
 
         It can: no weight has changed by then, and randomness is the micro-batches' own.
         """
         compute = partial(self._forward_backward, step, pieces, num_targets)
-        if self.memory_watch is None or self.ranks.world_size > 1:
+        if self.memory_watch is None or not self.options.can_repeat:
             return compute()
         return self.memory_watch.until_it_fits(compute, self._forget_pass)
 
     def _forget_pass(self) -> None:
         forget_pass(self.model)
-        self.optimizer.zero_grad()
+        if self.ranks.world_size == 1:
+            self.optimizer.zero_grad()
+        self.reduced.find(self.model)
 
     def _forward_backward(self, step: int, pieces: list[np.ndarray], num_targets: int) -> list[torch.Tensor]:
         """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device.
@@ -172,9 +178,12 @@ class Trainer:
             global_index = index * self.ranks.world_size + self.ranks.rank
             torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
             loss = self._loss(micro_batch)
+            if is_last:
+                self.reduced.leave_out()
             # FSDP2 averages gradients over ranks; the factor turns that into a sum.
             (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
             losses.append(loss.detach())
+        self.reduced.forget()
         return losses
 
     def _exchange(self, step: int, losses: list[torch.Tensor]) -> tuple[float, float, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A step that runs out of memory on a rank alone is repeated with more recompute, and gives the same to the bit."""
+"""A step that runs out of memory on a rank with a whole model is repeated with more recompute, the same to the bit."""
 
 import math
 import weakref
@@ -59,8 +59,8 @@ class Faults:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def _train_each(with_faults: list[str], without: list[str]) -> int:
-    """Train twice, first with a trainer as a trial on a GPU leaves it."""
+def _train_with_faults(argv: list[str]) -> int:
+    """Train with a trainer as a trial on a GPU leaves it."""
     import fsdp_qlora.run
     import train
     from fsdp_qlora.load_model import build_trainer
@@ -73,41 +73,52 @@ def _train_each(with_faults: list[str], without: list[str]) -> int:
         trainer = build_trainer(*args)
         set_recompute(trainer.model, 1)
         trainer.memory_watch = MemoryWatch(trainer.model, 1, most=math.inf)
-        faults.append(Faults(trainer))
+        if trainer.ranks.rank == trainer.ranks.world_size - 1:
+            faults.append(Faults(trainer))
         return trainer
 
     with mock.patch.object(fsdp_qlora.run, "build_trainer", build):
-        status = train.main(with_faults)
-    assert [each.left for each in faults] == [set()]
-    return max(status, train.main(without))
+        status = train.main(argv)
+    assert not any(each.left for each in faults)
+    return status
+
+
+def _train(argv: list[str]) -> int:
+    import train
+
+    return train.main(argv)
 
 
 @pytest.mark.parametrize(
-    ("case", "options"),
+    ("ranks", "case", "options"),
     [
         # Gradients add up in float32 beside FSDP2's 16-bit ones.
-        ("qlora", {"precision": "bf16"}),
-        ("bnb_dora", {"lora_dropout": 0.2}),
-        ("full", {"train_type": "full"}),
-        ("lora", {"use_cpu_offload": True}),
+        (1, "qlora", {"precision": "bf16"}),
+        (1, "bnb_dora", {"lora_dropout": 0.2}),
+        (1, "full", {"train_type": "full"}),
+        (1, "lora", {"use_cpu_offload": True}),
+        # The last rank alone; the other one waits for it to reduce gradients.
+        (2, "qlora", {"sharding_strategy": "ddp", "precision": "bf16"}),
+        (2, "bnb_dora", {"sharding_strategy": "ddp", "lora_dropout": 0.2}),
     ],
 )
 def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not(
-    case: str, options: dict[str, Any], models: Models, tmp_path: Path
+    ranks: int, case: str, options: dict[str, Any], models: Models, tmp_path: Path
 ) -> None:
     common = CASES.get(case, {}) | options | {"model_name": models(num_hidden_layers=BLOCKS)}
     common |= {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(16)), "max_steps": STEPS, "num_epochs": STEPS}
     common |= {"batch_size": 2, "gradient_accumulation_steps": MICRO_BATCHES, "lr": 1e-3, "save_minutes": 0}
     common |= {"quant_cache": "off", "log_to": "jsonl"}
-    commands = [
-        flags(output_dir=tmp_path / name, recompute=number, **common)
-        for name, number in (("faults", "auto"), ("none", len(FAULTS) + 1))
-    ]
-    statuses, output = on_ranks(1, _train_each, tuple(commands), tmp_path / "logs")
-    assert statuses == [0], output[-3000:]
+    outputs = {}
+    for name, target, recompute in (("none", _train, len(FAULTS) + 1), ("faults", _train_with_faults, "auto")):
+        argv = flags(output_dir=tmp_path / name, recompute=recompute, **common)
+        statuses, outputs[name] = on_ranks(ranks, target, (argv,), tmp_path / f"logs_{name}")
+        assert statuses == [0] * ranks, outputs[name][-3000:]
     for number in (2, 3, 4):
-        line = "Out of GPU memory in a step, which is repeated: more blocks recompute their activations, "
-        assert output.count(f"{line}{number} of {BLOCKS}.") == 1
+        line = (
+            f"Out of GPU memory in a step, which is repeated: more blocks recompute their activations, {number} of 4."
+        )
+        assert outputs["faults"].count("[rank 1] " * (ranks - 1) + line) == 1
     found, expected = (
         (
             read_metrics(tmp_path / name),

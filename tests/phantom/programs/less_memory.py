@@ -1,5 +1,5 @@
 """train.py, and another program that takes memory of its GPU after the first step. LEFT is the share of what a step
-needs that remains."""
+needs that remains; a rank without it has no such neighbour."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ def build(*args: Any) -> Trainer:
 
     def train_step_with_less(step: int, rows: Any) -> dict[str, Any]:
         used = torch.cuda.memory_allocated()
-        if step == 1:
+        if step == 1 and "LEFT" in os.environ:
             take(used, left=float(os.environ["LEFT"]))
         record = train_step(step, rows)
         if step == 1:
