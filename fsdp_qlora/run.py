@@ -170,9 +170,8 @@ def open_weights(plan: ModelPlan) -> Weights:
 def memory_settings(config: TrainConfig, plan: ModelPlan, ranks: Ranks) -> str:
     """What would help if memory is short, in words."""
     recompute = config.blocks_to_recompute
-    # With auto a rank that can repeat a step comes to all by itself before it ends.
-    comes_to_all = ranks.device.type == "cpu" or plan.can_repeat(ranks.world_size)
-    is_all = recompute == "all" or (recompute == "auto" and comes_to_all)
+    # With auto a rank alone comes to all by itself before it ends.
+    is_all = recompute == "all" or (recompute == "auto" and (ranks.device.type == "cpu" or ranks.world_size == 1))
     chosen = {"recompute": "all" if is_all else recompute, **plan.placement.options}
     return exits.memory_settings(resolved_options(config) | chosen)
 

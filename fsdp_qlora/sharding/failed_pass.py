@@ -27,6 +27,16 @@ def forget_pass(model: PreTrainedModel) -> None:
     reshard_all(model)
 
 
+def is_reducing(model: PreTrainedModel) -> bool:
+    """Whether a step's last backward pass has failed while FSDP2 was reducing some gradients: nobody knows how far."""
+    groups = (module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(model))
+    return any(
+        group._training_state.name == "POST_BACKWARD" and not any(map(_is_reduced, group.fsdp_params))
+        for group in groups
+        if group
+    )
+
+
 class Reduced:
     """Modules whose gradients are reduced over the ranks already, which the others will not do again in this step."""
 

@@ -114,22 +114,24 @@ class MemoryWatch:
             reserved, self.number, self.blocks,
         )  # fmt: skip
 
-    def until_it_fits(self, compute: Callable[[], Result], forget: Callable[[], None]) -> Result:
+    def until_it_fits(
+        self, compute: Callable[[], Result], forget: Callable[[], None], may_repeat: Callable[[], bool] = lambda: True
+    ) -> Result:
         """What `compute` returns. Where memory runs out in it, more blocks recompute and it is called again.
 
         Only where a rank can repeat its passes by itself; others may then have fewer blocks with recompute.
 
         Args:
-            forget: removes what a call has left behind.
+            forget: removes what a call has left behind. may_repeat: whether a call that has failed can be repeated.
         Raises:
-            torch.OutOfMemoryError: all blocks recompute.
+            torch.OutOfMemoryError: all blocks recompute, or the call cannot be repeated.
         """
         more = self.few
         while True:
             try:
                 return compute()
             except torch.OutOfMemoryError:
-                if self.number == self.blocks:
+                if self.number == self.blocks or not may_repeat():
                     raise
             # Out here the error is gone, whose traceback held the tensors of all that it came through.
             forget()

@@ -24,7 +24,7 @@ from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.sharding.failed_pass import Reduced, forget_pass
+from fsdp_qlora.sharding.failed_pass import Reduced, forget_pass, is_reducing
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
@@ -153,7 +153,10 @@ class Trainer:
         compute = partial(self._forward_backward, step, pieces, num_targets)
         if self.memory_watch is None or not self.options.can_repeat:
             return compute()
-        return self.memory_watch.until_it_fits(compute, self._forget_pass)
+        return self.memory_watch.until_it_fits(compute, self._forget_pass, self._may_repeat)
+
+    def _may_repeat(self) -> bool:
+        return self.ranks.world_size == 1 or not self.gradient_sync or not is_reducing(self.model)
 
     def _forget_pass(self) -> None:
         forget_pass(self.model)

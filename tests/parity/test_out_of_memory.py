@@ -59,8 +59,8 @@ class Faults:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def _train_with_faults(argv: list[str]) -> int:
-    """Train with a trainer as a trial on a GPU leaves it."""
+def _train_with_faults(argv: list[str], faulty: Callable[[Any], Any] = Faults) -> int:
+    """Train with a trainer as a trial on a GPU leaves it, and faults on the last rank."""
     import fsdp_qlora.run
     import train
     from fsdp_qlora.load_model import build_trainer
@@ -74,7 +74,7 @@ def _train_with_faults(argv: list[str]) -> int:
         set_recompute(trainer.model, 1)
         trainer.memory_watch = MemoryWatch(trainer.model, 1, most=math.inf)
         if trainer.ranks.rank == trainer.ranks.world_size - 1:
-            faults.append(Faults(trainer))
+            faults.append(faulty(trainer))
         return trainer
 
     with mock.patch.object(fsdp_qlora.run, "build_trainer", build):
@@ -128,3 +128,36 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not(
         for name in ("faults", "none")
     )
     assert len(set(expected[0])) == STEPS and expected[2] and found == expected
+
+
+class NoRoomToReduce:
+    """Runs out of memory while the second block's gradients are reduced in the second step."""
+
+    left = ()
+
+    def __init__(self, trainer: Any) -> None:
+        from fsdp_qlora.models import find_blocks
+        from fsdp_qlora.sharding.recompute import adapter_owners
+
+        self.heartbeat = trainer.heartbeat
+        [owner] = adapter_owners(find_blocks(trainer.model)[1])
+        self.group = owner._get_fsdp_state()._fsdp_param_group
+        self.wait, self.group._wait_for_post_backward = self.group._wait_for_post_backward, self.fail
+
+    def fail(self) -> None:
+        if self.heartbeat.step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        self.wait()
+
+
+def test_where_gradients_are_being_reduced_nothing_is_repeated(models: Models, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sharding_strategy": "ddp", "recompute": "auto", "quant_cache": "off"}
+    argv = flags(
+        model_name=models(num_hidden_layers=BLOCKS),
+        dataset=write_rows(tmp_path / "rows.jsonl", make_rows(16)),
+        output_dir=tmp_path / "out",
+        **{"train_type": "qlora", "max_steps": 3, "num_epochs": 3, "batch_size": 2, "save_minutes": 0, **options},
+    )
+    statuses, output = on_ranks(2, _train_with_faults, (argv, NoRoomToReduce), tmp_path / "logs")
+    assert statuses == [1, 1] and "which is repeated" not in output, output[-3000:]
+    assert output.count("error: ") == 1 and "Rank 1 ran out of GPU memory in step 2 (compute)" in output
