@@ -30,11 +30,9 @@ def forget_pass(model: PreTrainedModel) -> None:
 def is_reducing(model: PreTrainedModel) -> bool:
     """Whether a step's last backward pass has failed while FSDP2 was reducing some gradients: nobody knows how far."""
     groups = (module._get_fsdp_state()._fsdp_param_group for module in fsdp_modules(model))
-    return any(
-        group._training_state.name == "POST_BACKWARD" and not any(map(_is_reduced, group.fsdp_params))
-        for group in groups
-        if group
-    )
+    ended = (group for group in groups if group and group._training_state.name == "POST_BACKWARD")
+    trained = ([each for each in group.fsdp_params if each.sharded_param.requires_grad] for group in ended)
+    return any(parameters and not any(map(_is_reduced, parameters)) for parameters in trained)
 
 
 class Reduced:
