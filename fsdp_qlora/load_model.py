@@ -111,7 +111,6 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
         num_replicas=ranks.world_size // plan.model.num_shards,
         sync_every_micro_batch=plan.model.trains_whole_modules,
-        can_repeat=plan.model.can_repeat(ranks.world_size),
         # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
         pad_token_id=plan.model.tokenizer.eos_token_id,
         on_nonfinite=config.on_nonfinite,

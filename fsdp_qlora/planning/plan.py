@@ -76,10 +76,6 @@ class ModelPlan:
     placement: Placement = _UNTIL_CHOSEN
     num_shards: int = 1
 
-    def can_repeat(self, world_size: int) -> bool:
-        """Whether a rank can run a step's passes again: in them it waits for no other, but to reduce gradients once."""
-        return world_size == 1 or (self.num_shards == 1 and not self.trains_whole_modules)
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -42,9 +42,8 @@ class TrainerOptions:
 
     learning_rate: of a step, counted from 0. max_grad_norm: gradients are clipped to it; inf disables clipping.
     num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
-    if they are too large to accumulate unsharded. can_repeat: see ModelPlan. on_nonfinite: halt or skip.
-    eval_steps: steps between evaluations, 0 for none. early_stopping: evaluations in a row without a lower loss that
-    end the run, 0 for no end.
+    if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps between evaluations,
+    0 for none. early_stopping: evaluations in a row without a lower loss that end the run, 0 for no end.
     """
 
     precision: Precision
@@ -52,7 +51,6 @@ class TrainerOptions:
     max_grad_norm: float
     num_replicas: int
     sync_every_micro_batch: bool
-    can_repeat: bool
     pad_token_id: int
     on_nonfinite: str = "halt"
     eval_steps: int = 0
@@ -148,10 +146,12 @@ class Trainer:
     def _gradients(self, step: int, pieces: list[np.ndarray], num_targets: int) -> list[torch.Tensor]:
         """`_forward_backward`, which a rank with a whole model repeats with more recompute if memory runs out.
 
-        It can: no weight has changed by then, and randomness is the micro-batches' own.
+        It can: no weight has changed by then, randomness is the micro-batches' own, and the rank waits for others only
+        to reduce gradients, once.
         """
         compute = partial(self._forward_backward, step, pieces, num_targets)
-        if self.memory_watch is None or not self.options.can_repeat:
+        is_replica = self.options.num_replicas == self.ranks.world_size and not self.options.sync_every_micro_batch
+        if self.memory_watch is None or not (is_replica or self.ranks.world_size == 1):
             return compute()
         return self.memory_watch.until_it_fits(compute, self._forget_pass, self._may_repeat)
 
