@@ -20,8 +20,8 @@ from benchmarks.gpu_steps import GIB, synchronize
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.lean.rotary import Rotary
 from fsdp_qlora.precision import PRECISIONS, choose_precision
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
-from fsdp_qlora.quantizers.bnb_statistics import BlockStatistics, Latest, decode_absmax, elements
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear, elements
+from fsdp_qlora.quantizers.bnb_statistics import BlockStatistics, Latest, decode_absmax
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 
 _MASKED = 0.6  # of a row's tokens

@@ -40,7 +40,6 @@ from fsdp_qlora.quantizers.bnb_statistics import (
     Latest,
     can_share,
     decode_absmax,
-    elements,
     nested_code,
 )
 from fsdp_qlora.storage.safetensors_files import TensorForm
@@ -242,6 +241,15 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
         for piece in values.flatten().split(_PIECE if values.device.type == "cpu" else _GPU_PIECE)
     ]
     return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
+
+
+def elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
+    """Elements [first, first + count) of a tensor's bytes as `dtype`."""
+    # Of a linear layer these are all, and the host does this for every product: views take it a microsecond each.
+    found = tensor if tensor.dtype == dtype else tensor.view(dtype)
+    if found.dim() > 1:
+        found = found.view(-1)
+    return found if found.shape[0] == count else found[first : first + count]
 
 
 def _kernel_operands(

@@ -78,15 +78,6 @@ def decode_absmax(codes: torch.Tensor, nested_absmax: torch.Tensor, offset: torc
     return _decode_8bit(codes, nested_absmax).add_(offset)
 
 
-def elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
-    """Elements [first, first + count) of a tensor's bytes as `dtype`."""
-    # Of a linear layer these are all, and the host does this for every product: views take it a microsecond each.
-    found = tensor if tensor.dtype == dtype else tensor.view(dtype)
-    if found.dim() > 1:
-        found = found.view(-1)
-    return found if found.shape[0] == count else found[first : first + count]
-
-
 @functools.cache
 def nested_code(device: torch.device) -> torch.Tensor:
     """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
