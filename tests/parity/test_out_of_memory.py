@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.parity.all_combinations import CASES
-from tests.tiny import flags, make_rows, on_ranks, read_metrics, write_rows
+from tests.tiny import flags, make_rows, on_ranks, read_metrics, run_ranks, write_rows
 
 Models = Callable[..., Path]
 BLOCKS, MICRO_BATCHES, STEPS = 4, 2, 5
@@ -83,12 +83,6 @@ def _train_with_faults(argv: list[str], faulty: Callable[[Any], Any] = Faults) -
     return status
 
 
-def _train(argv: list[str]) -> int:
-    import train
-
-    return train.main(argv)
-
-
 @pytest.mark.parametrize(
     ("ranks", "case", "options"),
     [
@@ -109,16 +103,17 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not(
     common |= {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(16)), "max_steps": STEPS, "num_epochs": STEPS}
     common |= {"batch_size": 2, "gradient_accumulation_steps": MICRO_BATCHES, "lr": 1e-3, "save_minutes": 0}
     common |= {"quant_cache": "off", "log_to": "jsonl"}
-    outputs = {}
-    for name, target, recompute in (("none", _train, len(FAULTS) + 1), ("faults", _train_with_faults, "auto")):
-        argv = flags(output_dir=tmp_path / name, recompute=recompute, **common)
-        statuses, outputs[name] = on_ranks(ranks, target, (argv,), tmp_path / f"logs_{name}")
-        assert statuses == [0] * ranks, outputs[name][-3000:]
+    argv = flags(output_dir=tmp_path / "none", recompute=len(FAULTS) + 1, **common)
+    statuses, output = run_ranks(ranks, argv, tmp_path / "logs_none")
+    assert statuses == [0] * ranks, output[-3000:]
+    argv = flags(output_dir=tmp_path / "faults", recompute="auto", **common)
+    statuses, output = on_ranks(ranks, _train_with_faults, (argv,), tmp_path / "logs_faults")
+    assert statuses == [0] * ranks, output[-3000:]
     for number in (2, 3, 4):
         line = (
             f"Out of GPU memory in a step, which is repeated: more blocks recompute their activations, {number} of 4."
         )
-        assert outputs["faults"].count("[rank 1] " * (ranks - 1) + line) == 1
+        assert output.count("[rank 1] " * (ranks - 1) + line) == 1
     found, expected = (
         (
             read_metrics(tmp_path / name),
