@@ -86,20 +86,23 @@ def sharing_ranks(model: PreTrainedModel) -> list[int]:
 
 
 @contextlib.contextmanager
-def tokens_known(model: PreTrainedModel, tokens: Sequence[torch.Tensor] | None) -> Iterator[None]:
+def tokens_known(
+    model: PreTrainedModel, tokens: Sequence[torch.Tensor] | None, *, first: int | None = None
+) -> Iterator[None]:
     """In this block of code the host knows what the ranks look up, so that no device is asked for it.
 
     Args:
         tokens: ids that each of `sharing_ranks` looks up in a forward pass, int64 on the CPU. None: not known.
+        first: how many of its own this rank's model uses; None for all.
     """
     lookup = lookup_of(model)
     if lookup:
-        lookup.tokens = tokens
+        lookup.tokens, lookup.first = tokens, first
     try:
         yield
     finally:
         if lookup:
-            lookup.tokens = None
+            lookup.tokens = lookup.first = None
 
 
 def _has_frozen_rows(module: nn.Module, num_shards: int, param_dtype: torch.dtype | None) -> bool:
@@ -225,20 +228,23 @@ class Lookup(_Rows):
         # It says whose row gets no gradient, which a frozen row never does, and must be the number of a row.
         module.padding_idx = None  # type: ignore[assignment]
         self.tokens: Sequence[torch.Tensor] | None = None
+        self.first: int | None = None
         module.register_forward_pre_hook(self._enter)
 
     @torch.no_grad()
     def _enter(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         ids = args[0]
         tokens = self.tokens if self.tokens is not None else self._ask(ids)
-        assert tokens[self.rank].numel() == ids.numel(), "the model looks up other tokens than those of its batch"
+        used = tokens[self.rank][: self.first]
+        assert used.numel() == ids.numel(), "the model looks up other tokens than those of its batch"
         wanted = find_wanted(tokens, len(module.weight), self.rank)  # type: ignore[arg-type]
         rows = self._own(wanted.rows, ids.device)
         if self.size > 1:
             given, rows = rows, rows.new_empty(sum(wanted.taken), rows.shape[1])
             dist.all_to_all_single(rows, given, wanted.taken, wanted.given, group=self.group)
         self._replace(rows)
-        return wanted.places.view(ids.shape).to(ids.device, non_blocking=True), *args[1:]
+        places = wanted.places[: self.first].view(ids.shape)
+        return places.to(ids.device, non_blocking=True), *args[1:]
 
     def _own(self, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
         """These of the rank's rows, on the device."""

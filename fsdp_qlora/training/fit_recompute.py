@@ -4,19 +4,16 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from fsdp_qlora.messages import warn_from_any_rank
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.units import GIB
 
 log = logging.getLogger("fsdp_qlora")
-
-Result = TypeVar("Result")
 
 _MARGIN_SHARE, _MIN_MARGIN = 0.04, GIB  # of the GPU's memory, left free by the trial
 _MARGIN_IN_STEPS = 0.5  # of that margin; once less is free, more blocks recompute
@@ -106,7 +103,7 @@ class MemoryWatch:
         Args:
             reserved: GiB, the most that a rank has reserved so far; the same on every rank.
         """
-        if reserved <= self.most or self.number == self.blocks:
+        if reserved <= self.most or self.is_exhausted:
             return
         self._add(self.few)
         log.warning(
@@ -114,34 +111,23 @@ class MemoryWatch:
             reserved, self.number, self.blocks,
         )  # fmt: skip
 
-    def until_it_fits(
-        self, compute: Callable[[], Result], forget: Callable[[], None], may_repeat: Callable[[], bool] = lambda: True
-    ) -> Result:
-        """What `compute` returns. Where memory runs out in it, more blocks recompute and it is called again.
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether all blocks recompute."""
+        return self.number == self.blocks
 
-        Only where a rank can repeat its passes by itself; others may then have fewer blocks with recompute.
-
-        Args:
-            forget: removes what a call has left behind. may_repeat: whether a call that has failed can be repeated.
-        Raises:
-            torch.OutOfMemoryError: all blocks recompute, or the call cannot be repeated.
+    def ran_out(self, ranks: Sequence[int], step: int, repetitions: int) -> None:
         """
-        more = self.few
-        while True:
-            try:
-                return compute()
-            except torch.OutOfMemoryError:
-                if self.number == self.blocks or not may_repeat():
-                    raise
-            # Out here the error is gone, whose traceback held the tensors of all that it came through.
-            forget()
-            _wait_until_freed()
-            self._add(more)
-            warn_from_any_rank(
-                "Out of GPU memory in a step, which is repeated: more blocks recompute their activations, "
-                f"{self.number} of {self.blocks}."
-            )
-            more *= 2
+        Args:
+            ranks: those without memory for a step, which is repeated; the same on every rank, as are the others.
+            repetitions: how often that step has been repeated before.
+        """
+        self._add(self.few * 2**repetitions)
+        log.warning(
+            "Rank%s %s ran out of GPU memory in step %d, which is repeated: more blocks recompute their activations, "
+            "%d of %d.",
+            "s" * (len(ranks) > 1), ", ".join(map(str, ranks)), step + 1, self.number, self.blocks,
+        )  # fmt: skip
 
     def _add(self, more: int) -> None:
         self.number = min(self.blocks, self.number + more)
@@ -151,7 +137,7 @@ class MemoryWatch:
             torch.cuda.reset_peak_memory_stats()
 
 
-def _wait_until_freed() -> None:
+def wait_until_freed() -> None:
     """Let autograd's thread of a GPU drop the pass that failed, a moment after the error has come here."""
     gc.collect()
     before, now = math.inf, torch.cuda.memory_allocated()

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from fsdp_qlora.control.stops import NUM_FLAGS, Control
-from fsdp_qlora.data.batches import collate, describe_documents, join
+from fsdp_qlora.data.batches import collate, describe_documents, first_tokens, join
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
@@ -24,10 +24,11 @@ from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.sharding.failed_pass import Reduced, forget_pass, is_reducing
+from fsdp_qlora.sharding.catch_up import Issued
+from fsdp_qlora.sharding.failed_pass import forget_pass
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
-from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
+from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute, wait_until_freed
 from fsdp_qlora.training.head_loss import learned_rows
 from fsdp_qlora.training.head_trial import few_tokens, find_head_loss
 from fsdp_qlora.training.loss import summed_loss, target_positions
@@ -58,6 +59,14 @@ class TrainerOptions:
     early_stopping: int = 0
 
 
+class Exchanged(NamedTuple):
+    """What the ranks tell each other in a step: loss_sum and gradient norm of all, and memory in GiB, [ranks, ..]."""
+
+    loss_sum: float
+    grad_norm: float
+    memory: torch.Tensor
+
+
 class Trainer:
     """Runs optimizer steps and evaluations of one sharded model."""
 
@@ -80,7 +89,6 @@ class Trainer:
         self.skip_logits = can_skip_logits(model)
         self.sharing_ranks = sharing_ranks(model)
         self.memory_watch: MemoryWatch | None = None
-        self.reduced = Reduced()
         few = self._few_tokens()
         with self._documents_apart(), self._autocast(), same_tokens(model, few["input_ids"]):
             self.head_loss = find_head_loss(model, self._inputs(few))
@@ -99,11 +107,7 @@ class Trainer:
         self.heartbeat.beat(step, "rows")
         num_targets = int(self.data.num_targets[rows].sum())
         pieces = self.schedule.micro_batches(rows, self.data.lengths)
-        with self._documents_apart():
-            losses = self._gradients(step, pieces, num_targets)
-        self.optimizer.take_gradients()
-        self.heartbeat.beat(step, "exchange")
-        loss_sum, grad_norm, memory = self._exchange(step, losses)
+        losses, (loss_sum, grad_norm, memory) = self._until_it_fits(step, pieces, num_targets)
         self.heartbeat.beat(step, "update")
         lr, scale = self.options.learning_rate(step), self.loss_scale.scale
         overflowed = not math.isfinite(grad_norm)
@@ -143,35 +147,55 @@ class Trainer:
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
         }
 
-    def _gradients(self, step: int, pieces: list[np.ndarray], num_targets: int) -> list[torch.Tensor]:
-        """`_forward_backward`, which a rank with a whole model repeats with more recompute if memory runs out.
+    def _until_it_fits(
+        self, step: int, pieces: list[np.ndarray], num_targets: int
+    ) -> tuple[list[torch.Tensor], Exchanged]:
+        """Gradients of all ranks, this rank's losses and what the ranks have told each other.
 
-        It can: no weight has changed by then, randomness is the micro-batches' own, and the rank waits for others only
-        to reduce gradients, once.
+        Where memory runs out on a rank, all repeat their passes with more recompute. They can: no weight has changed by
+        then, and randomness is the micro-batches' own.
         """
-        compute = partial(self._forward_backward, step, pieces, num_targets)
-        is_replica = self.options.num_replicas == self.ranks.world_size and not self.options.sync_every_micro_batch
-        if self.memory_watch is None or not (is_replica or self.ranks.world_size == 1):
-            return compute()
-        return self.memory_watch.until_it_fits(compute, self._forget_pass, self._may_repeat)
-
-    def _may_repeat(self) -> bool:
-        return self.ranks.world_size == 1 or not self.gradient_sync or not is_reducing(self.model)
-
-    def _forget_pass(self) -> None:
-        forget_pass(self.model)
-        if self.ranks.world_size == 1:
+        repetitions = 0
+        while True:
+            with self._documents_apart():
+                losses, has_room = self._gradients(step, pieces, num_targets)
+            self.optimizer.take_gradients()
+            self.heartbeat.beat(step, "exchange")
+            lacking, exchanged = self._exchange(step, losses, has_room)
+            if not lacking:
+                return losses, exchanged
             self.optimizer.zero_grad()
-        self.reduced.find(self.model)
+            assert self.memory_watch
+            self.memory_watch.ran_out(lacking, step, repetitions)
+            repetitions += 1
 
-    def _forward_backward(self, step: int, pieces: list[np.ndarray], num_targets: int) -> list[torch.Tensor]:
+    def _gradients(self, step: int, pieces: list[np.ndarray], num_targets: int) -> tuple[list[torch.Tensor], bool]:
+        """`_forward_backward`, and whether there was memory for it; if not, its results mean nothing."""
+        compute = partial(self._forward_backward, step, pieces, num_targets)
+        if self.memory_watch is None or self.memory_watch.is_exhausted:
+            return compute(), True
+        issued = Issued(self.model)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return compute(), True
+        # Out here the error is gone, whose traceback held the tensors of all that it came through.
+        forget_pass(self.model)
+        wait_until_freed()
+        with issued.left_out():
+            return compute(catches_up=True), False
+
+    def _forward_backward(
+        self, step: int, pieces: list[np.ndarray], num_targets: int, *, catches_up: bool = False
+    ) -> list[torch.Tensor]:
         """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device.
 
         Args:
             pieces: the rows of all ranks' micro-batches, as Schedule.micro_batches deals them.
+            catches_up: do what other ranks wait for, with few tokens; the results mean nothing.
         """
         self.model.train()
         micro_batches = self._micro_batches(pieces)
+        if catches_up:
+            micro_batches = [first_tokens(micro_batch) for micro_batch in micro_batches]
         losses = []
         for index, micro_batch in enumerate(micro_batches):
             self.heartbeat.beat(step, "compute")
@@ -181,27 +205,26 @@ class Trainer:
             global_index = index * self.ranks.world_size + self.ranks.rank
             torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
             loss = self._loss(micro_batch)
-            if is_last:
-                self.reduced.leave_out()
             # FSDP2 averages gradients over ranks; the factor turns that into a sum.
             (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
             losses.append(loss.detach())
-        self.reduced.forget()
         return losses
 
-    def _exchange(self, step: int, losses: list[torch.Tensor]) -> tuple[float, float, torch.Tensor]:
-        """The step's only communication besides FSDP2's: loss summed over all ranks, gradient norm, peak memory.
+    def _exchange(self, step: int, losses: list[torch.Tensor], has_room: bool) -> tuple[list[int], Exchanged]:
+        """The step's only communication besides FSDP2's. Returns the ranks that ran out of memory, and the rest.
 
-        It also carries the flags by which the ranks of `control` agree whether to stop or save. Only at its end does
-        the host wait for the device, once in a step.
+        It also carries the flags by which the ranks of `control` agree whether to stop or save; not if the step is
+        repeated. Only at its end does the host wait for the device, once in a step.
         """
         loss_sum, squared_norm = torch.stack(losses).double().sum(), sum(self.optimizer.squared_norms())
-        local = [loss_sum, squared_norm, *self.control.flags(step), *self._memory_gib()]
+        local = [loss_sum, squared_norm, not has_room, *self.control.flags(step), *self._memory_gib()]
         numbers = gather_numbers(local, self.ranks.device)
-        self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
+        lacking = numbers[:, 2].nonzero().flatten().tolist()
+        if not lacking:
+            self.control.agree(numbers[:, 3 : 3 + NUM_FLAGS])
         total_loss, total_squared_norm = numbers[:, :2].sum(dim=0).tolist()
         grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas) / self.loss_scale.scale
-        return total_loss, grad_norm, numbers[:, 2 + NUM_FLAGS :]
+        return lacking, Exchanged(total_loss, grad_norm, numbers[:, 3 + NUM_FLAGS :])
 
     def try_longest(self, rows: np.ndarray) -> int:
         """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows now.
@@ -311,7 +334,8 @@ class Trainer:
     def _loss(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Sum of the micro-batch's token losses, float32 scalar."""
         device, inputs = self.ranks.device, self._inputs(micro_batch)
-        with self._autocast(), tokens_known(self.model, micro_batch.get("tokens_of_ranks")):
+        tokens, number = micro_batch.get("tokens_of_ranks"), micro_batch["input_ids"].numel()
+        with self._autocast(), tokens_known(self.model, tokens, first=number):
             if self.head_loss:
                 learned = learned_rows(micro_batch["labels"], at_least=micro_batch.get("most_learned", 1))
                 rows, targets = (part.to(device, non_blocking=True) for part in learned)

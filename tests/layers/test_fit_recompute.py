@@ -96,30 +96,15 @@ def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute(caplog: pytes
         assert sum(block.is_on for block in recomputed_blocks(model)) == number
 
 
-def test_a_step_without_room_is_repeated_with_ever_more_recompute_until_all_blocks_have_it() -> None:
+def test_a_step_without_room_lets_ever_more_blocks_recompute_until_all_do() -> None:
     model = _model()
     set_recompute(model, 1)
     watch = MemoryWatch(model, 1, most=20.0)
-    tried: list[int] = []
-    forgotten: list[int] = []
-
-    def compute(least: int) -> str:
-        tried.append(watch.number)
-        assert sum(block.is_on for block in recomputed_blocks(model)) == watch.number
-        if watch.number < least:
-            raise torch.OutOfMemoryError
-        return "done"
-
-    def forget() -> None:
-        forgotten.append(watch.number)
-
-    assert watch.until_it_fits(lambda: compute(3), forget) == "done"
-    assert tried == [1, 2, 4] and forgotten == [1, 2]
-    assert watch.until_it_fits(lambda: compute(3), forget) == "done"
-    assert tried[3:] == [4]  # the number stays
-    with pytest.raises(torch.OutOfMemoryError):
-        MemoryWatch(model, BLOCKS, most=20.0).until_it_fits(lambda: compute(5), forget)
-    assert forgotten == [1, 2]
+    for repetitions, number in enumerate((2, 4, 8)):
+        assert not watch.is_exhausted
+        watch.ran_out([0], 3, repetitions)
+        assert watch.number == sum(block.is_on for block in recomputed_blocks(model)) == number
+    assert watch.is_exhausted
 
 
 def test_only_blocks_that_are_switched_on_run_twice() -> None:

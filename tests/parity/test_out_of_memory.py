@@ -1,4 +1,4 @@
-"""A step that runs out of memory on a rank with a whole model is repeated with more recompute, the same to the bit."""
+"""A step in which a rank runs out of memory is repeated with more recompute, the same to the bit."""
 
 import math
 import weakref
@@ -15,9 +15,10 @@ from tests.parity.all_combinations import CASES
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, run_ranks, write_rows
 
 Models = Callable[..., Path]
-BLOCKS, MICRO_BATCHES, STEPS = 4, 2, 5
-# Step -> where memory runs out in it: in a block's forward pass, in its backward pass, or where it is recomputed.
-FAULTS = {1: "forward", 2: "backward", 3: "recomputed"}
+BLOCKS, MICRO_BATCHES, STEPS = 5, 2, 6
+# Step -> where memory runs out in it: in a block's forward pass, in its backward pass, where it is recomputed, or where
+# its gradients are reduced.
+FAULTS = {1: "forward", 2: "backward", 3: "recomputed", 4: "reduced"}
 
 
 class Faults:
@@ -25,14 +26,18 @@ class Faults:
 
     def __init__(self, trainer: Any) -> None:
         from fsdp_qlora.models import find_blocks
+        from fsdp_qlora.sharding.recompute import adapter_owners
 
         self.heartbeat, self.step, self.calls = trainer.heartbeat, -1, 0
         self.left = set(FAULTS)
         self.failed: Callable[[], torch.Tensor | None] = lambda: None
-        first, _, third, _ = find_blocks(trainer.model)
+        first, second, third, *_ = find_blocks(trainer.model)
         first.get_submodule("mlp.up_proj").register_forward_hook(self.passed_first)
         # Gradients of the block behind it are reduced when its backward pass fails.
         third.get_submodule("mlp.down_proj").register_forward_hook(self.passed_third)
+        for module in adapter_owners(second)[:1] or [second]:
+            self.group = module._get_fsdp_state()._fsdp_param_group
+            self.wait, self.group._wait_for_post_backward = self.group._wait_for_post_backward, self.reduce_second
 
     def passed_first(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         if self.heartbeat.step != self.step:
@@ -50,6 +55,11 @@ class Faults:
             self.failed = weakref.ref(output)
             output.register_hook(self.fail)
 
+    def reduce_second(self) -> None:
+        if self.is_at("reduced"):
+            self.fail(torch.empty(0))
+        self.wait()
+
     def is_at(self, where: str) -> bool:
         return FAULTS.get(self.step) == where and self.calls == MICRO_BATCHES and self.step in self.left
 
@@ -59,7 +69,7 @@ class Faults:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def _train_with_faults(argv: list[str], faulty: Callable[[Any], Any] = Faults) -> int:
+def _train_with_faults(argv: list[str]) -> int:
     """Train with a trainer as a trial on a GPU leaves it, and faults on the last rank."""
     import fsdp_qlora.run
     import train
@@ -74,7 +84,7 @@ def _train_with_faults(argv: list[str], faulty: Callable[[Any], Any] = Faults) -
         set_recompute(trainer.model, 1)
         trainer.memory_watch = MemoryWatch(trainer.model, 1, most=math.inf)
         if trainer.ranks.rank == trainer.ranks.world_size - 1:
-            faults.append(faulty(trainer))
+            faults.append(Faults(trainer))
         return trainer
 
     with mock.patch.object(fsdp_qlora.run, "build_trainer", build):
@@ -88,12 +98,12 @@ def _train_with_faults(argv: list[str], faulty: Callable[[Any], Any] = Faults) -
     [
         # Gradients add up in float32 beside FSDP2's 16-bit ones.
         (1, "qlora", {"precision": "bf16"}),
-        (1, "bnb_dora", {"lora_dropout": 0.2}),
-        (1, "full", {"train_type": "full"}),
         (1, "lora", {"use_cpu_offload": True}),
-        # The last rank alone; the other one waits for it to reduce gradients.
-        (2, "qlora", {"sharding_strategy": "ddp", "precision": "bf16"}),
-        (2, "bnb_dora", {"sharding_strategy": "ddp", "lora_dropout": 0.2}),
+        # On the last rank alone.
+        (2, "qlora", {"precision": "bf16"}),
+        (2, "bnb_dora", {"use_cpu_offload": True, "lora_dropout": 0.2}),
+        # Gradients are reduced in each micro-batch.
+        (2, "full", {"train_type": "full", "sharding_strategy": "ddp"}),
     ],
 )
 def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not(
@@ -109,11 +119,12 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not(
     argv = flags(output_dir=tmp_path / "faults", recompute="auto", **common)
     statuses, output = on_ranks(ranks, _train_with_faults, (argv,), tmp_path / "logs_faults")
     assert statuses == [0] * ranks, output[-3000:]
-    for number in (2, 3, 4):
-        line = (
-            f"Out of GPU memory in a step, which is repeated: more blocks recompute their activations, {number} of 4."
-        )
-        assert output.count("[rank 1] " * (ranks - 1) + line) == 1
+    lines = [
+        f"Rank {ranks - 1} ran out of GPU memory in step {step + 1}, which is repeated: more blocks recompute their "
+        f"activations, {number} of {BLOCKS}."
+        for number, step in enumerate(FAULTS, start=2)
+    ]
+    assert [line for line in output.splitlines() if "which is repeated" in line] == lines
     found, expected = (
         (
             read_metrics(tmp_path / name),
@@ -123,36 +134,3 @@ def test_a_step_that_runs_out_of_memory_is_repeated_as_if_it_had_not(
         for name in ("faults", "none")
     )
     assert len(set(expected[0])) == STEPS and expected[2] and found == expected
-
-
-class NoRoomToReduce:
-    """Runs out of memory while the second block's gradients are reduced in the second step."""
-
-    left = ()
-
-    def __init__(self, trainer: Any) -> None:
-        from fsdp_qlora.models import find_blocks
-        from fsdp_qlora.sharding.recompute import adapter_owners
-
-        self.heartbeat = trainer.heartbeat
-        [owner] = adapter_owners(find_blocks(trainer.model)[1])
-        self.group = owner._get_fsdp_state()._fsdp_param_group
-        self.wait, self.group._wait_for_post_backward = self.group._wait_for_post_backward, self.fail
-
-    def fail(self) -> None:
-        if self.heartbeat.step == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        self.wait()
-
-
-def test_where_gradients_are_being_reduced_nothing_is_repeated(models: Models, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"sharding_strategy": "ddp", "recompute": "auto", "quant_cache": "off"}
-    argv = flags(
-        model_name=models(num_hidden_layers=BLOCKS),
-        dataset=write_rows(tmp_path / "rows.jsonl", make_rows(16)),
-        output_dir=tmp_path / "out",
-        **{"train_type": "qlora", "max_steps": 3, "num_epochs": 3, "batch_size": 2, "save_minutes": 0, **options},
-    )
-    statuses, output = on_ranks(2, _train_with_faults, (argv, NoRoomToReduce), tmp_path / "logs")
-    assert statuses == [1, 1] and "which is repeated" not in output, output[-3000:]
-    assert output.count("error: ") == 1 and "Rank 1 ran out of GPU memory in step 2 (compute)" in output
