@@ -4,9 +4,11 @@ All ranks issue the same collectives in a step. One that has failed can issue th
 few tokens, from the step's beginning on: those that it has issued already are left out.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed import ProcessGroup
@@ -42,6 +44,12 @@ class LeftOut(TorchDispatchMode):
     def __init__(self, numbers: Mapping[str, int]) -> None:
         super().__init__()
         self._left = {**numbers}
+        self._eager = contextlib.ExitStack()
+
+    def __enter__(self) -> "LeftOut":
+        # Compiled functions refuse to run in a mode.
+        self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -60,5 +68,6 @@ class LeftOut(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._eager.close()
         if error[0] is None and any(self._left.values()):
             raise RuntimeError(f"A step over few tokens issues fewer collectives than one over all: {self._left} less.")
