@@ -156,7 +156,7 @@ def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str,
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     plan = build_plan(config, ranks, Path("no weights"), model_config, tokenizer, world_size=num_ranks)
     wrap_blocks(plan.meta.model, offload=config.use_activation_cpu_offload)
-    strategy, offload = plan.placement
+    strategy, offload, _ = plan.placement
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(plan.meta.model, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=offload)
     materialize(plan.meta.model, ranks.device, cpu_offload=offload)

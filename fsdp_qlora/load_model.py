@@ -44,7 +44,7 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
     """
     model = plan.meta.model  # on the meta device, already quantized and adapted: sharding/build_model.py
     wrap_blocks(model, number=blocks_to_recompute(config, plan), offload=config.use_activation_cpu_offload)
-    strategy, cpu_offload = plan.placement
+    strategy, cpu_offload, _ = plan.placement
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(model, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=cpu_offload)
     log.debug("%s", model)
@@ -110,7 +110,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         ),
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
         num_replicas=ranks.world_size // plan.model.num_shards,
-        sync_every_micro_batch=plan.model.trains_whole_modules,
+        sync_every_micro_batch=not plan.model.placement.accumulates,
         # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
         pad_token_id=plan.model.tokenizer.eos_token_id,
         on_nonfinite=config.on_nonfinite,

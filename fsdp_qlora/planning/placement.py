@@ -1,4 +1,4 @@
-"""Decides where the model lies: replicated or sharded, on the GPUs or in host memory; as asked for, or as it fits."""
+"""Decides where a model lies and its gradients add up: on all ranks or sharded, on GPUs or the host; as it fits."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,11 +11,13 @@ _MARGIN_SHARE, _MARGIN = 0.15, GIB
 
 class Placement(NamedTuple):
     """sharding_strategy: of SHARDING_STRATEGIES. cpu_offload: the base is in host memory (all weights, with full), or
-    so many decoder blocks of it.
+    so many decoder blocks of it. accumulates: gradients of a step's micro-batches add up unsharded on each rank and are
+    reduced with the last one's; else they are reduced in each, which is slower.
     """
 
     sharding_strategy: str
     cpu_offload: bool | int
+    accumulates: bool = True
 
     @property
     def options(self) -> dict[str, object]:
@@ -36,23 +38,38 @@ def with_margin(estimate: int) -> int:
 
 
 def candidates(
-    sharding_strategy: str, cpu_offload: bool | int | str, *, world_size: int, on_gpu: bool, can_offload: bool = True
+    sharding_strategy: str,
+    cpu_offload: bool | int | str,
+    *,
+    world_size: int,
+    on_gpu: bool,
+    can_offload: bool = True,
+    accumulates: Sequence[bool] = (True,),
 ) -> list[Placement]:
     """The placements that the options leave open, the fastest first; on a CPU there is one.
 
+    A rank with a whole model has whole gradients in the end, so there is nothing to gain by reducing them earlier.
+
     Args:
         sharding_strategy, cpu_offload: the options; auto leaves the choice open.
-        can_offload: whether auto may choose the host.
+        can_offload: whether auto may choose the host. accumulates: what is possible, the faster first.
     """
     is_auto = sharding_strategy == "auto"
     asked = False if isinstance(cpu_offload, str) else cpu_offload
-    if not on_gpu or asked:
-        return [Placement("full_shard" if is_auto else sharding_strategy, asked)]
-    strategies = [sharding_strategy] if not is_auto else ["ddp", "full_shard"] if world_size > 1 else ["full_shard"]
-    found = [Placement(strategy, False) for strategy in strategies]
+    if not on_gpu:
+        return [Placement("full_shard" if is_auto else sharding_strategy, asked, accumulates[0])]
+    strategies = [sharding_strategy]
+    if is_auto:
+        strategies = ["ddp", "full_shard"] if world_size > 1 and not asked else ["full_shard"]
+    found = [(strategy, asked) for strategy in strategies]
     if cpu_offload == "auto" and can_offload:
-        found.append(Placement(strategies[-1], True))
-    return found
+        found.append((strategies[-1], True))
+    ways = {True: accumulates, False: accumulates[:1]}
+    return [
+        Placement(strategy, offload, adds_up)
+        for strategy, offload in found
+        for adds_up in ways[world_size > 1 and strategy != "ddp"]
+    ]
 
 
 def choose(sized: Sequence[Sized], free: int) -> Placement:
@@ -60,21 +77,42 @@ def choose(sized: Sequence[Sized], free: int) -> Placement:
     return next((placement for placement, needs in sized if needs <= free), sized[-1].placement)
 
 
-def describe_choice(sized: Sequence[Sized], free: int | None) -> str:
-    """One line: what is chosen, with the sizes; or, if no GPU is known, from which size on which.
+def choose_unseen(found: Sequence[Placement]) -> Placement:
+    """The placement for a GPU that nothing is known of: shared by the ranks, on the GPU if that is left open."""
+    fastest = [each for each in found if each.accumulates == found[0].accumulates]
+    return fastest[0] if len(fastest) == 1 else fastest[-1]._replace(cpu_offload=False)
+
+
+def describe_choice(sized: Sequence[Sized], free: int | None) -> str | None:
+    """One line: what is chosen, with the sizes; or, if no GPU is known, from which size on which; None if one is given.
 
     Args:
-        sized: two or more placements. free: on the GPU that has least; None if none is known.
+        free: on the GPU that has least; None if none is known.
     """
+    fastest = [each for each in sized if each.placement.accumulates == sized[0].placement.accumulates]
+    if len(fastest) == 1:
+        return None
     if free is None:
-        sizes = ", ".join(f"{_name(placement)} if {_gib(needs)} are free" for placement, needs in sized[:-1])
-        return f"Placement, on each GPU: {sizes}, else {_name(sized[-1].placement)} ({_gib(sized[-1].needs)})."
+        sizes = ", ".join(f"{_name(placement)} if {_gib(needs)} are free" for placement, needs in fastest[:-1])
+        return f"Placement, on each GPU: {sizes}, else {_name(fastest[-1].placement)} ({_gib(fastest[-1].needs)})."
     chosen = choose(sized, free)
-    sizes = ", ".join(f"{_name(placement)} needs {_gib(needs)}" for placement, needs in sized)
+    sizes = ", ".join(f"{_name(placement)} needs {_gib(needs)}" for placement, needs in fastest)
     line = f"Placement: {_name(chosen)}. With a margin {sizes} on each GPU, and {_gib(free)} are free."
     if chosen.sharding_strategy == "ddp" and not chosen.cpu_offload:
         line += " The base is not sharded, since it fits: --sharding_strategy full_shard shards it."
     return line
+
+
+def describe_reduction(sized: Sequence[Sized], free: int) -> str | None:
+    """One line if gradients are reduced in each micro-batch for want of memory."""
+    chosen = choose(sized, free)
+    more = [needs for placement, needs in sized if placement == chosen._replace(accumulates=True)]
+    if chosen.accumulates or not more:
+        return None
+    return (
+        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU until the last one needs "
+        f"{_gib(more[0])}, and {_gib(free)} are free."
+    )
 
 
 def _name(placement: Placement) -> str:

@@ -58,8 +58,8 @@ class ModelPlan:
     meta: it on the meta device, quantized and adapted. documents: the attention implementation for rows without
     padding, None if there is none or they are to be padded. is_packed: its files are in 4 bits already. stored: they
     are in a format that is decoded. placement: how it is distributed. num_shards: ranks that share one copy.
-    trains_whole_modules: what trains is more than an adapter, which alone is small enough to add up its gradients
-    unsharded and to gather its state.
+    trains_whole_modules: what trains is more than an adapter, so its gradients do not add up unsharded, and its state
+    is not gathered.
     """
 
     train_type: TrainType
@@ -266,6 +266,7 @@ def choose_placement(
         world_size=world_size,
         on_gpu=planned_device(config, ranks).type == "cuda",
         can_offload=not is_paged_whole,
+        accumulates=(False,) if plan.trains_whole_modules else (True, False)[: 1 + _has_turns(config)],
     )
     if len(found) == 1:
         return found[0]
@@ -277,11 +278,19 @@ def choose_placement(
     free = torch.cuda.mem_get_info(ranks.device)[0] if ranks.device.type == "cuda" else None
     if free is not None and store is not None and ranks.world_size > 1:
         free = distributed.least_over_ranks(free, "the free GPU memory", ranks, store)
+    chosen = placement.choose(sized, free) if free is not None else placement.choose_unseen(found)
+    lines = [placement.describe_reduction(sized, free)] if free is not None else []
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
-    if world_size > 1 or free is None or placement.choose(sized, free).cpu_offload:
-        log.info(placement.describe_choice(sized, free))
-    # Without a GPU to look at, the plan is that of a model that is shared.
-    return placement.choose(sized, free) if free is not None else Placement(found[-1].sharding_strategy, False)
+    if world_size > 1 or free is None or chosen.cpu_offload:
+        lines.insert(0, placement.describe_choice(sized, free))
+    for line in filter(None, lines):
+        log.info(line)
+    return chosen
+
+
+def _has_turns(config: TrainConfig) -> bool:
+    """Whether a step has several micro-batches on a rank."""
+    return config.gradient_accumulation_steps > 1
 
 
 def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:
@@ -387,7 +396,7 @@ def step_bytes(config: TrainConfig, plan: ModelPlan) -> StepBytes:
         precision=plan.precision,
         num_rows=config.batch_size,
         num_tokens=config.batch_size * config.context_length,
-        accumulates=config.gradient_accumulation_steps > 1 and not plan.trains_whole_modules,
+        accumulates=_has_turns(config) and plan.placement.accumulates,
         offloads_activations=config.use_activation_cpu_offload,
     )
     return estimate_step(plan.meta.model, step)

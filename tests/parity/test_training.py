@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.adapters.first_values import first_adapter_value
 from tests.reference import batch_loss, encode, load_adapter, load_base, train_lora
-from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+from tests.tiny import PROBE, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 Plain = tuple[dict[str, object], list[float]]
@@ -146,6 +148,23 @@ def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Plain:
 )
 def test_memory_options_do_not_change_the_losses(options: dict[str, object], plain: Plain, tmp_path: Path) -> None:
     train_ok(2, tmp_path / "out", **{**plain[0], **options})
+    assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
+
+
+def _train_reducing_in_each_micro_batch(argv: list[str]) -> int:
+    import train
+    from fsdp_qlora.planning import plan
+
+    chosen = plan.choose_placement
+    with mock.patch.object(plan, "choose_placement", lambda *a, **b: chosen(*a, **b)._replace(accumulates=False)):
+        return train.main(argv)
+
+
+def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(plain: Plain, tmp_path: Path) -> None:
+    turns: dict[str, Any] = {**plain[0], "batch_size": 1, "gradient_accumulation_steps": 2}
+    argv = flags(output_dir=tmp_path / "out", quant_cache="off", log_to="jsonl", save_minutes=0, **turns)
+    statuses, output = on_ranks(2, _train_reducing_in_each_micro_batch, (argv,), tmp_path / "logs")
+    assert statuses == [0, 0], output[-3000:]
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
 

@@ -18,7 +18,8 @@ from tests.reference import encode
 from tests.tiny import flags, make_rows, write_rows
 
 ROW, BATCH = make_rows(1)[0], 2  # all rows are equal, so that each micro-batch has as many tokens and targets
-NUMBERS = 7  # float64 of each rank in a step: loss, norm, three flags of `control`, memory allocated and reserved
+# float64 of each rank in a step: loss, norm, lack of memory, three flags of `control`, memory allocated and reserved
+NUMBERS = 8
 PIECES = 1  # tensors of the adapter to the optimizer
 PER_STEP = {"fsdp_qlora/distributed.py": 1}  # all ranks' numbers come back
 # With padding transformers asks the device whether a mask is needed.
@@ -31,7 +32,7 @@ def step(models, tmp_path_factory):
     model, folder = models(), tmp_path_factory.mktemp("steps")
     dataset = write_rows(folder / "rows.jsonl", [ROW] * 64)
 
-    def summary(ranks, machines, max_steps, options):
+    def summary(ranks, machines, settings, max_steps, options):
         run_folder = tmp_path_factory.mktemp("run")
         arguments = flags(
             dataset=dataset,
@@ -43,16 +44,16 @@ def step(models, tmp_path_factory):
             | options,
         )
         by_rank = {rank: {"GROUP_RANK": rank * machines // ranks} for rank in range(ranks)}
-        settings = {"LOCAL_WORLD_SIZE": ranks // machines}
+        settings = {"LOCAL_WORLD_SIZE": ranks // machines, **settings}
         ended = run(
             ["train.py", *arguments], run_folder, ranks=ranks, settings=settings, settings_of_rank=by_rank, summary=True
         )
         assert [rank.status for rank in ended] == [0] * ranks, ended[0].output[-4000:]
         return ended[0].summary
 
-    def start(ranks, *, machines=1, **options):
+    def start(ranks, *, machines=1, settings=None, **options):
         with ThreadPoolExecutor() as both:
-            more, less = both.map(lambda steps: summary(ranks, machines, steps, options), (3, 2))
+            more, less = both.map(lambda steps: summary(ranks, machines, settings or {}, steps, options), (3, 2))
         return subtract(more, less)
 
     return start
@@ -127,7 +128,7 @@ def of_vocabulary(model_folder, shards):
     return found
 
 
-def expect(model_folder, *, shards, replicas, micro_batches):
+def expect(model_folder, *, shards, replicas, micro_batches, reductions=1):
     """Collectives of one step, as (kind, ranks of the group, bytes) -> how many."""
     _, blocks, adapters, _, norm = sizes(model_folder, shards)
     found = Counter()
@@ -139,10 +140,10 @@ def expect(model_folder, *, shards, replicas, micro_batches):
     for adapter in adapters:
         gradients = 2 * adapter  # float32
         if shards > 1:
-            found["all_gather", shards, adapter] += 1  # they stay until the step's last backward pass
-            found["reduce_scatter", shards, gradients] += 1
+            found["all_gather", shards, adapter] += reductions  # they stay until gradients are reduced
+            found["reduce_scatter", shards, gradients] += reductions
         if replicas > 1:
-            found["all_reduce", replicas, gradients // shards] += 1
+            found["all_reduce", replicas, gradients // shards] += reductions
     found["all_gather", shards * replicas, NUMBERS * 8 * shards * replicas] += 1
     return dict(found)
 
@@ -158,6 +159,13 @@ def test_collectives_of_a_step_are_those_of_the_formula(
     options = {"sharding_strategy": sharding_strategy, "gradient_accumulation_steps": micro_batches}
     found = count_collectives(step(ranks, machines=machines, **options))
     assert found == expect(models(), shards=shards, replicas=ranks // shards, micro_batches=micro_batches)
+
+
+def test_gradients_are_reduced_in_each_micro_batch_if_there_is_no_memory_to_add_them_up(step, models):
+    found = count_collectives(
+        step(2, settings={"PHANTOM_GIB": 1}, gradient_accumulation_steps=2, use_cpu_offload=False)
+    )
+    assert found == expect(models(), shards=2, replicas=1, micro_batches=2, reductions=2)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

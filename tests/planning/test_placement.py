@@ -9,7 +9,16 @@ from transformers import LlamaConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.distributed import Ranks, least_over_ranks
-from fsdp_qlora.planning.placement import Placement, Sized, candidates, choose, describe_choice, with_margin
+from fsdp_qlora.planning.placement import (
+    Placement,
+    Sized,
+    candidates,
+    choose,
+    choose_unseen,
+    describe_choice,
+    describe_reduction,
+    with_margin,
+)
 from fsdp_qlora.planning.step_memory import Step, StepBytes, estimate_step
 from fsdp_qlora.precision import PRECISIONS
 from fsdp_qlora.sharding.build_model import LayerOptions, build_model
@@ -46,13 +55,35 @@ def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
     sized = [Sized(DDP, 13 * GIB), Sized(SHARDED, 10 * GIB), Sized(OFFLOADED, 4 * GIB)]
     assert [choose(sized, free * GIB) for free in (13, 12, 9, 1)] == [DDP, SHARDED, OFFLOADED, OFFLOADED]
     line = describe_choice(sized, 23 * GIB)
-    assert line.startswith("Placement: ddp. With a margin ddp needs 13.0 GiB, full_shard needs 10.0 GiB, ")
+    assert line and line.startswith("Placement: ddp. With a margin ddp needs 13.0 GiB, full_shard needs 10.0 GiB, ")
     assert "on each GPU, and 23.0 GiB are free. The base is not sharded, since it fits: --sharding_strategy" in line
-    assert "not sharded" not in describe_choice(sized, 11 * GIB)
+    assert "not sharded" not in str(describe_choice(sized, 11 * GIB))
     assert describe_choice(sized, None) == (
         "Placement, on each GPU: ddp if 13.0 GiB are free, full_shard if 10.0 GiB are free, else full_shard with the "
         "base in host memory (4.0 GiB)."
     )
+
+
+def test_gradients_that_do_not_fit_unsharded_are_reduced_in_each_micro_batch_before_anything_slower_is_chosen() -> None:
+    found = candidates("auto", "auto", world_size=2, on_gpu=True, accumulates=(True, False))
+    # A rank with a whole model has whole gradients in any case.
+    reducing = [each._replace(accumulates=False) for each in (SHARDED, OFFLOADED)]
+    assert found == [DDP, SHARDED, reducing[0], OFFLOADED, reducing[1]]
+    assert candidates("auto", False, world_size=1, on_gpu=True, accumulates=(True, False)) == [SHARDED]
+    sized = [Sized(each, needs * GIB) for each, needs in zip(found, (15, 12, 10, 6, 4), strict=True)]
+    assert [choose(sized, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [True, True, False, True, False]
+    assert str(describe_choice(sized, 13 * GIB)).startswith("Placement: full_shard. With a margin ddp needs 15.0 GiB, ")
+    assert describe_reduction(sized, 12 * GIB) is None
+    assert describe_reduction(sized, 11 * GIB) == (
+        "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU until the last one needs "
+        "12.0 GiB, and 11.0 GiB are free."
+    )
+    # Where the rest is asked for, and where whole modules train.
+    assert describe_choice(sized[1:3], 11 * GIB) is None and choose_unseen(found[1:3]) == SHARDED
+    whole = candidates("auto", "auto", world_size=2, on_gpu=True, accumulates=(False,))
+    sized = [Sized(each, 9 * GIB) for each in whole]
+    assert len(whole) == 3 and choose_unseen(whole) == SHARDED._replace(accumulates=False)
+    assert describe_reduction(sized, 1 * GIB) is None and describe_choice(sized, 1 * GIB)
 
 
 def test_all_ranks_decide_by_the_rank_that_has_least() -> None:
