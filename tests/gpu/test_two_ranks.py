@@ -1,15 +1,16 @@
-"""Two ranks on one card, which gloo connects: the losses of one rank, and the end of a rank."""
+"""Two ranks on one card, which gloo connects: the losses of one rank, a rank without memory, and the end of a rank."""
 
 import json
 import signal
 import time
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.gpu.cases import COMMON, read_reference
-from tests.gpu.check import IS_STAND_IN, holds
+from tests.gpu.check import IS_STAND_IN, holds, same
 from tests.gpu.runs import run, started, wait_for_step
-from tests.tiny import flags, read_metrics
+from tests.tiny import flags, read_metrics, write_rows
 
 # NCCL refuses two ranks on one card, that of the stand-in does not; there gloo would read zeros from the card.
 BACKEND = "" if IS_STAND_IN else "gloo"
@@ -64,6 +65,29 @@ def test_sigterm_in_a_step_ends_both_ranks_with_a_checkpoint(endless, tmp_path):
     status = json.loads((tmp_path / "out" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
     assert list((tmp_path / "out" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_that_runs_out_of_memory_on_one_rank_is_repeated_with_the_same_bytes(ranks, inputs, models, tmp_path):
+    row = {"instruction": "write", "input": "", "output": "water river " * 700}
+    options = {
+        **inputs(),
+        **COMMON,
+        # Activations are nearly all of what a step needs.
+        "model_name": models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
+        "dataset": write_rows(tmp_path / "rows.jsonl", [row] * 12 * ranks),
+        **{"train_type": "qlora", "precision": "bf16", "context_length": 2048, "max_steps": 3, "lora_dropout": 0.1},
+        **{"sharding_strategy": "full_shard", "deterministic": True},
+    }
+    whole = flags(**{**options, "output_dir": tmp_path / "whole"})
+    run([*PROGRAM, "--", *whole], tmp_path / "logs", ranks=ranks)
+    less = flags(**{**options, "output_dir": tmp_path / "less", "recompute": "auto"})
+    output = run([*PROGRAM, "--share_left", 0.5, "--", *less], tmp_path / "logs_less", ranks=ranks)
+    assert f"Rank {ranks - 1} ran out of GPU memory in step 2, which is repeated" in output, output[-4000:]
+    found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("less", "whole"))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        same(tensor, expected[name])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
