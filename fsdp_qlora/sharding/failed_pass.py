@@ -1,5 +1,10 @@
 """After an error in a forward or a backward pass: FSDP2 as before the pass, which can be repeated then."""
 
+import gc
+import math
+import time
+
+import torch
 from transformers import PreTrainedModel
 
 from fsdp_qlora.sharding.parallelize import fsdp_modules, reshard_all
@@ -26,3 +31,12 @@ def _drop_gradients(model: PreTrainedModel) -> None:
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
+
+
+def wait_until_freed() -> None:
+    """Let autograd's thread of a GPU drop the pass that failed, a moment after the error has come here."""
+    gc.collect()
+    before, now = math.inf, torch.cuda.memory_allocated()
+    while now < before:
+        time.sleep(0.05)
+        before, now = now, torch.cuda.memory_allocated()

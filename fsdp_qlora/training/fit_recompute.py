@@ -1,9 +1,7 @@
 """Finds by trial how many blocks can keep their activations instead of recomputing them, and takes some back later."""
 
-import gc
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -135,12 +133,3 @@ class MemoryWatch:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-
-
-def wait_until_freed() -> None:
-    """Let autograd's thread of a GPU drop the pass that failed, a moment after the error has come here."""
-    gc.collect()
-    before, now = math.inf, torch.cuda.memory_allocated()
-    while now < before:
-        time.sleep(0.05)
-        before, now = now, torch.cuda.memory_allocated()

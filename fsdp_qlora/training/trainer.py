@@ -25,10 +25,10 @@ from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.catch_up import Issued
-from fsdp_qlora.sharding.failed_pass import forget_pass
+from fsdp_qlora.sharding.failed_pass import forget_pass, wait_until_freed
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
-from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute, wait_until_freed
+from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
 from fsdp_qlora.training.head_loss import learned_rows
 from fsdp_qlora.training.head_trial import few_tokens, find_head_loss
 from fsdp_qlora.training.loss import summed_loss, target_positions
@@ -170,32 +170,29 @@ class Trainer:
             repetitions += 1
 
     def _gradients(self, step: int, pieces: list[np.ndarray], num_targets: int) -> tuple[list[torch.Tensor], bool]:
-        """`_forward_backward`, and whether there was memory for it; if not, its results mean nothing."""
-        compute = partial(self._forward_backward, step, pieces, num_targets)
+        """`_forward_backward`, and whether there was memory for it; if not, its results mean nothing.
+
+        Args:
+            pieces: the rows of all ranks' micro-batches, as Schedule.micro_batches deals them.
+        """
+        micro_batches = self._micro_batches(pieces)
+        compute = partial(self._forward_backward, step, num_targets)
         if self.memory_watch is None or self.memory_watch.is_exhausted:
-            return compute(), True
+            return compute(micro_batches), True
         issued = Issued(self.model)
         with contextlib.suppress(torch.OutOfMemoryError):
-            return compute(), True
+            return compute(micro_batches), True
         # Out here the error is gone, whose traceback held the tensors of all that it came through.
         forget_pass(self.model)
         wait_until_freed()
         with issued.left_out():
-            return compute(catches_up=True), False
+            return compute([first_tokens(micro_batch) for micro_batch in micro_batches]), False
 
     def _forward_backward(
-        self, step: int, pieces: list[np.ndarray], num_targets: int, *, catches_up: bool = False
+        self, step: int, num_targets: int, micro_batches: Sequence[dict[str, Any]]
     ) -> list[torch.Tensor]:
-        """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device.
-
-        Args:
-            pieces: the rows of all ranks' micro-batches, as Schedule.micro_batches deals them.
-            catches_up: do what other ranks wait for, with few tokens; the results mean nothing.
-        """
+        """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device."""
         self.model.train()
-        micro_batches = self._micro_batches(pieces)
-        if catches_up:
-            micro_batches = [first_tokens(micro_batch) for micro_batch in micro_batches]
         losses = []
         for index, micro_batch in enumerate(micro_batches):
             self.heartbeat.beat(step, "compute")
