@@ -64,23 +64,22 @@ def candidates(
     found = [(strategy, asked) for strategy in strategies]
     if cpu_offload == "auto" and can_offload:
         found.append((strategies[-1], True))
-    ways = {True: accumulates, False: accumulates[:1]}
     return [
         Placement(strategy, offload, adds_up)
         for strategy, offload in found
-        for adds_up in ways[world_size > 1 and strategy != "ddp"]
+        for adds_up in (accumulates if world_size > 1 and strategy != "ddp" else accumulates[:1])
     ]
 
 
-def choose(sized: Sequence[Sized], free: int) -> Placement:
-    """The first placement that fits in `free` bytes; the last if none does."""
+def choose(sized: Sequence[Sized], free: int | None) -> Placement:
+    """The first placement that fits in `free` bytes; the last if none does.
+
+    If nothing is known of a GPU, that of a model which is shared, on the GPU if that is left open.
+    """
+    if free is None:
+        fastest = _fastest(sized)
+        return fastest[0].placement if len(fastest) == 1 else fastest[-1].placement._replace(cpu_offload=False)
     return next((placement for placement, needs in sized if needs <= free), sized[-1].placement)
-
-
-def choose_unseen(found: Sequence[Placement]) -> Placement:
-    """The placement for a GPU that nothing is known of: shared by the ranks, on the GPU if that is left open."""
-    fastest = [each for each in found if each.accumulates == found[0].accumulates]
-    return fastest[0] if len(fastest) == 1 else fastest[-1]._replace(cpu_offload=False)
 
 
 def describe_choice(sized: Sequence[Sized], free: int | None) -> str | None:
@@ -89,7 +88,7 @@ def describe_choice(sized: Sequence[Sized], free: int | None) -> str | None:
     Args:
         free: on the GPU that has least; None if none is known.
     """
-    fastest = [each for each in sized if each.placement.accumulates == sized[0].placement.accumulates]
+    fastest = _fastest(sized)
     if len(fastest) == 1:
         return None
     if free is None:
@@ -103,16 +102,21 @@ def describe_choice(sized: Sequence[Sized], free: int | None) -> str | None:
     return line
 
 
-def describe_reduction(sized: Sequence[Sized], free: int) -> str | None:
+def describe_reduction(sized: Sequence[Sized], free: int | None) -> str | None:
     """One line if gradients are reduced in each micro-batch for want of memory."""
     chosen = choose(sized, free)
     more = [needs for placement, needs in sized if placement == chosen._replace(accumulates=True)]
-    if chosen.accumulates or not more:
+    if free is None or chosen.accumulates or not more:
         return None
     return (
         "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU until the last one needs "
         f"{_gib(more[0])}, and {_gib(free)} are free."
     )
+
+
+def _fastest(sized: Sequence[Sized]) -> list[Sized]:
+    """Of those that differ in `accumulates` alone, the first."""
+    return [each for each in sized if each.placement.accumulates == sized[0].placement.accumulates]
 
 
 def _name(placement: Placement) -> str:

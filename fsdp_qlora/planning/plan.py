@@ -254,6 +254,7 @@ def choose_placement(
 ) -> Placement:
     """The placement that the options ask for; what they leave open is decided by what fits, alike on all ranks."""
     is_paged_whole = config.optimizer.startswith("paged_") and plan.trains_whole_modules  # it pages from the GPU
+    ways = (True, False) if config.gradient_accumulation_steps > 1 else (True,)
     blocks = len(models.find_blocks(plan.meta.model))
     if (asked := config.use_cpu_offload) not in ("auto", True, False) and int(asked) > blocks:
         raise UserError(
@@ -266,7 +267,7 @@ def choose_placement(
         world_size=world_size,
         on_gpu=planned_device(config, ranks).type == "cuda",
         can_offload=not is_paged_whole,
-        accumulates=(False,) if plan.trains_whole_modules else (True, False)[: 1 + _has_turns(config)],
+        accumulates=(False,) if plan.trains_whole_modules else ways,
     )
     if len(found) == 1:
         return found[0]
@@ -278,19 +279,14 @@ def choose_placement(
     free = torch.cuda.mem_get_info(ranks.device)[0] if ranks.device.type == "cuda" else None
     if free is not None and store is not None and ranks.world_size > 1:
         free = distributed.least_over_ranks(free, "the free GPU memory", ranks, store)
-    chosen = placement.choose(sized, free) if free is not None else placement.choose_unseen(found)
-    lines = [placement.describe_reduction(sized, free)] if free is not None else []
+    chosen = placement.choose(sized, free)
+    lines = [placement.describe_reduction(sized, free)]
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
     if world_size > 1 or free is None or chosen.cpu_offload:
         lines.insert(0, placement.describe_choice(sized, free))
     for line in filter(None, lines):
         log.info(line)
     return chosen
-
-
-def _has_turns(config: TrainConfig) -> bool:
-    """Whether a step has several micro-batches on a rank."""
-    return config.gradient_accumulation_steps > 1
 
 
 def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:
@@ -396,7 +392,7 @@ def step_bytes(config: TrainConfig, plan: ModelPlan) -> StepBytes:
         precision=plan.precision,
         num_rows=config.batch_size,
         num_tokens=config.batch_size * config.context_length,
-        accumulates=_has_turns(config) and plan.placement.accumulates,
+        accumulates=config.gradient_accumulation_steps > 1 and plan.placement.accumulates,
         offloads_activations=config.use_activation_cpu_offload,
     )
     return estimate_step(plan.meta.model, step)

@@ -14,7 +14,6 @@ from fsdp_qlora.planning.placement import (
     Sized,
     candidates,
     choose,
-    choose_unseen,
     describe_choice,
     describe_reduction,
     with_margin,
@@ -79,10 +78,10 @@ def test_gradients_that_do_not_fit_unsharded_are_reduced_in_each_micro_batch_bef
         "12.0 GiB, and 11.0 GiB are free."
     )
     # Where the rest is asked for, and where whole modules train.
-    assert describe_choice(sized[1:3], 11 * GIB) is None and choose_unseen(found[1:3]) == SHARDED
+    assert describe_choice(sized[1:3], 11 * GIB) is None and choose(sized[1:3], None) == SHARDED
     whole = candidates("auto", "auto", world_size=2, on_gpu=True, accumulates=(False,))
     sized = [Sized(each, 9 * GIB) for each in whole]
-    assert len(whole) == 3 and choose_unseen(whole) == SHARDED._replace(accumulates=False)
+    assert len(whole) == 3 and choose(sized, None) == SHARDED._replace(accumulates=False)
     assert describe_reduction(sized, 1 * GIB) is None and describe_choice(sized, 1 * GIB)
 
 
