@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from tests.gpu.cases import COMMON, read_reference
 from tests.gpu.check import IS_STAND_IN, holds, same
 from tests.gpu.runs import run, started, wait_for_step
-from tests.tiny import flags, read_metrics, write_rows
+from tests.less_memory import long_rows
+from tests.tiny import flags, read_metrics
 
 # NCCL refuses two ranks on one card, that of the stand-in does not; there gloo would read zeros from the card.
 BACKEND = "" if IS_STAND_IN else "gloo"
@@ -69,15 +70,11 @@ def test_sigterm_in_a_step_ends_both_ranks_with_a_checkpoint(endless, tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_that_runs_out_of_memory_on_one_rank_is_repeated_with_the_same_bytes(ranks, inputs, models, tmp_path):
-    row = {"instruction": "write", "input": "", "output": "water river " * 700}
     options = {
         **inputs(),
         **COMMON,
-        # Activations are nearly all of what a step needs.
-        "model_name": models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
-        "dataset": write_rows(tmp_path / "rows.jsonl", [row] * 12 * ranks),
-        **{"train_type": "qlora", "precision": "bf16", "context_length": 2048, "max_steps": 3, "lora_dropout": 0.1},
-        **{"sharding_strategy": "full_shard", "deterministic": True},
+        **long_rows(models, tmp_path, ranks=ranks),
+        **{"lora_dropout": 0.1, "sharding_strategy": "full_shard", "deterministic": True},
     }
     whole = flags(**{**options, "output_dir": tmp_path / "whole"})
     run([*PROGRAM, "--", *whole], tmp_path / "logs", ranks=ranks)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.less_memory import long_rows
 from tests.phantom import environment
-from tests.tiny import flags, write_rows
+from tests.tiny import flags
 
 # The run itself is replaced: what it would find is printed.
 LOOK = """
@@ -51,16 +52,7 @@ def _train_with_less(
     left: float, models: Callable[..., Path], folder: Path, *, ranks: int = 1, **options: Any
 ) -> list[environment.Rank]:
     """Three steps of long rows; after the first the last rank's GPU has only a share left of what a step needs."""
-    row = {"instruction": "write", "input": "", "output": "water river " * 700}
-    arguments = flags(
-        # Activations are nearly all of what a step needs.
-        model_name=models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
-        dataset=write_rows(folder / "rows.jsonl", [row] * 12 * ranks),
-        output_dir=folder / "out",
-        **{"train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 2048, "precision": "bf16"},
-        **{"gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_minutes": 0},
-        **options,
-    )
+    arguments = flags(**long_rows(models, folder, ranks=ranks), output_dir=folder / "out", **options)
     program = "tests/phantom/programs/less_memory.py"
     of_last: dict[int, dict[str, object]] = {ranks - 1: {"LEFT": left}}
     return environment.run([program, *arguments], folder / "logs", ranks=ranks, settings_of_rank=of_last)

@@ -6,8 +6,10 @@ Over gloo several ranks share a card, which NCCL refuses; --memory_mib takes awa
 
 import argparse
 import functools
+import os
 import sys
-from typing import Any
+
+from tests.less_memory import build_with_less
 
 
 def main(argv: list[str]) -> int:
@@ -18,39 +20,27 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--share_left", type=float, default=0)
     args = parser.parse_args(argv[:end])
 
+    import torch
+
     import train
     from fsdp_qlora import distributed, run
 
     if args.backend:
         distributed.start_process_group = functools.partial(distributed.start_process_group, backend=args.backend)
+
+    def allow(num_bytes: float) -> None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(num_bytes / total, 0)
+
+    def take(used: int, needed: int) -> None:
+        if os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
+            allow(used + args.share_left * needed)
+
     if args.memory_mib:
-        _allow(args.memory_mib * 2**20)
+        allow(args.memory_mib * 2**20)
     if args.share_left:
-        run.build_trainer = functools.partial(_build_trainer, run.build_trainer, args.share_left)  # type: ignore[attr-defined]
+        run.build_trainer = functools.partial(build_with_less, run.build_trainer, take)  # type: ignore[attr-defined]
     return train.main(argv[end + 1 :])
-
-
-def _allow(num_bytes: float) -> None:
-    import torch
-
-    torch.cuda.set_per_process_memory_fraction(num_bytes / torch.cuda.get_device_properties(0).total_memory, 0)
-
-
-def _build_trainer(build: Any, share: float, *args: Any) -> Any:
-    import torch
-
-    trainer = build(*args)
-    train_step = trainer.train_step
-
-    def train_step_with_less(step: int, rows: Any) -> Any:
-        if step == 1 and trainer.ranks.rank == trainer.ranks.world_size - 1:
-            used, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_reserved()
-            torch.cuda.empty_cache()
-            _allow(used + share * (most - used))
-        return train_step(step, rows)
-
-    trainer.train_step = train_step_with_less
-    return trainer
 
 
 if __name__ == "__main__":
