@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -22,11 +22,6 @@ from fsdp_qlora.control.status import STATUS
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.storage.files import read_json
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fsdp_qlora.config.keywords import TrainKeywords
 
 _MADE_TO_STOP = ("preempted", "interrupted")
 
@@ -52,7 +47,7 @@ class TrainResult:
         return _records(self.output_dir)
 
 
-def train(config: TrainConfig | str | Path | None = None, **options: Unpack[TrainKeywords]) -> TrainResult:
+def train(config: TrainConfig | str | Path | None = None, **options: Any) -> TrainResult:
     """Fine-tune a model: `fsdp-qlora train` with these options, `train(model_name="...", dataset="rows.jsonl")`.
 
     The run has processes of its own, one per visible GPU (world_size=1 for one), which end with it: their memory is
@@ -60,7 +55,8 @@ def train(config: TrainConfig | str | Path | None = None, **options: Unpack[Trai
     several ranks, it is one of them.
 
     Args:
-        config: options that the others replace: a YAML file, a name that `fsdp-qlora configs` lists, or a TrainConfig.
+        config: options that the keywords replace: a YAML file, a name that `fsdp-qlora configs` lists, or a
+            TrainConfig, whose fields editors complete and type checkers check.
         options: the options of docs/options.md. Lists may be lists.
     Raises:
         UserError: bad input.

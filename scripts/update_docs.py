@@ -1,16 +1,14 @@
-"""Writes docs/options.md, and the keywords of `fsdp_qlora.train`, from the fields of TrainConfig.
+"""Writes docs/options.md from the fields of TrainConfig.
 
---check only tells whether they are up to date.
+--check only tells whether it is up to date.
 
 python scripts/update_docs.py
 """
 
-import json
 import sys
 import textwrap
-import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import get_origin
 
 from fsdp_qlora.config.help import option_help, type_text, value_text
 from fsdp_qlora.config.marks import MAY_DIFFER, NOT_EMPTY, OF_ADAPTER, PER_NODE, Mark, of_quantizer
@@ -19,7 +17,6 @@ from fsdp_qlora.train_types import TRAIN_TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ROOT / "docs" / "options.md"
-KEYWORDS = ROOT / "fsdp_qlora" / "config" / "keywords.py"
 
 INTRODUCTION = """\
 # Options
@@ -37,46 +34,6 @@ def options_page() -> str:
         parts.append(f"## {heading[0].upper()}{heading[1:]}\n")
         parts += [_entry(name, text) for name, text in options.items()]
     return "\n".join([*parts, *_marks()])
-
-
-KEYWORDS_HEAD = '''\
-"""The keywords of `fsdp_qlora.train` with their types, for editors and type checkers.
-
-Written by scripts/update_docs.py from the fields of TrainConfig; nothing imports it when a program runs.
-"""
-# ruff: noqa: E501
-# fmt: off
-
-from collections.abc import Sequence
-from os import PathLike
-from typing import Literal, TypedDict
-
-Text = str | PathLike[str]
-Texts = Text | Sequence[Text]
-
-
-class TrainKeywords(TypedDict, total=False):
-    """docs/options.md says what each option does."""
-
-'''
-
-
-def keywords_module() -> str:
-    """fsdp_qlora/config/keywords.py: every option with the types of the Python values that it takes."""
-    lines = [f"    {name}: {keyword_type(hint)}" for name, hint in option_types().items()]
-    return KEYWORDS_HEAD + "\n".join(lines) + "\n"
-
-
-def keyword_type(hint: Any) -> str:
-    """What a keyword takes for an option of this type, as it is written in Python."""
-    if get_origin(hint) is Literal:
-        return f"Literal[{', '.join(json.dumps(choice) for choice in get_args(hint))}]"
-    if get_origin(hint) is tuple:
-        one = keyword_type(get_args(hint)[0])
-        return "Texts" if one == "Text" else f"{one} | Sequence[{one}]"
-    if get_origin(hint) in (Union, types.UnionType):
-        return f"{keyword_type(get_args(hint)[0])} | None"
-    return {str: "Text"}.get(hint, hint.__name__)
 
 
 def _entry(name: str, text: str) -> str:
@@ -117,12 +74,10 @@ def _names(names: list[str] | tuple[str, ...]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    made = {OPTIONS: options_page(), KEYWORDS: keywords_module()}
+    page = options_page()
     if "--check" in argv:
-        return int(any(not path.is_file() or path.read_text() != text for path, text in made.items()))
-    for path, text in made.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+        return int(not OPTIONS.is_file() or OPTIONS.read_text() != page)
+    OPTIONS.write_text(page)
     return 0
 
 

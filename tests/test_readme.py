@@ -305,3 +305,9 @@ def test_every_link_file_and_flag_of_a_document_exists(path: Path) -> None:
         lines = [line for line in text.splitlines() if not line.startswith(("pip ", "ruff "))]
         given = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", "\n".join(lines)))
         assert sorted(given - option_types().keys() - OTHER_FLAGS) == []
+
+
+def test_no_page_advises_the_older_name_of_an_option() -> None:
+    lists = {"options.md", "from_other_tools.md", "gpu.md", "CHANGELOG.md"}  # these name every option, or what was run
+    pages = [path for path in [*DOCUMENTS, *CONFIGS] if path.name not in lists]
+    assert [path.name for path in pages if "use_gradient_checkpointing" in path.read_text()] == []

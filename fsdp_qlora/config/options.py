@@ -350,8 +350,8 @@ class TrainConfig:
     low_memory: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
     """Weights are always streamed from the files; no process holds more than its shard and loading_buffer_mib."""
     no_sync: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
-    """An adapter's gradients are always synchronised once per optimizer step, with offload too; those of a whole model
-    after every micro-batch, which keeps them sharded."""
+    """Gradients of an adapter are reduced once per optimizer step if memory allows, otherwise after every micro-batch;
+    gradients of a whole model are always reduced after every micro-batch, so that they stay sharded."""
     reentrant_checkpointing: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
     """Activation checkpointing is always non-reentrant."""
     loading_workers: Annotated[int | None, MAY_DIFFER, NO_EFFECT] = None

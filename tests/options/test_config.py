@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -225,8 +225,14 @@ def test_a_pipe_is_no_yaml_file(tmp_path):
     assert "run.yaml is not a regular file" in error_of("--config", str(tmp_path / "run.yaml"))
 
 
-def test_yaml_that_is_nested_deeply_is_refused(yaml_file):
-    assert "nested too deeply" in error_of("--config", yaml_file("seed: " + "[" * 900 + "]" * 900))
+@pytest.mark.parametrize("recursion_limit", [1_000, 10_000])  # libraries raise it
+def test_deeply_nested_yaml_is_refused(yaml_file, recursion_limit):
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(recursion_limit)
+    try:
+        assert "options are not nested" in error_of("--config", yaml_file("seed: " + "[" * 900 + "]" * 900))
+    finally:
+        sys.setrecursionlimit(before)
 
 
 PEERS = {  # name of axolotl, LLaMA-Factory or the Hugging Face trainer -> what stands for it here
@@ -385,3 +391,12 @@ def picked(call: ast.Call, module: ModuleType) -> set[str]:
     prefix = ast.literal_eval(keywords.pop("prefix")) if "prefix" in keywords else ""
     names = {field.name for field in dataclasses.fields(getattr(module, ast.unparse(call.args[0])))} - set(keywords)
     return {prefix + name if prefix + name in NAMES else name for name in names}
+
+
+def test_keywords_of_train_take_every_value_of_an_option():
+    from fsdp_qlora.api import train
+    from fsdp_qlora.config.cli import make_train_config
+
+    assert get_type_hints(train)["options"] is Any  # a type checker must not refuse what the program takes
+    config = make_train_config(None, {"recompute": 8, "use_cpu_offload": True, "dataset": [Path("rows.jsonl")]})
+    assert (config.recompute, config.use_cpu_offload, config.dataset) == (8, True, ("rows.jsonl",))
