@@ -45,10 +45,10 @@ def add_the_examples() -> None:
 
     for example in re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
         exec(example, {"__name__": "example"})
-    # In the sources this is an edit of one field; the others take the names of their tables.
+    # In the sources these are edits of fields; train_type takes the names of its table.
     LIMITS["train_type"] = one_of_names(TRAIN_TYPES)
-    LIMITS["dataset_format"] = one_of_names(["auto", *FORMATS])
     fields: dict[str, Any] = TrainConfig.__annotations__
+    fields["dataset_format"] = Literal[("auto", *FORMATS)]
     fields["log_to"] = Annotated[tuple[Literal[tuple(SINKS)], ...], NOT_EMPTY, MAY_DIFFER]
     cli._HINTS.update(option_types())
 

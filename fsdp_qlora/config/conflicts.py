@@ -51,7 +51,7 @@ def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
-    kind = TRAIN_TYPES[c.train_type]
+    kind = c.kind
     given = _changed(c, "quant_storage", "allow_unquantized")
     if c.quant_cache not in ("auto", "off"):
         given.append("quant_cache")
@@ -71,7 +71,7 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.llama_pro_path is not None and not TRAIN_TYPES[c.train_type].trains_new_blocks:
+    if c.llama_pro_path is not None and not c.kind.trains_new_blocks:
         takers = [name for name, kind in TRAIN_TYPES.items() if kind.trains_new_blocks]
         yield f"--train_type {c.train_type} does not know --llama_pro_path: that is for {' and '.join(takers)}."
     if c.use_gradient_checkpointing is not None and _changed(c, "recompute"):
@@ -84,7 +84,7 @@ def _model_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
-    kind = TRAIN_TYPES[c.train_type]
+    kind = c.kind
     given = _changed(c, *names_marked(OF_ADAPTER))
     if given and not kind.has_adapter:
         yield f"--train_type {c.train_type} has no adapter: leave out {_flags(given)}, or use --train_type lora."
@@ -105,7 +105,7 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _init_errors(c: TrainConfig) -> Iterator[str]:
-    kind, init = TRAIN_TYPES[c.train_type], c.init_lora_weights
+    kind, init = c.kind, c.init_lora_weights
     if init == "eva":
         yield (
             "--init_lora_weights eva would need the data to pass through the model before the adapter is made, which "
@@ -163,7 +163,7 @@ def _regex_error(pattern: str) -> str | None:
 
 
 def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
-    kind = TRAIN_TYPES[c.train_type]
+    kind = c.kind
     others = _changed(c, "lora_target_parameters", "modules_to_save")
     if c.optimizer == "muon" and (kind.adapter != "lora" or others):
         yield (

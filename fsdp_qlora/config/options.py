@@ -31,8 +31,7 @@ from fsdp_qlora.config.marks import (
     one_of_names,
     one_of_numbers,
 )
-from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
 
@@ -220,7 +219,10 @@ class TrainConfig:
     disk. Without max_steps its rows are counted first."""
     shuffle_buffer: Annotated[int, at_least(1)] = 10_000
     """Rows that streaming shuffles together and holds in memory; raise it when neighbouring rows are alike."""
-    dataset_format: Annotated[str, one_of_names(["auto", *FORMATS])] = "auto"
+    dataset_format: Literal[
+        "auto", "alpaca", "pretokenized", "preference", "messages", "sharegpt", "dolly", "question_answer",
+        "prompt_completion", "guanaco", "text",
+    ] = "auto"  # fmt: skip
     """Format of the rows; auto detects it from the names of the columns (docs/data.md)."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER] = ()
     """Names of the dataset's columns where they differ from the format's, as FORMAT'S=DATASET'S, such as
@@ -358,6 +360,11 @@ class TrainConfig:
     """Reading runs ahead of quantizing by loading_buffer_mib."""
 
     @property
+    def kind(self) -> TrainType:
+        """What `train_type` stands for."""
+        return TRAIN_TYPES[self.train_type]
+
+    @property
     def is_preview(self) -> bool:
         """Whether the run is only shown, by one process, and nothing is trained."""
         return self.dry_run or self.show_samples > 0
@@ -367,7 +374,7 @@ class TrainConfig:
         """`lr`, or what suits the train type where it is not given."""
         if self.lr is not None:
             return self.lr
-        return 1e-5 if TRAIN_TYPES[self.train_type].trains == "all" else 2e-4
+        return 1e-5 if self.kind.trains == "all" else 2e-4
 
     @property
     def blocks_to_recompute(self) -> str | int:

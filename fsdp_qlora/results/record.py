@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.checkpointing.layout import CARD, RECORD
-from fsdp_qlora.config.resolved import identity_settings
+from fsdp_qlora.config.text import identity_settings
 from fsdp_qlora.data.prompt_record import CHAT, TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.redact import redact_values
+from fsdp_qlora.train_types import TrainType
 from fsdp_qlora.version import VERSION
 
 # What a training.json says of an adapter of which nothing is known.
@@ -37,7 +38,7 @@ class Base(NamedTuple):
 
 
 def training_record(
-    about: Mapping[str, Any], progress: Mapping[str, Any], base: Base, settings: Mapping[str, Any]
+    about: Mapping[str, Any], progress: Mapping[str, Any], base: Base, settings: Mapping[str, Any], kind: TrainType
 ) -> dict[str, Any]:
     """The content of training.json.
 
@@ -51,7 +52,7 @@ def training_record(
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
-    shown = _PACKAGES if str(settings.get("train_type")).startswith("hqq") else _PACKAGES[:-1]
+    shown = _PACKAGES if kind.quantizer == "hqq" else _PACKAGES[:-1]
     record = {
         "format": 1,
         "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")},

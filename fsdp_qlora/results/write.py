@@ -46,7 +46,7 @@ class ResultForm:
             TrainingError: it could not be written, on rank 0.
         """
         plan, dtype = self.plan, self.plan.precision.compute_dtype
-        record = training_record(about, progress, self.base, self.settings)
+        record = training_record(about, progress, self.base, self.settings, plan.train_type)
         texts = documents(record, kind=plan.train_type.adapter, changed=self.changed)
         companions = export.Companions(self._tokenizer(record), texts)
         model = plan.meta.model
