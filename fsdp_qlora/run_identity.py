@@ -11,7 +11,7 @@ from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.stores import open_store
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked
-from fsdp_qlora.config.resolved import resolved_options
+from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError

@@ -6,7 +6,7 @@ from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import LiveValues
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.config.resolved import identity_settings, resolved_options
+from fsdp_qlora.config.text import identity_settings, resolved_options
 from fsdp_qlora.errors import RunStopped, TrainingError
 from fsdp_qlora.planning.plan import (
     ModelPlan,

@@ -13,7 +13,7 @@ from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.config.resolved import resolved_options
+from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.status import Status

@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks import planned_memory
+from fsdp_qlora.config.cli import OTHER_NAMES
 from fsdp_qlora.config.options import option_types
-from fsdp_qlora.config.other_names import OTHER_NAMES
 from fsdp_qlora.program import main as beside
 from fsdp_qlora.program.table import COMMANDS as TABLE
 from scripts import update_docs

@@ -19,9 +19,9 @@ from fsdp_qlora.adapters.earlier import differences, is_other_base, read_adapter
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.adapters.peft_format import peft_config
-from fsdp_qlora.config.help import needless_lines
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
+from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.tokenization import describe_sample

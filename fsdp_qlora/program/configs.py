@@ -2,7 +2,7 @@
 
 import argparse
 
-from fsdp_qlora.config.shipped import describe, shipped_configs
+from fsdp_qlora.config.text import describe_config, shipped_configs
 from fsdp_qlora.errors import UserError
 
 DESCRIPTION = (
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> None:
     configs = shipped_configs()
     if args.name is None:
         for name, path in configs.items():
-            print(f"{name:20}{describe(path)}")
+            print(f"{name:20}{describe_config(path)}")
         return
     if args.name not in configs:
         raise UserError(f"No settings are named {args.name!r}. There are: {', '.join(configs)}.")

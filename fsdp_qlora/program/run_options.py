@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.config.help import value_text
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
+from fsdp_qlora.config.text import value_text
 from fsdp_qlora.errors import UserError
 
 OPTIONS, RECORD, ADAPTER = "config.yaml", "training.json", "adapter_config.json"

@@ -11,7 +11,7 @@ import pytest
 import fsdp_qlora
 from fsdp_qlora import TrainConfig, UserError
 from fsdp_qlora.config.cli import make_train_config, parse_train_config
-from fsdp_qlora.config.shipped import shipped_configs
+from fsdp_qlora.config.text import shipped_configs
 from fsdp_qlora.program.main import main
 from fsdp_qlora.program.table import COMMANDS
 from fsdp_qlora.program.torch_variables import set_torch_variables

@@ -25,7 +25,7 @@ from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig, option_types
-from fsdp_qlora.config.resolved import resolved_yaml
+from fsdp_qlora.config.text import resolved_yaml
 from fsdp_qlora.data.files import FILE_KINDS
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.loading import hub

@@ -14,12 +14,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.config.help import needless_lines, option_help
+from fsdp_qlora.config.cli import OTHER_NAMES, UNSUPPORTED, parse_train_config
 from fsdp_qlora.config.marks import NO_EFFECT, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
-from fsdp_qlora.config.other_names import OTHER_NAMES, UNSUPPORTED
-from fsdp_qlora.config.resolved import resolved_yaml
+from fsdp_qlora.config.text import needless_lines, option_help, resolved_yaml
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.train_types import TRAIN_TYPES
 

@@ -1,0 +1,114 @@
+"""Options as text: their help, the stored options of a run, and the YAML files that come with the program."""
+
+import ast
+import inspect
+import itertools
+import os
+import textwrap
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
+from fsdp_qlora.redact import redact_values
+
+# --- help ---
+
+
+def option_help() -> dict[str, dict[str, str]]:
+    """Heading -> option -> help, in the order of the fields, read from the source of `TrainConfig`."""
+    source = textwrap.dedent(inspect.getsource(TrainConfig))
+    headings = {number: line.strip(" #=") for number, line in enumerate(source.splitlines(), 1) if "# ==" in line}
+    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    options: dict[str, dict[str, str]] = {heading: {} for heading in headings.values()}
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            heading = headings[max(number for number in headings if number < field.lineno)]
+            name, sentence = ast.unparse(field.target), ast.literal_eval(text.value)
+            options[heading][name] = " ".join(sentence.split())
+    return options
+
+
+def type_text(hint: Any) -> str:
+    """What a value looks like: INT, or {nf4,fp4}."""
+    if get_origin(hint) is Literal:
+        return "{" + ",".join(get_args(hint)) + "}"
+    if get_origin(hint) is tuple:
+        return type_text(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [type_text(member) for member in get_args(hint) if member is not types.NoneType]
+        return members[0] if len(members) == 1 else "|".join(text.strip("{}").replace(",", "|") for text in members)
+    return {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
+
+
+def value_text(value: object) -> str:
+    """A value as it is given on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+
+
+def needless_lines(config: TrainConfig) -> list[str]:
+    """One line for each option that was given and has no effect any more."""
+    given = [name for name in names_marked(NO_EFFECT) if getattr(config, name) is not None]
+    help_of = {name: text for options in option_help().values() for name, text in options.items()} if given else {}
+    return [f"--{name} is no longer needed. {help_of[name]}" for name in given]
+
+
+# --- the options of a run, in its folder, in checkpoints and with its result ---
+
+
+def resolved_options(config: TrainConfig) -> dict[str, Any]:
+    """All options of the run, with the learning rate that is used; a dry run's are those of the run it plans.
+
+    For files, logs and other machines: secrets are taken out.
+    """
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
+    return redact_values(options | {"lr": config.learning_rate, "dry_run": False})
+
+
+def resolved_yaml(config: TrainConfig) -> str:
+    """`resolved_options` as YAML that `--config` accepts for the same run."""
+    return yaml.safe_dump(resolved_options(config), sort_keys=False, allow_unicode=True)
+
+
+def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of stored options those that make a run this run, none of which is a path; and of these the changed ones."""
+    may_differ, defaults = names_marked(MAY_DIFFER), resolved_options(DEFAULTS)
+    settings = {name: value for name, value in options.items() if name in defaults and name not in may_differ}
+    changed = {name: value for name, value in settings.items() if value != defaults[name] or name == "train_type"}
+    return settings, changed
+
+
+# --- YAML files that come with the program ---
+
+_FOLDER = Path(__file__).resolve().parent.parent / "configs"
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file."""
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
+
+
+def find_config(given: str) -> Path:
+    """The file that was given, or the one that comes with the program under this name.
+
+    An existing file wins, but a folder does not: demo.sh makes one whose name is also that of its settings.
+    """
+    path = Path(given)
+    is_users = os.path.exists(path) and not os.path.isdir(path)
+    return path if is_users else shipped_configs().get(given, path)
+
+
+def describe_config(path: Path) -> str:
+    """What a file is for: the first sentence of the comment that it begins with."""
+    comment = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("# "):
+            break
+        comment.append(line[2:].strip())
+    return " ".join(comment).partition(". ")[0].partition(":  ")[0]
