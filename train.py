@@ -1,11 +1,11 @@
 """Fine-tune a language model whose quantized weights are sharded over all ranks: `python train.py --help`.
 
-The same as `fsdp-qlora train`, for a clone that is not installed: `main` is in fsdp_qlora/program/train.py.
+The same as `fsdp-qlora train`, for a clone that is not installed: `main` is in fsdp_qlora/cli/train.py.
 """
 
 import sys
 
-from fsdp_qlora.program.train import main
+from fsdp_qlora.cli.train import main
 
 __all__ = ["main"]
 

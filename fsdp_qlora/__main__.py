@@ -2,7 +2,7 @@
 
 import sys
 
-from fsdp_qlora.program.main import main
+from fsdp_qlora.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

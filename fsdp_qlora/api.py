@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from fsdp_qlora import launch
+from fsdp_qlora.cli import launch
 from fsdp_qlora.config.cli import make_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.status import STATUS

@@ -14,10 +14,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks import planned_memory
+from fsdp_qlora.cli import main as beside
+from fsdp_qlora.cli.commands import COMMANDS as TABLE
 from fsdp_qlora.config.cli import OTHER_NAMES
 from fsdp_qlora.config.options import option_types
-from fsdp_qlora.program import main as beside
-from fsdp_qlora.program.table import COMMANDS as TABLE
 from scripts import update_docs
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
 

@@ -29,7 +29,6 @@ from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.documents import choose, describe_kernel
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.prompts import Question, read_questions
-from fsdp_qlora.launch import planned_processes
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.earlier_adapter import wanted_shapes
 from fsdp_qlora.metrics.metric_log import refuse_sinks
@@ -100,7 +99,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     refuse_sinks(config.log_to)
     check_output(config.pick(ProfilerOptions))
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
-    world_size = planned_processes(config) if config.dry_run else ranks.world_size
+    world_size = _planned_world_size(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(device, world_size))
     for line in needless_lines(config):
         log.info(line)
@@ -131,6 +130,14 @@ def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_
     if rows is not None:
         return schedule
     return dataclasses.replace(schedule, num_rows=schedule.global_batch_size * config.max_steps)
+
+
+def _planned_world_size(config: TrainConfig) -> int:
+    """The number of processes of a run with these options, even if this machine lacks the GPUs for them."""
+    started = int(os.environ.get("WORLD_SIZE") or 1)
+    if started > 1 or config.requested_processes >= 1:
+        return started if started > 1 else config.requested_processes
+    return 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
 
 
 def planned_device(config: TrainConfig, ranks: Ranks) -> torch.device:

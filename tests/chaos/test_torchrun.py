@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fsdp_qlora.launch import is_from_an_agent
+from fsdp_qlora.cli.launch import is_from_an_agent
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, run, status, steps_done, wait_for
 from tests.tiny import ROOT, flags

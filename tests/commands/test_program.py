@@ -10,19 +10,19 @@ import pytest
 
 import fsdp_qlora
 from fsdp_qlora import TrainConfig, UserError
+from fsdp_qlora.cli.commands import COMMANDS
+from fsdp_qlora.cli.main import main
+from fsdp_qlora.cli.train import set_torch_variables
 from fsdp_qlora.config.cli import make_train_config, parse_train_config
 from fsdp_qlora.config.text import shipped_configs
-from fsdp_qlora.program.main import main
-from fsdp_qlora.program.table import COMMANDS
-from fsdp_qlora.program.torch_variables import set_torch_variables
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick
 
 ASK_ALL = """
 import contextlib, io, sys
-from fsdp_qlora.program.main import main
-from fsdp_qlora.program.table import COMMANDS
+from fsdp_qlora.cli.main import main
+from fsdp_qlora.cli.commands import COMMANDS
 assert not hasattr(__import__("fsdp_qlora"), "nothing")
 for name in COMMANDS:
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_qlora import launch
+from fsdp_qlora.cli import launch
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.device import choose_device
 from fsdp_qlora.errors import UserError

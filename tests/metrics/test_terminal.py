@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.launch import is_from_an_agent
+from fsdp_qlora.cli.launch import is_from_an_agent
 from fsdp_qlora.terminal import shorten
 from tests.tiny import ROOT, flags, make_rows, write_rows
 

@@ -311,7 +311,7 @@ def test_help_lists_every_option_without_importing_torch():
     code = (
         "import sys, atexit\n"
         "from fsdp_qlora.config.cli import parse_train_config\n"
-        "import fsdp_qlora.launch\n"
+        "import fsdp_qlora.cli.launch\n"
         "atexit.register(lambda: print('imported:', {'torch', 'transformers'} & set(sys.modules)))\n"
         "parse_train_config(['--help'])"
     )

@@ -10,7 +10,6 @@ transformers already, before CUDA is initialized: with that a run takes a few se
 import argparse
 import contextlib
 import fcntl
-import importlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from pathlib import Path
 from tests.phantom.forks import become  # first: it imports what ranks need without initializing CUDA
 
 # isort: split
+from fsdp_qlora.cli.main import main as run_program
 from tests.phantom import environment
 from tests.phantom.cases import COMMON, FAMILIES, MODELS, RUN, SHARDED, Case, cases
 from tests.tiny import ROOT, _free_port, flags, make_model, make_rows, write_rows
@@ -57,10 +57,7 @@ def fork_rank(program: str, arguments: list[str], log: Path, variables: dict[str
     if pid := os.fork():
         return pid
     environment_of_rank = {**os.environ, **variables}
-    module = f"fsdp_qlora.program.{program}"
-    become(
-        lambda: importlib.import_module(module).main(arguments), [program, *arguments], environment_of_rank, str(log)
-    )
+    become(lambda: run_program([program, *arguments]), [program, *arguments], environment_of_rank, str(log))
 
 
 def run_ranks(

@@ -1,4 +1,4 @@
-"""The options of the run that an adapter comes from, for commands that use it."""
+"""The training options of the run that an adapter or a model comes from, for commands that use it."""
 
 import json
 from collections.abc import Iterator
@@ -37,6 +37,19 @@ def run_options(adapter: Path | None, words: list[str], *, starts_from_it: bool 
         else ["--adapter", "none"]
     )
     return parse_train_config([*given, *words, *end])
+
+
+def generation_options(folder: Path | None, words: list[str]) -> TrainConfig:
+    """The options with which `generate` loads an adapter, a trained or merged model, or a base without either.
+
+    Args and Raises: as `run_options`.
+    """
+    if folder is None or (folder / ADAPTER).is_file() or not (folder / "config.json").is_file():
+        return run_options(folder, words, starts_from_it=folder is not None)
+    noted = ["--config", str(folder / OPTIONS)] if (folder / OPTIONS).is_file() else []
+    given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
+    own = ["--model_name", str(folder), "--llama_pro_path", "none", "--adapter", "none"]
+    return parse_train_config([*noted, *words, *given, *own])
 
 
 def _recorded(adapter: Path) -> Iterator[str]:

@@ -5,8 +5,10 @@ the optimizer step is in training/trainer.py.
 """
 
 import faulthandler
+import os
 import sys
 
+from fsdp_qlora.cli.launch import relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import (
@@ -20,8 +22,6 @@ from fsdp_qlora.errors import (
     note_reason,
     print_error,
 )
-from fsdp_qlora.launch import relaunch_if_needed
-from fsdp_qlora.program.torch_variables import set_torch_variables
 from fsdp_qlora.redact import guard_output, redact_values
 from fsdp_qlora.terminal import quiet_libraries
 
@@ -58,3 +58,12 @@ def main(argv: list[str]) -> int:
         note_reason(f"{type(error).__name__}: {error}")
         raise
     return 0
+
+
+def set_torch_variables() -> None:
+    """Set the environment variables that torch reads on import or at the first use of a GPU, unless they are set."""
+    # Steps and prompts differ in length, and would fragment fixed segments. bitsandbytes initializes CUDA on import.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the old name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # We report a lost rank in one sentence; torch would add pages of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -110,14 +110,6 @@ def is_started_by_others() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
-def planned_processes(config: TrainConfig) -> int:
-    """The number of processes of a run with these options, even if this machine lacks the GPUs for them."""
-    started = int(os.environ.get("WORLD_SIZE") or 1)
-    if started > 1:
-        return started
-    return _processes_wanted(config, check=False)[0]
-
-
 # --- how this process was started ---
 
 
@@ -155,10 +147,10 @@ def _check_started_by_another(config: TrainConfig) -> None:
         )
 
 
-def _processes_wanted(config: TrainConfig, *, check: bool = True) -> tuple[int, str]:
-    """The number of processes on this machine, and the reason in words. check: refuse more than visible GPUs."""
+def _processes_wanted(config: TrainConfig) -> tuple[int, str]:
+    """The number of processes on this machine, and the reason in words."""
     requested = config.requested_processes
-    if requested > 1 and check and config.device != "cpu":
+    if requested > 1 and config.device != "cpu":
         _check_gpus(requested)
     if requested >= 1:
         return requested, "as asked for"
@@ -286,7 +278,7 @@ def _prepare_environment() -> None:
 def _let_workers_find_us() -> None:
     """Let `-m fsdp_qlora` find this package from any folder, and nothing else in the folder that it is started in."""
     os.environ["PYTHONSAFEPATH"] = "1"  # of Python 3.11
-    ours = str(Path(__file__).resolve().parent.parent)
+    ours = str(Path(__file__).resolve().parents[2])
     if ours not in map(sysconfig.get_path, ("purelib", "platlib")):  # a clone
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
 

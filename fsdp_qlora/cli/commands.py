@@ -1,0 +1,461 @@
+"""The commands of `fsdp-qlora`: their options, and what each calls.
+
+What a command does is in fsdp_qlora/commands/, whose modules import torch. They are imported when a command runs, so
+that --help and wrong options answer at once.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fsdp_qlora.cli import train
+from fsdp_qlora.cli.launch import relaunch_if_needed
+from fsdp_qlora.cli.run_options import generation_options, run_options
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import describe_config, shipped_configs
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.storage.locations import folder_error, is_repository
+
+if TYPE_CHECKING:
+    from fsdp_qlora.commands.merge import TrainedOn
+
+log = logging.getLogger("fsdp_qlora")
+
+
+class Command(NamedTuple):
+    """A command of `fsdp-qlora`.
+
+    summary: one line of `fsdp-qlora --help`. description: of its own --help.
+    run: is called with the parsed options; without `add_options`, with the words. It may return the exit status.
+    takes_training_options: `training_options` of the parsed options may hold words for `parse_train_config`.
+    """
+
+    summary: str
+    run: Callable[[Any], int | None]
+    description: str = ""
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None
+    takes_training_options: bool = False
+
+
+# --- export ---
+
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss")
+    parser.add_argument("--model_name", help="where the run's base model is now; only its small files are needed")
+    parser.add_argument("--base_name", metavar="OWNER/NAME", help="the base's name on the hub, as in training")
+    parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="upload the result there, as in training")
+    parser.add_argument("--push_public", action="store_true", help="make a new repository public (default: private)")
+
+
+def _export(args: argparse.Namespace) -> None:
+    names = ("best", "model_name", "base_name", "push_to_hub", "push_public")
+    options = {name: getattr(args, name) for name in names}
+    for name in ("base_name", "push_to_hub"):
+        if options[name] is not None and not is_repository(options[name]):
+            raise UserError(f"--{name} is {options[name]!r}, but a name on the hub is OWNER/NAME.")
+    _refuse_bad_folder(args.out)
+    from fsdp_qlora.commands.export import export_checkpoint
+
+    export_checkpoint(Path(args.source).expanduser(), Path(args.out).expanduser(), **options)
+
+
+def _refuse_bad_folder(out: str) -> None:
+    if error := folder_error("out", out):
+        raise UserError(error)
+
+
+# --- merge ---
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _merge_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="DIR", required=True, help="folder of the adapter")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
+    parser.add_argument(
+        "--base",
+        choices=["original", "dequantized"],
+        help="what the adapter is added to: the weights in the base's files, or these after the run's quantization, "
+        "which the adapter was trained on (default: original; with --verify, the better one)",
+    )
+    parser.add_argument(
+        "--dtype", choices=["auto", *_DTYPES], default="auto", help="of the merged weights; auto is that of the base"
+    )
+    parser.add_argument(
+        "--verify",
+        metavar="ROWS",
+        help="compare both bases with the trained model on a file of rows: loss, and divergence of the predictions",
+    )
+    parser.add_argument("--verify_rows", type=int, default=64, metavar="N", help="rows to compare on (default: 64)")
+
+
+def _merge(args: argparse.Namespace) -> None:
+    _refuse_bad_folder(args.out)
+    config = run_options(Path(args.adapter).expanduser(), args.training_options)
+    import torch
+
+    from fsdp_qlora.commands.merge import check_base, one_process, open_merge, write_merged
+    from fsdp_qlora.commands.model_folder import check_is_new, free_at_once
+    from fsdp_qlora.commands.verify import compare, read_rows
+    from fsdp_qlora.distributed import read_ranks
+
+    free_at_once()
+    out = Path(args.out)
+    check_is_new(out)
+    ranks = read_ranks(config.device)
+    merge = open_merge(Path(args.adapter), _trained_on(config))
+    if args.base or not args.verify:
+        check_base(merge, args.base or "original")
+    rows = read_rows(config, merge, args.verify, args.verify_rows) if args.verify else None
+    dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype in _DTYPES else None
+    with one_process(ranks) as mesh:
+        better = compare(merge, rows, ranks, mesh, dtype) if rows else "original"
+        write_merged(merge, merge.on(args.base or better, ranks, mesh, dtype), out)
+
+
+def _trained_on(config: TrainConfig) -> "TrainedOn":
+    """The base of a run's adapter."""
+    from fsdp_qlora.adapters.first_values import reduces_base
+    from fsdp_qlora.commands.merge import TrainedOn
+    from fsdp_qlora.device import choose_device
+    from fsdp_qlora.planning.plan import quantizer_options
+    from fsdp_qlora.precision import PRECISIONS, choose_precision
+    from fsdp_qlora.train_types import TRAIN_TYPES
+
+    quantizer = TRAIN_TYPES[config.train_type].quantizer
+    return TrainedOn(
+        model_name=config.model,
+        trust_remote_code=config.trust_remote_code,
+        quantizer=quantizer,
+        options=quantizer_options(config, quantizer),
+        precision=PRECISIONS[choose_precision(config.precision, choose_device(config.device, 0))],
+        reduces_base=reduces_base(config.init_lora_weights),
+    )
+
+
+# --- gguf ---
+
+_GGUF_TYPES = ("f16", "q8_0", "f32")
+
+
+def _gguf_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="folder of a model, such as one of `merge`")
+    parser.add_argument("--adapter", metavar="DIR", help="folder of a LoRA adapter")
+    parser.add_argument("--base", metavar="DIR", help="the adapter's base; only its config.json is needed")
+    parser.add_argument("--out", metavar="FILE", required=True, help="file to make")
+    parser.add_argument("--type", default="f16", help="f16, q8_0 or f32; with --llama_cpp also q4_k_m and the like")
+    parser.add_argument("--llama_cpp", metavar="DIR", help="folder of llama.cpp, whose programs convert then")
+
+
+def _gguf(args: argparse.Namespace) -> None:
+    if bool(args.model) == bool(args.adapter):
+        raise UserError("Give --model DIR or --adapter DIR.")
+    if args.adapter and not args.base:
+        raise UserError("--adapter needs --base DIR: the adapter's base, or a folder with its config.json.")
+    folder, out = Path(args.model or args.adapter), Path(args.out)
+    if out.exists():
+        raise UserError(f"--out {args.out} exists already. Give another file.")
+    if args.type not in _GGUF_TYPES and not args.llama_cpp:
+        raise UserError(f"--type {args.type} is made by llama.cpp's programs: give its folder in --llama_cpp.")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder.")
+    if args.llama_cpp:
+        from fsdp_qlora.commands import llama_cpp
+
+        converter = Path(args.llama_cpp)
+        if args.adapter:
+            llama_cpp.convert_adapter(converter, folder, Path(args.base), out)
+        else:
+            llama_cpp.convert_model(converter, folder, out, args.type)
+    else:
+        try:
+            from fsdp_qlora.gguf_export.write import write_adapter, write_model
+        except ModuleNotFoundError as error:
+            raise UserError('gguf needs the package gguf: pip install "fsdp_qlora[gguf]"') from error
+        if args.adapter:
+            write_adapter(folder, Path(args.base), out)
+        else:
+            write_model(folder, out, args.type)
+    log.info("Saved: %s (%.2f GB)", out, out.stat().st_size / 1e9)
+
+
+# --- generate ---
+
+
+def _generate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter or a run; without it the base answers")
+    parser.add_argument("--prompt", metavar="TEXT", help="one question; the answer goes to stdout as it comes")
+    parser.add_argument("--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line")
+    parser.add_argument("--out", metavar="FILE", help="file for the answers to --prompts, .jsonl")
+    parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=256, metavar="N", help="length of an answer (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 always takes the likeliest token (default: 0)"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest tokens with this share (default: 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+
+
+def _generate(args: argparse.Namespace) -> int | None:
+    train.set_torch_variables()
+    if bool(args.prompts) != bool(args.out):
+        raise UserError("--prompts FILE and --out FILE go together.")
+    if args.prompt is not None and args.prompts:
+        raise UserError("Give --prompt or --prompts, not both.")
+    if args.out and Path(args.out).exists():
+        raise UserError(f"--out {args.out} exists already. Give another file.")
+    if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
+        raise UserError("--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above 0 and at most 1.")
+    folder = Path(args.adapter).expanduser() if args.adapter else None
+    config = generation_options(folder, args.training_options)
+    if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", "generate"))) is not None:
+        return status
+    _answer(args, config, folder)
+    return None
+
+
+def _answer(args: argparse.Namespace, config: TrainConfig, folder: Path | None) -> None:
+    """Load the model and answer. Called on every rank."""
+    from fsdp_qlora.commands.generate import LoadedModel, answer_file, chat
+    from fsdp_qlora.distributed import read_ranks, set_up_logging, stop_process_group
+    from fsdp_qlora.generation.prompts import question, read_questions
+    from fsdp_qlora.generation.sampling import SamplingOptions
+
+    ranks = read_ranks(config.device)
+    set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
+    if args.prompts:
+        read_questions(Path(args.prompts))  # before anything is loaded
+    sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+    model = LoadedModel(config, ranks, sampling, folder)
+    if args.prompts:
+        answer_file(model, Path(args.prompts), Path(args.out), config.batch_size)
+    elif args.prompt is not None:
+        model.stream(question(args.prompt, system=args.system), 0, sys.stdout)
+    else:
+        chat(model, args.system)
+    stop_process_group()
+
+
+# --- report ---
+
+
+def _report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run's --output_dir; also while it trains")
+    parser.add_argument(
+        "--out", metavar="FILE", help="default: report.html in the run's folder; of several runs, in this one"
+    )
+
+
+def _report(args: argparse.Namespace) -> None:
+    from fsdp_qlora.report.page import REPORT_FILE, write_report
+
+    folders = [Path(folder) for folder in args.runs]
+    out = Path(args.out or (folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE))
+    write_report(folders, out)
+    print(out)
+
+
+# --- quantize and expand ---
+
+
+def _folder_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name on the Hugging Face hub, or local folder")
+    parser.add_argument("--model_name", help="the same as MODEL")
+    parser.add_argument("--out", "--output_dir", metavar="DIR", help="folder to make")
+
+
+def _folders(args: argparse.Namespace) -> tuple[str, Path]:
+    """The model and the folder to make. Raises UserError if one is missing or cannot be a folder."""
+    model = args.model or args.model_name
+    if not model or not args.out:
+        raise UserError("Give MODEL and --out DIR. See --help.")
+    _refuse_bad_folder(args.out)
+    return model, Path(args.out)
+
+
+def _quantize_options(parser: argparse.ArgumentParser) -> None:
+    _folder_options(parser)
+    parser.add_argument("--quant_type", choices=["nf4", "fp4"], default="nf4", help="4-bit format (default: nf4)")
+    parser.add_argument(
+        "--double_quant", choices=["true", "false"], default="true", help="quantize the scales too (default: true)"
+    )
+    parser.add_argument(
+        "--trust_remote_code", choices=["true", "false"], default="false", help="as in training (default: false)"
+    )
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    model, out = _folders(args)
+    from fsdp_qlora.commands.quantize import quantize_model
+
+    double_quant, with_code = args.double_quant == "true", args.trust_remote_code == "true"
+    quantize_model(model, out, quant_type=args.quant_type, double_quant=double_quant, trust_remote_code=with_code)
+
+
+def _expand_options(parser: argparse.ArgumentParser) -> None:
+    _folder_options(parser)
+    parser.add_argument(
+        "--expansion_rate", type=float, default=0.1, help="new blocks as a share of the model's (default: 0.1)"
+    )
+
+
+def _expand(args: argparse.Namespace) -> None:
+    model, out = _folders(args)
+    from fsdp_qlora.commands.expand import expand_model
+
+    expand_model(model, out, expansion_rate=args.expansion_rate)
+
+
+# --- cache, configs and env ---
+
+
+def _cache_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="show the entries and their sizes (the default)")
+    parser.add_argument("--json", action="store_true", help="show them for programs")
+    parser.add_argument("--prune", nargs="+", metavar="KEY", help="remove entries: their keys, or all")
+    parser.add_argument("--quant_cache", metavar="DIR", default="auto", help="the cache's folder, as in training")
+
+
+def _cache(args: argparse.Namespace) -> None:
+    from fsdp_qlora.commands.cache import prune, show_entries
+    from fsdp_qlora.quant_cache.folders import cache_root
+
+    root = cache_root(args.quant_cache)
+    if root is None:
+        raise UserError("--quant_cache off has nothing to list or prune. Give its folder, or leave it out.")
+    if args.prune:
+        prune(root, args.prune)
+    else:
+        show_entries(root, as_json=args.json)
+
+
+def _configs_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print these settings")
+
+
+def _configs(args: argparse.Namespace) -> None:
+    configs = shipped_configs()
+    if args.name is None:
+        for name, path in configs.items():
+            print(f"{name:20}{describe_config(path)}")
+    elif args.name in configs:
+        print(configs[args.name].read_text(encoding="utf-8"), end="")
+    else:
+        raise UserError(f"No settings are named {args.name!r}. There are: {', '.join(configs)}.")
+
+
+def _env_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _env(args: argparse.Namespace) -> None:
+    from fsdp_qlora.environment import describe_environment
+
+    facts = describe_environment()
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return
+    for heading, values in facts.items():
+        print(f"{heading}:")
+        for name, text in values.items():
+            print(f"  {name}: {text}")
+
+
+COMMANDS = {
+    "train": Command("fine-tune a model", train.main),
+    "export": Command(
+        "make an adapter of a checkpoint",
+        _export,
+        "Make of a checkpoint the folder that the run would have saved at that step: an adapter in PEFT's format with "
+        "its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base "
+        "only the small files (for the llama_pro types its weights too).",
+        _export_options,
+    ),
+    "merge": Command(
+        "merge an adapter into its base",
+        _merge,
+        "Merge an adapter (LoRA, DoRA and their variants; ours or PEFT's) into its base, as a folder that transformers "
+        "and vLLM load without PEFT. A piece of a tensor is in memory at a time. The base and how it was quantized are "
+        "read from the run's config.yaml beside the adapter; every option of training may be given instead, such as "
+        "--model_name and --train_type.",
+        _merge_options,
+        takes_training_options=True,
+    ),
+    "gguf": Command(
+        "write a merged model or an adapter for llama.cpp",
+        _gguf,
+        "Write a merged model as a GGUF file, for llama.cpp and what is built on it. llama and qwen2 with a byte-level "
+        "BPE tokenizer are converted here, in f16, q8_0 or f32; other models and types by llama.cpp's own programs, in "
+        "--llama_cpp. With --adapter instead of --model it is the LoRA adapter alone, for a base in GGUF.",
+        _gguf_options,
+    ),
+    "generate": Command(
+        "generate text",
+        _generate,
+        "Generate text with a base and its adapter, in the precision and on the cards of the training: sharded, "
+        "offloaded as they were, one process per GPU, or on a CPU. Prompts get the format of the training. Without "
+        "--prompt and --prompts it is a chat. The base and how it was stored are read from the adapter's folder; every "
+        "option of training may be given too, such as --model_name, --nproc_per_node, --use_cpu_offload, "
+        "--prompt_template and --batch_size (prompts per process at a time).",
+        _generate_options,
+        takes_training_options=True,
+    ),
+    "report": Command(
+        "draw the curves of runs, side by side, in one HTML file",
+        _report,
+        "Draw the curves of runs in one HTML file that needs no network: losses, learning rate, gradient norm, speed, "
+        "memory, time per phase, the data's lengths, samples, settings and what differs between them, environment. "
+        "Several runs are drawn over each other. A run writes its own at its end.",
+        _report_options,
+    ),
+    "quantize": Command(
+        "save a model in 4 bits",
+        _quantize,
+        "Save a model in bitsandbytes' 4-bit format, as a folder that training and transformers load, with or without "
+        "a GPU and a piece of a tensor in memory at a time (a mixture of experts is loaded by training only: "
+        "bitsandbytes has no format for experts).",
+        _quantize_options,
+    ),
+    "expand": Command(
+        "add identity blocks (LLaMA Pro)",
+        _expand,
+        "Add blocks to a model that change nothing until they are trained (LLaMA Pro, Wu et al. 2024), for train types "
+        "bnb_llama_pro and hqq_llama_pro. The result is a model folder; its config.json says which blocks are new.",
+        _expand_options,
+    ),
+    "cache": Command(
+        "list and prune the cache of quantized weights",
+        _cache,
+        "List and prune what --quant_cache of training keeps.",
+        _cache_options,
+    ),
+    "configs": Command(
+        "list the settings that come with the program",
+        _configs,
+        "List the settings that come with the program; `fsdp-qlora train --config NAME` uses them. With NAME they are "
+        "printed, to be kept in a file and changed.",
+        _configs_options,
+    ),
+    "env": Command(
+        "print what a bug report needs",
+        _env,
+        "Print what a bug report needs: versions, machine, GPUs, driver, and the environment variables that change a "
+        "run. Values of secret variables, tokens and passwords in addresses are left out.",
+        _env_options,
+    ),
+}

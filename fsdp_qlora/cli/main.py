@@ -1,0 +1,111 @@
+"""`fsdp-qlora COMMAND`, which is also `python -m fsdp_qlora COMMAND`."""
+
+import argparse
+import contextlib
+import difflib
+import logging
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from fsdp_qlora.cli.commands import COMMANDS, Command
+from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, print_error
+from fsdp_qlora.messages import PrintableFormatter
+from fsdp_qlora.redact import guard_output
+from fsdp_qlora.terminal import quiet_libraries
+from fsdp_qlora.version import VERSION
+
+log = logging.getLogger("fsdp_qlora")
+
+PROGRAM = "fsdp-qlora"
+
+
+def program() -> int:
+    """The entry point of the installed program."""
+    return main(sys.argv[1:])
+
+
+def main(argv: list[str]) -> int:
+    """Run a command. Returns the exit status: 2 for bad input, 0 when it is done, else as in errors.ENDINGS."""
+    guard_output()
+    if argv[:1] in (["--help"], ["-h"]):
+        print(usage())
+        return 0
+    if argv[:1] in (["--version"], ["-V"]):
+        print(f"{PROGRAM} {VERSION}")
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        print(f"error: {_explain_unknown(argv)}\n{usage()}", file=sys.stderr)
+        return 2
+    name, *words = argv
+    if name == "quantize" and {"--list", "--prune"} & set(words):
+        print(f"The cache has a command of its own: {PROGRAM} cache", file=sys.stderr)
+        name = "cache"
+    command = COMMANDS[name]
+    if command.add_options is None:
+        return int(command.run(words) or 0)
+    return _run(command, _Parser(name, command.description), words)
+
+
+def _run(command: Command, parser: "_Parser", words: list[str]) -> int:
+    assert command.add_options is not None
+    command.add_options(parser)
+    quiet_libraries()
+    try:
+        args = parser.read(words)
+        if args.training_options and not command.takes_training_options:
+            raise UserError(f"Unknown option {args.training_options[0]}. See --help.")
+        with _logging_to_stdout():
+            return int(command.run(args) or 0)
+    except (UserError, TrainingError, LostRank) as error:
+        print_error(error)
+        return how_it_ends(error).exit_code
+    except KeyboardInterrupt:
+        return ENDINGS["interrupted"].exit_code
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with our errors, which leaves the options of training to their own parser."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(prog=f"{PROGRAM} {name}", description=description, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}. See --help.")
+
+    def read(self, words: list[str]) -> argparse.Namespace:
+        """The command's options; `words`: all words; `training_options`: those that are not options of the command."""
+        parts = [word.partition("=") for word in words]
+        names = [
+            name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name for name, _, _ in parts
+        ]
+        joined = [name + sep + value for name, (_, sep, value) in zip(names, parts, strict=True)]
+        args, others = self.parse_known_args(joined)
+        args.words, args.training_options = words, others
+        return args
+
+
+@contextlib.contextmanager
+def _logging_to_stdout() -> Iterator[None]:
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def usage() -> str:
+    lines = [f"  {name:12}{command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([f"usage: {PROGRAM} COMMAND [--help]", *lines, f"  {'--version':12}print the version"])
+
+
+def _explain_unknown(argv: list[str]) -> str:
+    if not argv:
+        return "a command is needed."
+    close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+    if argv[0].startswith("--") and not close:
+        return f"the command comes first: {PROGRAM} train {argv[0]} ..."
+    return f"no command is named {argv[0]!r}." + (f" Did you mean {close[0]}?" if close else "")
