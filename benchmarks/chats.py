@@ -86,12 +86,10 @@ def write_chats(rows: Sequence[Mapping[str, str]], folder: Path) -> None:
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
 
 
-def token_ids(model_name: str, path: Path, folder: Path) -> dict[str, Any]:
+def token_ids(model_name: str, path: Path) -> dict[str, Any]:
     """How a file of chats is tokenized: number of rows and tokens, a hash of ids and masks."""
     config = TrainConfig(model_name=model_name, dataset=(str(path),), context_length=512)
-    rows, report = prepare_rows(
-        AutoTokenizer.from_pretrained(model_name), config.pick(DataOptions), cache_dir=folder / "tokenized"
-    )
+    rows, report = prepare_rows(AutoTokenizer.from_pretrained(model_name), config.pick(DataOptions))
     return {"rows": report.num_used, "tokens": len(rows.input_ids), "digest": rows.digest}
 
 
@@ -183,7 +181,7 @@ def _said(log: Path, words: str) -> str:
 def measure(args: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], dict[str, bool]]]:
     """(part, what was found, which claims hold) of each part."""
     folder: Path = args.folder
-    same, theirs = (token_ids(args.model_name, folder / f"{name}.jsonl", folder) for name in ("messages", "sharegpt"))
+    same, theirs = (token_ids(args.model_name, folder / f"{name}.jsonl") for name in ("messages", "sharegpt"))
     yield "token_ids", same, {"ShareGPT's rows give the same token ids": same == theirs}
     for part in args.parts:
         files = {"dataset": folder / "messages.jsonl", "eval_dataset": folder / "held_out.jsonl"}

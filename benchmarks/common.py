@@ -117,7 +117,7 @@ def build_run(
     on_phase("loaded and verified")
     schedule = config.pick(Schedule, num_rows=len(data), world_size=ranks.world_size, rows_per_step=None, mixture=None)
     rows = np.arange(len(data))
-    run_data = RunData(data, rows, data, rows[:0], sample="", rejected=[])
+    run_data = RunData(data, rows)
     plan = Plan(model_plan, run_data, schedule, warmup_steps=0)
     account = byte_account.count_bytes(model, distributed.shard_size(mesh))
     return Run(

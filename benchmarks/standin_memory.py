@@ -163,7 +163,7 @@ def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str,
     data = random_rows(config.batch_size * num_ranks, length, model_config.vocab_size, masked=0, seed=0)
     rows = np.arange(len(data))
     schedule = config.pick(Schedule, num_rows=len(data), world_size=num_ranks, rows_per_step=None, mixture=None)
-    run_data = RunData(data, rows, data, rows[:0], sample="", rejected=[])
+    run_data = RunData(data, rows)
     trainer = build_trainer(config, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
     return trainer, plan, mesh, rows
 

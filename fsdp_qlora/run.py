@@ -193,7 +193,7 @@ def open_samples(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path
     if not config.sample_prompts:
         return None
     model, tokenizer = plan.model.meta.model, plan.model.tokenizer
-    prompt_format = PromptFormat(tokenizer, plan.data.about["prompt"])
+    prompt_format = PromptFormat(tokenizer, plan.data.provenance["prompt"])
     stops = Stops(tokenizer, model, prompt_format.stop_text)
     sampling = SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
     generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, sampling)

@@ -69,7 +69,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         **({"parent": parent} if parent else {}),
         "world_size": ranks.world_size,
         "global_batch_size": plan.schedule.global_batch_size,
-        **plan.data.about,
+        **plan.data.provenance,
     }
 
 

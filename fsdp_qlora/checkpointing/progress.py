@@ -17,7 +17,7 @@ class Progress:
     """step: optimizer steps done. last_eval_step: the step of the last evaluation, -1 for none.
     best_eval_loss: the lowest after a step so far, best_eval_step: when. num_evals_without_best: in a row since then.
     recent_losses: of the last steps, for `spike`.
-    loss_scale: for fp16, from LossScale.state. stream: where streamed rows go on, a data.streaming.Place.
+    loss_scale: for fp16, from LossScale.state. stream: where streamed rows continue, a data.streaming.StreamPosition.
     """
 
     step: int = 0

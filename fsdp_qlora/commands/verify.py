@@ -22,7 +22,6 @@ from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.merging.blockwise import predictions
 from fsdp_qlora.merging.merged_model import MergedModel
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
-from fsdp_qlora.storage.files import cache_folder
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -52,7 +51,7 @@ def read_rows(config: TrainConfig, merge: Merge, rows_file: str, limit: int) -> 
     folder = merge.adapter.path if (merge.adapter.path / "tokenizer_config.json").is_file() else merge.folder
     tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
     options = dataclasses.replace(config.pick(DataOptions), dataset=(rows_file,), dataset_samples=limit)
-    rows, _ = prepare_rows(tokenizer, options, cache_dir=cache_folder() / "tokenized", show_progress=True)
+    rows, _ = prepare_rows(tokenizer, options, show_progress=True)
     found = []
     for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
         ids = torch.from_numpy(rows.input_ids[start:end].astype(np.int64))

@@ -16,18 +16,18 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 
-from fsdp_qlora.data.mixture import continue_numbers
 from fsdp_qlora.data.rows import (
     DataReport,
     SourceFile,
     TokenizedRows,
     arrays_in_pieces,
+    continue_numbers,
     digest_of,
     join_pieces,
 )
 from fsdp_qlora.messages import warn_from_any_rank
 from fsdp_qlora.redact import redact_values
-from fsdp_qlora.storage.files import staged_file
+from fsdp_qlora.storage.files import cache_folder, staged_file
 from fsdp_qlora.storage.safetensors_files import TensorForm, layout
 
 if TYPE_CHECKING:
@@ -57,8 +57,9 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def cache_path(cache_dir: Path, key: list[object]) -> Path:
-    """The file for rows made from this input; the folder is made where that is possible."""
+def cache_path(key: list[object]) -> Path:
+    """The file for rows made from this input; its folder is made if that is possible."""
+    cache_dir = cache_folder() / "tokenized"
     digest = hashlib.sha256(json.dumps([CACHE_VERSION, *key]).encode()).hexdigest()
     with contextlib.suppress(OSError):  # said when the rows are written
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -104,11 +105,11 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
     return _unless_damaged(path, checked)
 
 
-def join_cached(cache_dir: Path, parts: Sequence[TokenizedRows]) -> TokenizedRows:
+def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
     """The rows of several datasets, one after the other, mapped from one file by all ranks of a machine."""
     if len(parts) == 1:
         return parts[0]
-    path = cache_path(cache_dir, ["joined", *(part.digest for part in parts)])
+    path = cache_path(["joined", *(part.digest for part in parts)])
     with locked(path):
         found = _unless_damaged(path, lambda: _map_rows(path)[0])
         if found is None:

@@ -31,6 +31,10 @@ class ChatTemplate:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
         if self._worker is not None:
             self._worker.kill()
             self._worker.communicate()

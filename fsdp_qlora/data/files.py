@@ -8,11 +8,12 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from fsdp_qlora.data.rows import Row, Rows, SourceFile, locate
 from fsdp_qlora.errors import UserError
@@ -286,54 +287,84 @@ def count_rows(path: Path) -> int:
         raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
 
 
-def read_files(
-    origin: Path,
-    files: list[Path],
-    limit: int | None,
-    start: int = 0,
-    *,
-    used: ChooseColumns = tuple,
-    names: Path | None = None,
+@dataclass(frozen=True)
+class Part:
+    """A file of a dataset, to be read row by row."""
+
+    name: str
+    unit: str
+    """As in SourceFile."""
+    read: Callable[[ChooseColumns, int], NumberedRows]
+    """The rows after a number."""
+    count: Callable[[], int | None]
+    """The number of rows; None if it is unknown."""
+
+
+def file_parts(path: Path, files: Sequence[Path]) -> list[Part]:
+    """Files as parts of a dataset. `path` is the only one of them, or the folder that their names are relative to."""
+    folder = path if path.is_dir() else path.parent
+    kinds = {file: kind for file in files if (kind := kind_of(file)) is not None}
+    return [
+        Part(file.relative_to(folder).as_posix(), kind.unit, partial(read_file, file), partial(count_rows, file))
+        for file, kind in kinds.items()
+    ]
+
+
+class Entry(NamedTuple):
+    """A row as it stands in a dataset: in which part, the rows before that part, its number in it, its content."""
+
+    part: int
+    offset: int
+    number: int
+    row: Row | Malformed
+
+
+def read_entries(
+    parts: Sequence[Part], used: ChooseColumns, *, part: int = 0, offset: int = 0, after: int = 0
+) -> Iterator[Entry]:
+    """Give the entries of the parts from number `part` on, of that one those after number `after`."""
+    for index in range(part, len(parts)):
+        for number, row in parts[index].read(used, after):
+            yield Entry(index, offset, number, row)
+            after = number
+        offset, after = offset + after, 0
+
+
+def collect_rows(parts: Sequence[Part], entries: Iterable[Entry]) -> Rows:
+    """The rows of these entries, with the places of those that are malformed."""
+    rows, numbers, malformed = [], [], {}
+    files: dict[int, SourceFile] = {}
+    columns: dict[str, None] = {}
+    for part, offset, number, row in entries:
+        files.setdefault(part, SourceFile(parts[part].name, parts[part].unit, offset))
+        if isinstance(row, Malformed):
+            malformed[offset + number] = str(row)
+            continue
+        rows.append(row)
+        numbers.append(offset + number)
+        columns.update(dict.fromkeys(row))
+    return Rows(rows, numbers, list(columns), list(files.values()), malformed)
+
+
+def read_parts(
+    origin: str, parts: Sequence[Part], limit: int | None, start: int = 0, *, used: ChooseColumns = tuple
 ) -> Rows:
-    """Read files one after the other: `limit` entries from `start`, malformed ones included. The rest is not read.
+    """Read up to `limit` entries from `start`, malformed ones included. The rest is not read.
 
     Args:
         used: the columns that are needed.
-        names: the folder that the names of files are relative to.
-
     Raises:
-        UserError: a file cannot be read at all (the message names the place), or no file has a row.
+        UserError: a file cannot be read at all (the message names the place), or there is no row.
     """
-    rows: list[Row] = []
-    numbers: list[int] = []
-    malformed: dict[int, str] = {}
-    sources: list[SourceFile] = []
-    columns: dict[str, None] = {}
-    last, skip = 0, start
-    for path in files:
-        kind = kind_of(path)
-        assert kind is not None
-        source = SourceFile(path.relative_to(names).as_posix() if names else path.name, kind.unit, offset=last)
-        sources.append(source)
-        room = None if limit is None else limit + skip - len(rows) - len(malformed)
-        for number, row in islice(read_file(path, used), room):
-            last = source.offset + number
-            if skip:
-                skip -= 1
-                continue
-            if isinstance(row, Malformed):
-                malformed[last] = str(row)
-                continue
-            rows.append(row)
-            numbers.append(last)
-            columns.update(dict.fromkeys(row))
-    if not rows:
-        if not malformed:
-            raise UserError(f"{origin}: the dataset is empty. Give one with rows.")
-        number, reason = next(iter(malformed.items()))
-        place = locate([number], sources, str(origin))
-        raise UserError(f"{place}: {reason}. None of its {len(malformed):,} rows can be read.")
-    return Rows(rows, numbers, list(columns), sources, malformed)
+    stop = None if limit is None else start + limit
+    found = collect_rows(parts, islice(read_entries(parts, used), start, stop))
+    if found.rows:
+        return found
+    if not found.malformed:
+        raise UserError(f"{origin}: the dataset is empty. Give one with rows.")
+    number, reason = next(iter(found.malformed.items()))
+    place = locate([number], found.files, origin)
+    raise UserError(f"{place}: {reason}. None of its {len(found.malformed):,} rows can be read.")
 
 
 def hash_file(path: Path) -> str:

@@ -1,17 +1,20 @@
-"""Rendering: a row's content becomes text through a prompt template or a chat template."""
+"""Rendering: a row's content becomes text through a prompt template or a chat template; the record of this."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any, get_type_hints
 
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.chat_template import ChatTemplate
 from fsdp_qlora.data.examples import BadRow, Chat, Content, Fields, Preference, Rendered, Segment, Text, Tokens
+from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, PromptTemplate, as_chat
 from fsdp_qlora.errors import UserError
 
+TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
 
 
@@ -42,8 +45,12 @@ class Renderer:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
         for worker in self._workers:
-            worker.__exit__(kind, error, trace)
+            worker.close()
 
     def render_all(self, contents: Sequence[Content]) -> list[list[Rendered] | BadRow]:
         """What `render` returns or raises as a BadRow for each row. Chats are spread over the workers.
@@ -118,3 +125,38 @@ def _learns(row: Rendered) -> bool:
     if row.tokens:
         return any(row.tokens.learned)
     return any(segment.learned and segment.text for segment in row.segments)
+
+
+def prompt_record(dataset_format: str, chosen: ChosenTemplate) -> dict[str, Any]:
+    """What stands around the rows of a dataset, as JSON.
+
+    Returns:
+        kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
+        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added. What a format's rows
+        hold is told from the annotation of its `read`.
+    """
+    row_format = FORMATS.get(dataset_format)
+    content = get_type_hints(row_format.read).get("return") if row_format else None
+    if content is Chat or (content is Fields and chosen.is_chat):
+        return {"kind": CHAT, "chat_template": chosen.chat}
+    if content is Fields and row_format is not None:
+        template = chosen.prompt or row_format.template
+        return {"kind": TEMPLATE, "name": chosen.name or dataset_format, **dataclasses.asdict(template)}
+    return {"kind": TEXT}
+
+
+def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:
+    """The text in front of an answer, with places for the row's content: for rows with context, and for those without.
+
+    Args:
+        record: of kind TEMPLATE.
+    """
+    names = [field.name for field in dataclasses.fields(PromptTemplate)]
+    template = PromptTemplate(**{name: record[name] for name in names})
+    filled = {}
+    for title, context in (("with an input", "{input}"), ("without", "")):
+        segments = template.fill(Fields("{instruction}", "", context=context), learn="assistant")
+        filled[title] = segments[0].text
+    if filled["with an input"].replace("{input}", "") == filled["without"]:
+        filled.pop("with an input")
+    return filled

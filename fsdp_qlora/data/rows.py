@@ -115,6 +115,9 @@ class TokenizedRows:
         return found
 
 
+NO_ROWS = TokenizedRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64))
+
+
 def arrays_in_pieces(pieces: Sequence[TokenizedRows]) -> dict[str, list[np.ndarray]]:
     """The arrays of rows that are in several pieces, one behind the other, as `TokenizedRows` names them.
 
@@ -135,6 +138,15 @@ def join_pieces(pieces: Sequence[TokenizedRows]) -> TokenizedRows:
     if len(pieces) == 1:
         return pieces[0]
     return TokenizedRows(**{name: np.concatenate(parts) for name, parts in arrays_in_pieces(pieces).items()})
+
+
+def continue_numbers(parts: Sequence[TokenizedRows]) -> list[TokenizedRows]:
+    """The rows of several datasets, whose numbers continue from dataset to dataset."""
+    last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) for part in parts)])
+    return [
+        dataclasses.replace(part, row_numbers=part.row_numbers + first)
+        for part, first in zip(parts, last, strict=False)
+    ]
 
 
 def digest_of(pieces: Sequence[TokenizedRows]) -> str:

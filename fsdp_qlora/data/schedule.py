@@ -5,12 +5,11 @@ Pure functions of options, seed and epoch, the same on every rank and in every r
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_qlora.data.mixture import Mixture, split_rows
 from fsdp_qlora.errors import UserError
 
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
@@ -32,6 +31,33 @@ def num_micro_batches(num_rows: int, batch_size: int, world_size: int) -> int:
 def steps_per_epoch(num_rows: int, *, global_batch_size: int) -> int:
     """Optimizer steps of one epoch. The last one takes the rows that are left."""
     return -(-num_rows // global_batch_size)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How many rows of each dataset an epoch takes."""
+
+    ends: tuple[int, ...]
+    """Where each dataset ends among all rows."""
+    rows_per_epoch: tuple[int, ...]
+    """Of each dataset, together in the shares of the weights to within one row."""
+
+    def rows_of_epoch(self, rows: np.ndarray, epoch: int, shuffled: Sequence[np.ndarray]) -> np.ndarray:
+        """The rows of one epoch, each at most once: the next ones of each dataset, which begins anew at its end.
+
+        Args:
+            rows: indices of the rows to train on, sorted.
+            shuffled: for each dataset the order in which its rows are taken.
+        """
+        chosen = []
+        for group, order, count in zip(split_rows(rows, self.ends), shuffled, self.rows_per_epoch, strict=True):
+            chosen.append(group[order[np.arange(epoch * count, (epoch + 1) * count) % len(group)]])
+        return np.concatenate(chosen)
+
+
+def split_rows(rows: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
+    """Sorted row indices by dataset."""
+    return np.split(rows, np.searchsorted(rows, ends[:-1]))
 
 
 @dataclass(frozen=True)
@@ -151,6 +177,28 @@ def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | N
         shuffled = [_permutation(len(group), [seed, i, MIXTURE_STREAM]) for i, group in enumerate(groups)]
         rows = mixture.rows_of_epoch(rows, epoch, shuffled)
     return rows[_permutation(len(rows), [seed, epoch])].astype(np.int64)
+
+
+def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each dataset in an epoch: as many as there can be in these shares before one would repeat a row.
+
+    Args:
+        sizes: rows of each dataset.
+    Raises:
+        UserError: a dataset would give no row.
+    """
+    total = max(1, int(min(size / share for size, share in zip(sizes, shares, strict=True)) + 1e-9))
+    counts = [int(total * share) for share in shares]
+    by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - total * shares[i])
+    for i in itertools.islice(by_rest, total - sum(counts)):
+        counts[i] += 1
+    counts = [min(count, size) for count, size in zip(counts, sizes, strict=True)]
+    if 0 in counts:
+        raise UserError(
+            f"dataset: with the shares {', '.join(f'{share:.1%}' for share in shares)} of {total:,} rows an epoch "
+            f"has no row of dataset number {counts.index(0) + 1}. Raise its weight or use more rows."
+        )
+    return tuple(counts)
 
 
 def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, world_size: int, batch_size: int) -> list[np.ndarray]:

@@ -1,10 +1,12 @@
-"""Sources: where the rows of a dataset come from, by name, path or folder."""
+"""Sources: where the rows of a dataset come from, by name, path or folder, and what --dataset can say of them."""
 
 import difflib
 import hashlib
 import importlib.resources
 import logging
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,16 +14,15 @@ from typing import Any
 
 from huggingface_hub import HfApi
 
-from fsdp_qlora.data.dataset_names import DatasetName, parse_name
 from fsdp_qlora.data.files import (
     FILE_KINDS,
     ChooseColumns,
     NumberedRows,
-    count_rows,
+    Part,
+    file_parts,
     hash_file,
     kind_of,
-    read_file,
-    read_files,
+    read_parts,
     without_nulls,
 )
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
@@ -34,6 +35,99 @@ log = logging.getLogger("fsdp_qlora")
 
 DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
 DEFAULT_SAMPLES = {"alpaca_sample": 128, "orca_math": 512, DUMMY: 512}
+_WEIGHT = re.compile(r":([-+]?(?:\d+\.?\d*|\.\d+|nan|inf))$", re.IGNORECASE)
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]$")
+_SLICE = re.compile(r"(\d*):(\d*)$")
+_SPLIT = re.compile(r"[\w.-]+$")
+
+
+@dataclass(frozen=True)
+class DatasetName:
+    """Which rows of which dataset."""
+
+    name: str
+    """A name or path, without what follows it."""
+    config: str | None = None
+    """A configuration of a dataset on the hub."""
+    split: str | None = None
+    start: int = 0
+    stop: int | None = None
+    weight: float | None = None
+    """Its share of a mixture, relative to the weights of the others."""
+
+    def limit(self, samples: int | None) -> tuple[int, int | None]:
+        """(first row, end) of the rows to use, when at most `samples` are."""
+        ends = [end for end in (self.stop, None if samples is None else self.start + samples) if end is not None]
+        return self.start, min(ends, default=None)
+
+
+def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
+    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7` behind it.
+
+    Args:
+        weighted: whether a weight may follow.
+    Raises:
+        UserError: what is in brackets is neither a split nor a slice, or the weight is not a number above 0.
+    """
+    name, weight = text, None
+    if Path(name).expanduser().exists():  # a path may look like anything
+        return DatasetName(name)
+    if weighted and (match := _WEIGHT.search(name)):
+        name, weight = name[: match.start()], float(match[1])
+        if not 0 < weight < math.inf:
+            raise UserError(f"dataset: the weight of {name} is {match[1]}. Give a number above 0.")
+        if Path(name).expanduser().exists():
+            return DatasetName(name, weight=weight)
+    split, start, stop = None, 0, None
+    name = re.sub(r"\[([\w.-]+)(\[\d*:\d*\])\]$", r"[\1]\2", name)  # [train[:100]], as `datasets` writes it
+    while match := _BRACKETS.search(name):
+        inside, name = match[1], name[: match.start()]
+        if found := _SLICE.match(inside):
+            start, stop = int(found[1] or 0), int(found[2]) if found[2] else None
+        elif split is None and _SPLIT.match(inside):
+            split = inside
+        else:
+            raise UserError(
+                f"dataset: [{inside}] in {text} is neither a split such as [train] nor a slice of rows such as "
+                "[:1000] or [1000:2000]."
+            )
+    config = None
+    if ":" in name and "://" not in name and not Path(name).expanduser().exists():
+        name, _, config = name.partition(":")
+    return DatasetName(name, config or None, split, start, stop, weight)
+
+
+def check_weights(names: Sequence[DatasetName]) -> list[float] | None:
+    """The shares of the datasets, which add up to 1; None where no weights are given, so that all rows are taken.
+
+    Raises:
+        UserError: some have a weight and some have none.
+    """
+    weights = [name.weight for name in names if name.weight is not None]
+    if len(weights) not in (0, len(names)):
+        without = ", ".join(name.name for name in names if name.weight is None)
+        raise UserError(f"dataset: give each dataset a weight, or none of them. Without one: {without}.")
+    return [weight / sum(weights) for weight in weights] if len(weights) > 1 else None
+
+
+def parse_eval_names(words: Sequence[str]) -> dict[str, str]:
+    """("chat=a.jsonl", "b.jsonl") -> {"chat": "a.jsonl", "b": "b.jsonl"}: the names of the evaluation's datasets.
+
+    Raises:
+        UserError: two have the same name.
+    """
+    named: dict[str, str] = {}
+    for word in words:
+        match = re.fullmatch(r"([A-Za-z][\w-]*)=(.+)", word)
+        dataset = match[2] if match else word
+        name = match[1] if match else Path(parse_name(dataset, weighted=False).name).name.partition(".")[0]
+        if name in named:
+            raise UserError(
+                f"eval_dataset: {named[name]} and {dataset} are both called {name}. Give them names: "
+                f"{name}={named[name]} {name}_2={dataset}."
+            )
+        named[name] = dataset
+    return named
 
 
 @dataclass(frozen=True)
@@ -77,19 +171,6 @@ def find_source(dataset: str | DatasetName) -> Source:
     raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
 
 
-@dataclass(frozen=True)
-class Part:
-    """A file of a dataset, to be read row by row."""
-
-    name: str
-    unit: str
-    """As in SourceFile."""
-    read: Callable[[ChooseColumns, int], NumberedRows]
-    """The rows after a number."""
-    count: Callable[[], int | None]
-    """The number of rows; None if it is unknown."""
-
-
 def find_parts(dataset: DatasetName) -> tuple[list[Part], str]:
     """The parts of a dataset that is too large to be held in memory, and a hash that changes when its content does.
 
@@ -106,18 +187,24 @@ def find_parts(dataset: DatasetName) -> tuple[list[Part], str]:
         if is_saved(path):
             raise UserError(f"dataset: --streaming true does not read folders of datasets.save_to_disk ({path}).")
         files = find_files(path, dataset.split)
-        kinds = {file: kind for file in files if (kind := kind_of(file)) is not None}
-        folder = path if path.is_dir() else path.parent
-        parts = [
-            Part(file.relative_to(folder).as_posix(), kind.unit, partial(read_file, file), partial(count_rows, file))
-            for file, kind in kinds.items()
-        ]
-        return parts, fingerprint_files(files)
+        return file_parts(path, files), fingerprint_files(files)
     if not is_hub_name(dataset.name) or "://" in dataset.name:
         raise UserError(
             f"dataset: --streaming true takes files, folders and owner/name on the hub, not {dataset.name!r}."
         )
     return _hub_parts(dataset.name, dataset.config, dataset.split or "train")
+
+
+def count_parts(dataset: str, parts: Sequence[Part]) -> int:
+    """The rows of an epoch.
+
+    Raises:
+        UserError: their number is unknown.
+    """
+    counts = [part.count() for part in parts]
+    if None in counts:
+        raise UserError(f"--streaming true: the number of rows of {dataset} is unknown. Give --max_steps.")
+    return sum(count for count in counts if count is not None)
 
 
 def _hub_parts(name: str, config: str | None, split: str) -> tuple[list[Part], str]:
@@ -191,8 +278,7 @@ def local_source(path: Path, split: str | None = None) -> Source:
         # The name is part of it: it selects the reader, and messages and the cached report show it.
         name = file.relative_to(folder).as_posix() if folder else file.name
         identity.update(f"{name}\0{hash_file(file)}\0".encode())
-    read = partial(read_files, path, files, names=folder)
-    return Source(origin=str(path), identity=identity.hexdigest(), read=read)
+    return Source(str(path), identity.hexdigest(), partial(read_parts, str(path), file_parts(path, files)))
 
 
 def saved_source(path: Path, split: str | None) -> Source:

@@ -2,8 +2,8 @@
 
 Every rank reads the same stream, knows all rows of a step and computes its own: no row is on two ranks, all ranks have
 equally many steps, and the stream does not depend on their number. Rows are read in blocks, and each block is shuffled
-in itself. A place in the stream is where a block begins and how many of its rows were given: a resumed run does not
-need what came before.
+in itself. A position in the stream is where a block begins and how many of its rows were given: a resumed run does not
+read what came before.
 """
 
 import dataclasses
@@ -13,26 +13,24 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fsdp_qlora.data.files import ChooseColumns, Malformed
-from fsdp_qlora.data.rows import DataReport, Row, Rows, SourceFile, TokenizedRows
+from fsdp_qlora.data.files import ChooseColumns, Entry, Part, collect_rows, read_entries
+from fsdp_qlora.data.rows import DataReport, Rows, TokenizedRows
 from fsdp_qlora.data.schedule import Schedule, epoch_order
-from fsdp_qlora.data.sources import Part
 from fsdp_qlora.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
 Item = TypeVar("Item")
-Entry = tuple[int, int, int, Row | Malformed]
 Tokenize = Callable[[Rows], tuple[TokenizedRows, DataReport]]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the stream goes on.
+class StreamPosition:
+    """Where the stream continues.
 
     part: the dataset's file in which the block begins, after its row number `after`. offset: the numbers of the rows in
     the files before. taken: rows of the block, shuffled, that were given already.
@@ -57,6 +55,14 @@ class StreamOptions:
     max_bad_rows: float
 
 
+class StreamStep(NamedTuple):
+    """The rows of an optimizer step, and the position of the stream after them."""
+
+    step: int
+    rows: TokenizedRows
+    position: StreamPosition
+
+
 class RowStream:
     """The rows of a dataset, epoch after epoch without an end.
 
@@ -79,45 +85,44 @@ class RowStream:
         self.parts, self.tokenize, self.options = parts, tokenize, options
         self.origin, self.identity, self.num_rows = origin, identity, num_rows
         self._num_read = self._num_bad = 0
-        self._left: tuple[Place, Iterator[Entry]] | None = None  # what follows the last block, kept open
+        self._rest: tuple[StreamPosition, Iterator[Entry]] | None = None  # what follows the last block, kept open
 
-    def steps(self, schedule: Schedule, place: Place, *, first: int = 0) -> Iterator[tuple[int, TokenizedRows, Place]]:
-        """Give (step, its rows, the place after it) for every step from `first` on, made ahead in a thread.
+    def steps(self, schedule: Schedule, position: StreamPosition, *, first: int = 0) -> Iterator[StreamStep]:
+        """Give every step from `first` on, read ahead in a thread.
 
         Raises:
             UserError: a file cannot be read, or too many rows cannot be used; the same on every rank.
         """
+        num_ahead = max(2, self.options.block_rows // schedule.global_batch_size)
+        return read_ahead(self._steps(schedule, position, first), num=num_ahead)
 
-        def made() -> Iterator[tuple[int, TokenizedRows, Place]]:
-            rows = self.rows(place)
-            for step in range(first, schedule.total_steps):
-                index = step % schedule.steps_per_epoch
-                size = min(schedule.global_batch_size, schedule.num_rows - index * schedule.global_batch_size)
-                taken = list(islice(rows, size))
-                yield step, pick_rows([(block, row) for block, row, _ in taken]), taken[-1][2]
+    def _steps(self, schedule: Schedule, position: StreamPosition, first: int) -> Iterator[StreamStep]:
+        rows = self.rows(position)
+        for step in range(first, schedule.total_steps):
+            index = step % schedule.steps_per_epoch
+            size = min(schedule.global_batch_size, schedule.num_rows - index * schedule.global_batch_size)
+            taken = list(islice(rows, size))
+            yield StreamStep(step, pick_rows([(block, row) for block, row, _ in taken]), taken[-1][2])
 
-        return made_ahead(made(), num=max(2, self.options.block_rows // schedule.global_batch_size))
-
-    def rows(self, place: Place) -> Iterator[tuple[TokenizedRows, int, Place]]:
-        """Give (block, index of a row in it, the place after that row), without an end."""
+    def rows(self, position: StreamPosition) -> Iterator[tuple[TokenizedRows, int, StreamPosition]]:
+        """Give (block, index of a row in it, the position after that row), without an end."""
         was_empty = False
         while True:
-            block, following = self._shuffled_block(place)
-            order = epoch_order(
-                np.arange(len(block)), seed=(place.offset + place.after << 32) + self.options.seed, epoch=place.epoch
-            )
-            for taken in range(place.taken, len(order)):
+            block, following = self._shuffled_block(position)
+            seed = (position.offset + position.after << 32) + self.options.seed
+            order = epoch_order(np.arange(len(block)), seed=seed, epoch=position.epoch)
+            for taken in range(position.taken, len(order)):
                 is_last = taken + 1 == len(order)
-                yield block, int(order[taken]), following if is_last else dataclasses.replace(place, taken=taken + 1)
+                yield block, int(order[taken]), following if is_last else dataclasses.replace(position, taken=taken + 1)
                 was_empty = False
-            if following.epoch > place.epoch:
+            if following.epoch > position.epoch:
                 if was_empty:
                     raise UserError(f"{self.origin}: a whole epoch has no row that can be used.")
                 was_empty = True
-            place = following
+            position = following
 
-    def _shuffled_block(self, place: Place) -> tuple[TokenizedRows, Place]:
-        rows, following = self.read_block(place, self.options.block_rows)
+    def _shuffled_block(self, position: StreamPosition) -> tuple[TokenizedRows, StreamPosition]:
+        rows, following = self.read_block(position, self.options.block_rows)
         tokenized, report = self.tokenize(rows)
         self._num_read += report.num_rows
         self._num_bad += report.num_rejected - report.num_too_long
@@ -131,37 +136,21 @@ class RowStream:
             )
         return tokenized, following
 
-    def read_block(self, place: Place, num_rows: int) -> tuple[Rows, Place]:
-        """Up to `num_rows` rows from the beginning of a block, and where the next one begins."""
-        rows: list[Row] = []
-        numbers: list[int] = []
-        malformed: dict[int, str] = {}
-        files: dict[int, SourceFile] = {}
-        columns: dict[str, None] = {}
-        following, count = dataclasses.replace(place, taken=0), 0
-        entries = self._left[1] if self._left and self._left[0] == following else self._entries(place)
-        for part, offset, number, row in islice(entries, num_rows):
-            files.setdefault(part, SourceFile(self.parts[part].name, self.parts[part].unit, offset))
-            if isinstance(row, Malformed):
-                malformed[offset + number] = str(row)
-            else:
-                rows.append(row)
-                numbers.append(offset + number)
-                columns.update(dict.fromkeys(row))
-            following, count = Place(place.epoch, part, number, offset), count + 1
-        if count < num_rows:
-            following = Place(place.epoch + 1)
-        self._left = (following, entries) if count == num_rows else None
-        return Rows(rows, numbers, list(columns), list(files.values()), malformed), following
-
-    def _entries(self, place: Place) -> Iterator[Entry]:
-        """Give (part, its offset, the row's number in it, the row) to the end of the epoch."""
-        offset, last = place.offset, place.after
-        for part in range(place.part, len(self.parts)):
-            for number, row in self.parts[part].read(self.options.used, last):
-                yield part, offset, number, row
-                last = number
-            offset, last = offset + last, 0
+    def read_block(self, position: StreamPosition, num_rows: int) -> tuple[Rows, StreamPosition]:
+        """Up to `num_rows` rows from the beginning of a block, and where the next block begins."""
+        following = dataclasses.replace(position, taken=0)
+        kept = self._rest[1] if self._rest and self._rest[0] == following else None
+        entries = kept or read_entries(
+            self.parts, self.options.used, part=position.part, offset=position.offset, after=position.after
+        )
+        block = list(islice(entries, num_rows))
+        if len(block) < num_rows:
+            following, self._rest = StreamPosition(position.epoch + 1), None
+        else:
+            last = block[-1]
+            following = StreamPosition(position.epoch, last.part, last.number, last.offset)
+            self._rest = following, entries
+        return collect_rows(self.parts, block), following
 
 
 def pick_rows(chosen: Sequence[tuple[TokenizedRows, int]]) -> TokenizedRows:
@@ -175,8 +164,8 @@ def pick_rows(chosen: Sequence[tuple[TokenizedRows, int]]) -> TokenizedRows:
     )
 
 
-def made_ahead(items: Iterator[Item], *, num: int) -> Iterator[Item]:
-    """The items, up to `num` of which are made ahead by a thread. What it raises is raised here."""
+def read_ahead(items: Iterator[Item], *, num: int) -> Iterator[Item]:
+    """The items, up to `num` of which a thread reads ahead. What it raises is raised here."""
     ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(num)
     stopped = threading.Event()
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.data.encoding import encode
 from fsdp_qlora.data.examples import Fields, Rendered, Segment
 from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.data.prompt_record import CHAT, TEMPLATE, TEXT, prompt_record
 from fsdp_qlora.data.prompts import PromptTemplate, find_template
+from fsdp_qlora.data.rendering import CHAT, TEMPLATE, TEXT, prompt_record
 from fsdp_qlora.errors import UserError
 
 _MARK = "<<answer>>"
@@ -37,7 +37,7 @@ class PromptFormat:
     """What stands around a question.
 
     Args:
-        record: of data/prompt_record.py.
+        record: of data/rendering.py.
     Attributes:
         stop_text: what ends an answer besides the tokenizer's end token; empty if nothing does.
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fsdp_qlora.checkpointing.layout import CARD, RECORD
 from fsdp_qlora.config.text import identity_settings
-from fsdp_qlora.data.prompt_record import CHAT, TEMPLATE, example_prompts
+from fsdp_qlora.data.rendering import CHAT, TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import TrainType

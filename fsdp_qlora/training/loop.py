@@ -12,7 +12,7 @@ import numpy as np
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.streaming import Place
+from fsdp_qlora.data.streaming import StreamPosition
 from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
 from fsdp_qlora.training.trainer import Trainer
 
@@ -77,7 +77,7 @@ def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observe
             observer.save(progress)  # of the previous step, so that no progress is lost
             raise
         usual_loss = progress.add_step(record)
-        progress.stream = trainer.stream_place
+        progress.stream = trainer.stream_position
         progress.loss_scale = trainer.loss_scale.state()
         observer.stepped(progress, record)
         if usual_loss is not None:
@@ -103,8 +103,9 @@ def _rows_of_steps(trainer: Trainer, data: RunData, progress: Progress) -> Itera
     if data.stream is None:
         yield from trainer.schedule.rows_of_steps(data.train_rows, first=progress.step)
         return
-    for step, rows, place in data.stream.steps(trainer.schedule, Place(**progress.stream), first=progress.step):
-        trainer.data, trainer.stream_place = rows, asdict(place)
+    start = StreamPosition(**progress.stream)
+    for step, rows, position in data.stream.steps(trainer.schedule, start, first=progress.step):
+        trainer.data, trainer.stream_position = rows, asdict(position)
         yield step, np.arange(len(rows))
         trainer.heartbeat.beat(step + 1, "rows")
 
@@ -132,7 +133,7 @@ def _evaluate(trainer: Trainer, data: RunData, progress: Progress, observer: Obs
     Of several sets the first one counts.
     """
     results = {}
-    for name, rows in (data.eval_sets or {"": data.eval_rows}).items():
+    for name, rows in data.eval_sets.items():
         result = trainer.evaluate(progress.step, data.evaluation, rows)
         if result is None:
             return False

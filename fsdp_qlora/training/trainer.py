@@ -83,7 +83,7 @@ class Trainer:
         self.model, self.optimizer, self.data, self.ranks = model, optimizer, data, ranks
         self.schedule, self.options, self.control = schedule, options, control
         self.heartbeat = control.heartbeat
-        self.stream_place: dict[str, int] = {}  # after the rows of `data`, where they are streamed
+        self.stream_position: dict[str, int] = {}  # after the rows of `data`, where they are streamed
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.skip_logits = can_skip_logits(model)

@@ -82,13 +82,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def prepare(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Callable[..., Any]:
-    """prepare_rows with a tiny tokenizer and a cache of the test's own."""
+def prepare(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """prepare_rows with a tiny tokenizer and a cache of the test's own, cache/tokenized below tmp_path."""
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
 
     def call(dataset: object, **given: Any) -> tuple[TokenizedRows, DataReport]:
-        chosen, cache_dir = given.pop("tokenizer", tokenizer), given.pop("cache_dir", tmp_path / "cache")
+        chosen = given.pop("tokenizer", tokenizer)
         options = TrainConfig(dataset=(str(dataset),), **given).pick(DataOptions)
-        return prepare_rows(chosen, options, cache_dir=cache_dir)
+        return prepare_rows(chosen, options)
 
     return call
 
@@ -548,7 +549,7 @@ def test_second_call_maps_the_cached_rows_without_tokenizing(
         assert np.array_equal(getattr(first, name), getattr(second, name))
         assert getattr(first, name).dtype == getattr(second, name).dtype
         assert not getattr(second, name).flags.writeable
-    [file] = (tmp_path / "cache").glob("*.safetensors")
+    [file] = (tmp_path / "cache" / "tokenized").glob("*.safetensors")
     if sys.platform == "linux":
         assert file.name in Path("/proc/self/maps").read_text()
 
@@ -558,7 +559,7 @@ def test_cache_key_covers_all_that_decides_the_tokens(prepare: Any, tmp_path: Pa
     other = write_jsonl(tmp_path / "other.jsonl", ROWS)
 
     def count_files() -> int:
-        return len(list((tmp_path / "cache").glob("*.safetensors")))
+        return len(list((tmp_path / "cache" / "tokenized").glob("*.safetensors")))
 
     prepare(path)
     inputs: list[dict[str, Any]] = [
@@ -591,7 +592,7 @@ def test_damaged_cache_file_is_made_anew(
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     expected = prepare(path)[0].input_ids.tolist()
-    [file] = (tmp_path / "cache").glob("*.safetensors")
+    [file] = (tmp_path / "cache" / "tokenized").glob("*.safetensors")
     data = file.read_bytes()
     arrays, metadata = cache.map_arrays(file)
     file.unlink()  # the first call's rows are still mapped
@@ -652,14 +653,15 @@ def test_process_killed_while_it_writes_the_cache_leaves_nothing_in_the_way(
 
 
 def test_a_cache_folder_that_cannot_be_made_is_gone_without(
-    prepare: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     expected, _ = prepare("alpaca_demo")
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "file" / "cache"))
     with caplog.at_level(logging.INFO, "fsdp_qlora"):
-        found, _ = prepare("alpaca_demo", cache_dir=tmp_path / "file" / "cache")
+        found, _ = prepare("alpaca_demo")
     assert found.digest == expected.digest
-    assert f"{tmp_path}/file/cache cannot be written" in caplog.text
+    assert f"{tmp_path}/file/cache/tokenized cannot be written" in caplog.text
     assert "FSDP_QLORA_CACHE names another folder" in caplog.text
 
 

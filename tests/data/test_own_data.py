@@ -13,11 +13,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.dataset_names import DatasetName, parse_name
-from fsdp_qlora.data.mixture import mix
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
-from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.sources import find_source
+from fsdp_qlora.data.schedule import Schedule, mix
+from fsdp_qlora.data.sources import DatasetName, find_source, parse_name
 from fsdp_qlora.errors import UserError
 from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
 from tests.tiny import make_rows, spelled_tokenizer

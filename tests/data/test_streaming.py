@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.streaming import Place
+from fsdp_qlora.data.streaming import StreamPosition
 from fsdp_qlora.errors import UserError
 from tests.data.dataset_hub import DatasetHub
 from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, stream: Callable[..., RunData]) -> None:
     data = stream(folder)
     assert data.rows_per_epoch == 57 and data.stream is not None
-    steps = [rows for _, rows, _ in data.stream.steps(schedule(data), Place())]
+    steps = [rows for _, rows, _ in data.stream.steps(schedule(data), StreamPosition())]
     epochs = [steps[:5], steps[5:]]  # of 12, 12, 12, 12 and 9 rows
     numbers = [[number for step in epoch for number in step.row_numbers.tolist()] for epoch in epochs]
     assert sorted(numbers[0]) == sorted(numbers[1]) and len(set(numbers[0])) == 57
@@ -74,7 +74,7 @@ def test_three_ranks_have_every_row_of_a_step_once(folder: Path, stream: Callabl
     data = stream(folder)
     assert data.stream is not None
     of_ranks = schedule(data, world_size=3)
-    for _, rows, _ in data.stream.steps(of_ranks, Place()):
+    for _, rows, _ in data.stream.steps(of_ranks, StreamPosition()):
         pieces = of_ranks.micro_batches(np.arange(len(rows)), rows.lengths)
         ranks = [[row for piece in pieces[rank::3] for row in piece.tolist()] for rank in range(3)]
         assert sorted(row for rank in ranks for row in rank) == list(range(len(rows)))
@@ -88,7 +88,7 @@ def spans(rows: Any) -> list[tuple[int, int]]:
 def test_from_every_place_it_goes_on_as_without_a_break(folder: Path, stream: Callable[..., RunData]) -> None:
     data = stream(folder)
     assert data.stream is not None
-    steps = [(step, rows.digest, place) for step, rows, place in data.stream.steps(schedule(data), Place())]
+    steps = [(step, rows.digest, place) for step, rows, place in data.stream.steps(schedule(data), StreamPosition())]
     for first in range(1, len(steps)):
         again = stream(folder)
         assert again.stream is not None and again.identity == data.identity
@@ -103,13 +103,13 @@ def test_rows_that_cannot_be_used_are_counted_as_they_come(
     bad = [{**row, "output": ""} if 30 <= i < 33 else row for i, row in enumerate(ROWS)]
     data = stream(write_jsonl(tmp_path / "rows.jsonl", bad), max_bad_rows=0.1)
     assert data.stream is not None
-    assert len([None for _ in data.stream.steps(schedule(data), Place())]) == 10
+    assert len([None for _ in data.stream.steps(schedule(data), StreamPosition())]) == 10
     assert any("3 x empty output" in line and "rows.jsonl:31, 32, 33" in line for line in lines)
     bad = [{**row, "output": ""} if i > 1010 else row for i, row in enumerate(ROWS * 20)]
     data = stream(write_jsonl(tmp_path / "rows.jsonl", bad), max_bad_rows=0.01)
     assert data.stream is not None
     with pytest.raises(UserError, match=r"of 1,0\d\d rows so far cannot be used, allowed are 1.0%"):
-        list(data.stream.steps(schedule(data), Place()))
+        list(data.stream.steps(schedule(data), StreamPosition()))
 
 
 def test_what_a_stream_cannot_do_is_one_sentence(tmp_path: Path, stream: Callable[..., RunData]) -> None:
@@ -132,7 +132,7 @@ from transformers import AutoTokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.streaming import Place
+from fsdp_qlora.data.streaming import StreamPosition
 from fsdp_qlora.errors import UserError
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 for max_steps in (-1, 9):
@@ -142,7 +142,7 @@ for max_steps in (-1, 9):
     except UserError as error:
         print("REFUSED", error)
 schedule = Schedule(108, 12, 1, 1, num_epochs=1, max_steps=9, seed=1)
-steps = list(data.stream.steps(schedule, Place()))
+steps = list(data.stream.steps(schedule, StreamPosition()))
 print("ROWS", json.dumps([rows.row_numbers.tolist() for _, rows, _ in steps]))
 print("COUNT", data.rows_per_epoch)
 print("FROM", flush=True)
@@ -175,7 +175,7 @@ def test_a_dataset_of_the_hub_is_streamed_by_ranges_of_its_files(tmp_path: Path)
             process.stdin.flush()
     hub.server.shutdown()
     assert process.wait() == 0
-    assert said["REFUSED"].endswith("nobody knows how many rows owner/rows has. Give --max_steps.")
+    assert said["REFUSED"].endswith("the number of rows of owner/rows is unknown. Give --max_steps.")
     steps = json.loads(said["ROWS"])
     epoch = [number for step in steps for number in step][:57]
     assert sorted(epoch) == list(range(1, 58)) and said["COUNT"] == "None"
@@ -191,7 +191,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, stream: Callable[...
     data = stream(tmp_path / "rows.jsonl")
     assert data.stream is not None
     kib = []
-    for step, _, _ in data.stream.steps(schedule(data), Place()):
+    for step, _, _ in data.stream.steps(schedule(data), StreamPosition()):
         if step % 20 == 0:
             with open(f"/proc/{os.getpid()}/status") as status:
                 kib.append(int(next(line for line in status if line.startswith("RssAnon")).split()[1]))

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     rows = args.batch_size * ranks.world_size
     data = random_rows(rows, args.length, config.vocab_size, masked=0, seed=0)
     schedule = options.pick(Schedule, num_rows=rows, world_size=ranks.world_size, rows_per_step=None, mixture=None)
-    run_data = RunData(data, np.arange(rows), data, np.arange(0), sample="", rejected=[])
+    run_data = RunData(data, np.arange(rows))
     trainer = build_trainer(options, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
     torch._C._cuda_clearCublasWorkspaces()  # the head's trial needed one: 8 MiB, on Hopper 32
     loaded = torch.cuda.memory_allocated()
