@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from fsdp_qlora import distributed
-from fsdp_qlora.adapters.earlier import read_adapter
 from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base
+from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.schedule import Schedule
@@ -19,8 +19,8 @@ from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.lean.compiled import compile_gates
 from fsdp_qlora.lean.insert import describe_lean
 from fsdp_qlora.loading.decomposed_adapters import decompose_weights
-from fsdp_qlora.loading.earlier_adapter import fill_from, keep_start
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
+from fsdp_qlora.loading.pretrained_adapter import fill_from, load_subtracted_part
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, Plan, blocks_to_recompute
@@ -61,9 +61,9 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
 def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMesh, ranks: Ranks) -> None:
     """Fill the shards: the base from its files or the quantized cache, the adapter with its initial values."""
     model, init, cache_folder = plan.meta.model, config.init_lora_weights, config.quant_cache
-    earlier = read_adapter(Path(config.adapter).expanduser()) if config.adapter else None
-    if earlier and reduces_base(init):
-        keep_start(model, earlier, mesh, ranks.device)
+    pretrained = read_adapter(Path(config.adapter).expanduser()) if config.adapter else None
+    if pretrained and reduces_base(init):
+        load_subtracted_part(model, pretrained, mesh, ranks.device)
     elif init != "true":
         decompose_weights(model, weights, mesh, ranks.device, init=init, seed=config.seed)
     if reduces_base(init) and plan.train_type.quantizer:
@@ -84,8 +84,8 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     else:
         load(weights=weights)
     initialize_adapters(model, mesh, seed=config.seed)
-    if earlier:
-        fill_from(model, earlier, mesh, ranks.device, init=init)
+    if pretrained:
+        fill_from(model, pretrained, mesh, ranks.device, init=init)
 
 
 def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:

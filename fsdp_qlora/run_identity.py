@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora import distributed
-from fsdp_qlora.adapters.earlier import parent_of, read_adapter
+from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.checkpointing.checkpoint import record_of
 from fsdp_qlora.checkpointing.result import changed_error
 from fsdp_qlora.checkpointing.same_run import StartRequest
@@ -95,4 +95,4 @@ def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tupl
             )
     if failure := distributed.first_failure(failure, ranks.device):
         raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")
-    return parent_of(adapter), digest
+    return adapter.lineage(), digest

@@ -1,16 +1,15 @@
 """The training options of the run that an adapter or a model comes from, for commands that use it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.errors import UserError
 
-OPTIONS, RECORD, ADAPTER = "config.yaml", "training.json", "adapter_config.json"
+OPTIONS = "config.yaml"
 
 
 def run_options(adapter: Path | None, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
@@ -44,7 +43,7 @@ def generation_options(folder: Path | None, words: list[str]) -> TrainConfig:
 
     Args and Raises: as `run_options`.
     """
-    if folder is None or (folder / ADAPTER).is_file() or not (folder / "config.json").is_file():
+    if folder is None or (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
         return run_options(folder, words, starts_from_it=folder is not None)
     noted = ["--config", str(folder / OPTIONS)] if (folder / OPTIONS).is_file() else []
     given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
@@ -53,14 +52,8 @@ def generation_options(folder: Path | None, words: list[str]) -> TrainConfig:
 
 
 def _recorded(adapter: Path) -> Iterator[str]:
-    """The options of a run without its folder: what its adapter's files say."""
-    config = _read(adapter / ADAPTER)
-    if config is None:
-        raise UserError(
-            f"--adapter {adapter} has no {ADAPTER} that can be read. Give the output folder of a run, or one that PEFT "
-            "saved."
-        )
-    record = _read(adapter / RECORD) or {}
+    """The options of a run without its folder, from the files beside its adapter."""
+    config, record = read_config(adapter), read_record(adapter)
     settings = record.get("settings") or {"train_type": "dora" if config.get("use_dora") else "lora"}
     base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
     if base:
@@ -68,11 +61,3 @@ def _recorded(adapter: Path) -> Iterator[str]:
     for name, value in settings.items():
         if value is not None and hasattr(DEFAULTS, name):
             yield from (f"--{name}", value_text(tuple(value) if isinstance(value, list) else value))
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

@@ -28,7 +28,7 @@ from fsdp_qlora.loading.weight_files import open_weight_files
 from fsdp_qlora.merging.base import DequantizedBase, OriginalBase
 from fsdp_qlora.merging.changes import Changes
 from fsdp_qlora.merging.merged_model import MergedModel, split_ends
-from fsdp_qlora.merging.peft_folder import PeftFolder, read_peft_folder
+from fsdp_qlora.merging.peft_folder import PeftFolder, open_adapter
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings, take_settings
 from fsdp_qlora.results.record import Base, merged_documents
@@ -99,7 +99,7 @@ def open_merge(adapter_path: Path, trained_on: TrainedOn) -> Merge:
     Raises:
         UserError: one of them cannot be used, or they do not fit together.
     """
-    adapter = read_peft_folder(adapter_path)
+    adapter = open_adapter(adapter_path)
     name, with_code = trained_on.model_name, trained_on.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
     config = models.load_config(folder, name, trust_remote_code=with_code)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.adapters.earlier import read_adapter
+from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError

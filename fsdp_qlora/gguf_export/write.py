@@ -16,7 +16,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.gguf_export.architecture import ARCHITECTURES, Architecture
 from fsdp_qlora.gguf_export.tokenizer import add_tokenizer, read_vocabulary
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.merging.peft_folder import PeftFolder, read_peft_folder
+from fsdp_qlora.merging.peft_folder import PeftFolder, open_adapter
 from fsdp_qlora.storage.files import staged_file
 
 TYPES = {
@@ -80,7 +80,7 @@ def write_adapter(folder: Path, base: Path, out: Path) -> None:
     Raises:
         UserError: the adapter is not plain LoRA on linear layers, or the file cannot be written.
     """
-    adapter, architecture = read_peft_folder(folder), Architecture(_read_config(base))
+    adapter, architecture = open_adapter(folder), Architecture(_read_config(base))
     names = [name for name in adapter.files.files if name.endswith(".lora_A.weight")]
     pairs = {name: name.replace(".lora_A.", ".lora_B.") for name in names}
     others = adapter.files.files.keys() - pairs.keys() - set(pairs.values())

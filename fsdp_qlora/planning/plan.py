@@ -15,9 +15,9 @@ from peft import LoraConfig
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora import distributed, models
-from fsdp_qlora.adapters.earlier import differences, is_other_base, read_adapter
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
@@ -30,7 +30,7 @@ from fsdp_qlora.documents import choose, describe_kernel
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.loading import decoded, hub
-from fsdp_qlora.loading.earlier_adapter import wanted_shapes
+from fsdp_qlora.loading.pretrained_adapter import wanted_shapes
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
 from fsdp_qlora.optimizers.sharded import check_optimizer
@@ -326,14 +326,14 @@ def check_adapter(config: TrainConfig, model: PreTrainedModel) -> None:
     """
     adapter = read_adapter(Path(str(config.adapter)).expanduser())
     own = hub.public_name(config.model)
-    if is_other_base(adapter, own=own, said_to_be=config.base_name):
+    if adapter.has_other_base(own=own, said_to_be=config.base_name):
         raise UserError(
             f"--adapter {config.adapter} was trained on {adapter.base_name}, and --model_name is {own}. If they are "
             f"the same weights, in other bits or under another name, say so: --base_name {adapter.base_name}."
         )
-    if found := differences(adapter, wanted_shapes(model, init=config.init_lora_weights)):
+    if found := adapter.differences(wanted_shapes(model, init=config.init_lora_weights)):
         raise UserError(
-            f"--adapter {config.adapter} is none for this model and these options (its base is "
+            f"--adapter {config.adapter} does not fit this model and these options (its base is "
             f"{adapter.base_name or 'not named'}):\n  " + "\n  ".join(found)
         )
 

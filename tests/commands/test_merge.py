@@ -219,7 +219,7 @@ def test_what_cannot_be_merged_is_refused_by_name(
         ("--adapter", changed("nan", **{name: tensors[name] * torch.nan})): "has values that are not finite",
         ("--adapter", pissa): "init_lora_weights pissa",
         ("--adapter", torn): "not a readable safetensors file",
-        ("--adapter", base): "has no adapter_config.json",
+        ("--adapter", base): "it is a whole model",
         ("--adapter", adapter, "--base", "dequantized"): "was not trained on a quantized base",
         ("--adapter", adapter, "--out", tmp_path / "full"): "full exists already and is not empty",
         ("--adapter", adapter, "--model_name", models("qwen2", num_hidden_layers=1)): "does not fit this base",

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from fsdp_qlora.adapters.earlier import read_adapter
+from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
 from tests.parity.test_experts import FAMILIES

@@ -1,4 +1,4 @@
-"""Fills a sharded model's adapter from an earlier one's file: each rank reads its own rows."""
+"""Fills a sharded model's adapter from the file of a pretrained one: each rank reads its own rows."""
 
 import contextlib
 import logging
@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.adapters.earlier import EarlierAdapter
 from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
 from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.adapters.lora import KeptShard
+from fsdp_qlora.adapters.peft_folder import PretrainedAdapter
 from fsdp_qlora.distributed import first_failure, own_rows, store_rows
 from fsdp_qlora.errors import UserError
 
@@ -33,8 +33,8 @@ def _doubled(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def keep_start(model: nn.Module, adapter: EarlierAdapter, mesh: DeviceMesh, device: torch.device) -> None:
-    """Take from an adapter of twice the rank what is to be subtracted from the base, before the base is loaded.
+def load_subtracted_part(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device) -> None:
+    """Read, from an adapter of twice the rank, the product to subtract from the base, before the base is loaded.
 
     Called on every rank.
     """
@@ -48,8 +48,10 @@ def keep_start(model: nn.Module, adapter: EarlierAdapter, mesh: DeviceMesh, devi
 
 
 @torch.no_grad()
-def fill_from(model: nn.Module, adapter: EarlierAdapter, mesh: DeviceMesh, device: torch.device, *, init: str) -> None:
-    """Give the adapter of a loaded model the values of an earlier one. Called on every rank.
+def fill_from(
+    model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device, *, init: str
+) -> None:
+    """Give the adapter of a loaded model the values of a pretrained one. Called on every rank.
 
     Raises:
         UserError: a value is not finite, or the file cannot be read; the same on every rank.
@@ -64,7 +66,7 @@ def fill_from(model: nn.Module, adapter: EarlierAdapter, mesh: DeviceMesh, devic
 
 
 def _rows(
-    file: Any, adapter: EarlierAdapter, name: str, parameter: torch.Tensor, mesh: DeviceMesh, *, half: int | None
+    file: Any, adapter: PretrainedAdapter, name: str, parameter: torch.Tensor, mesh: DeviceMesh, *, half: int | None
 ) -> torch.Tensor:
     """This rank's rows of a tensor, float32.
 
@@ -89,7 +91,7 @@ def _rows(
 
 
 @contextlib.contextmanager
-def _agreed(adapter: EarlierAdapter, device: torch.device) -> Iterator[None]:
+def _agreed(adapter: PretrainedAdapter, device: torch.device) -> Iterator[None]:
     """Raise the same error on every rank if one of them fails in the block, which has no collectives."""
     failure = None
     try:

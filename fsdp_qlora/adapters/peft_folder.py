@@ -1,6 +1,6 @@
-"""An adapter to start from: the options that it decides, and its tensors. Without torch or PEFT: the options need it.
+"""Reads an adapter's folder in PEFT's format, of this program (then training.json says more of it) or of another one.
 
-Its folder is one in PEFT's format, of this program (then training.json says more of it), of PEFT or of another trainer.
+Without torch and PEFT: the options of a run need it.
 """
 
 import json
@@ -15,21 +15,28 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.errors import UserError
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "training.json"
-_PREFIX = "base_model.model."
-# Properties of an adapter that cannot be trained here -> their neutral values besides null.
+PREFIX = "base_model.model."  # of the tensors' names
+# Settings of LoRA that are supported nowhere here -> their neutral values besides null.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
     **dict.fromkeys(("lora_bias", "use_qalora", "use_bdlora"), (False,)),
     **dict.fromkeys(("layer_replication", "trainable_token_indices", "alora_invocation_tokens"), ([], {})),
-    **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config"), ({},)),
+    **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config", "megatron_config"), ({},)),
 }
-# First values that leave a changed base behind, to which the adapter belongs.
-_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Initial values that are subtracted from the base: PEFT saves the adapter for that other base unless it is told to
+# convert it.
+_CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+_TYPES: dict[str, Any] = {
+    "r": int,
+    "lora_alpha": (int, float),
+    "rank_pattern": dict,
+    "alpha_pattern": dict,
+    "target_modules": (list, str),
+}
 
 
 @dataclass(frozen=True)
-class EarlierAdapter:
-    """An adapter in PEFT's format.
+class PretrainedAdapter:
+    """An adapter that training starts from.
 
     kind: lora or dora. base_name: of its base, as its configuration has it. options: option -> the value that it
     decides. names: a tensor's name as this program calls it -> its name in the file. shapes: by this program's names.
@@ -48,17 +55,50 @@ class EarlierAdapter:
     def weights(self) -> Path:
         return self.folder / WEIGHTS
 
+    def differences(self, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """How the tensors differ from those of a model's adapter, by name -> shape; empty if they do not."""
+        missing = [name for name in wanted if name not in self.shapes]
+        extra = [name for name in self.shapes if name not in wanted]
+        other = [
+            f"{name} is {list(self.shapes[name])} and must be {list(shape)}"
+            for name, shape in wanted.items()
+            if name in self.shapes and tuple(self.shapes[name]) != tuple(shape)
+        ]
+        found = []
+        for what, names in (("it lacks", missing), ("this model's adapter has no", extra), ("", other)):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                found.append(f"{what} {', '.join(names[:3])}{more}".strip())
+        return found
 
-def read_adapter(folder: Path) -> EarlierAdapter:
+    def has_other_base(self, *, own: str, said_to_be: str | None) -> bool:
+        """Whether both bases are named as on the hub, and not the same.
+
+        Args:
+            own: the name of this run's base. said_to_be: --base_name.
+        """
+        name = self.base_name
+        both = [word.count("/") == 1 and not word.startswith(("/", ".", "~")) for word in (name, own)]
+        return all(both) and name.lower() not in (own.lower(), (said_to_be or "").lower())
+
+    def lineage(self) -> dict[str, Any]:
+        """The adapter's name, and the run and step that it is of, for the record of a run that starts from it."""
+        parent: dict[str, Any] = {"name": self.folder.resolve().name}
+        return parent | {name: self.record[name] for name in ("run_id", "step") if name in self.record}
+
+
+def read_adapter(folder: Path) -> PretrainedAdapter:
     """Read an adapter's configuration and the names and shapes of its tensors.
 
     Raises:
         UserError: it is no adapter of a kind that can be trained, or a file of it is missing or damaged.
     """
-    config = _read_config(folder)
-    names, shapes = _read_header(folder / WEIGHTS)
-    record = _read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
-    return EarlierAdapter(
+    config = read_config(folder)
+    if config.get("bias") not in (None, "none"):
+        raise UserError(f"--adapter {folder} has bias {config['bias']!r}, which cannot be trained here.")
+    names, shapes = _read_header(weights_file(folder))
+    record = read_record(folder)
+    return PretrainedAdapter(
         folder=folder,
         kind="dora" if config.get("use_dora") else "lora",
         base_name=str(config.get("base_model_name_or_path") or ""),
@@ -69,27 +109,25 @@ def read_adapter(folder: Path) -> EarlierAdapter:
     )
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of adapter_config.json.
+
+    Raises:
+        UserError: there is none, or it is damaged, is not LoRA's or has settings that are not supported.
+    """
     if not (folder / CONFIG).is_file():
-        raise UserError(f"--adapter {folder}: {_what_it_is(folder)}")
+        raise UserError(f"--adapter {folder}: {_explain_folder(folder)}")
     config = _read_json(folder / CONFIG)
     if config.get("peft_type") != "LORA":
-        raise UserError(f"--adapter {folder} is of PEFT's type {config.get('peft_type')}; only LORA can be trained.")
+        raise UserError(f"--adapter {folder} is of PEFT's type {config.get('peft_type')}; only LORA is supported.")
     for name, neutral in _UNSUPPORTED.items():
         if config.get(name) is not None and config[name] not in neutral:
-            raise UserError(f"--adapter {folder} has {name} {config[name]!r}, which cannot be trained here.")
-    kinds: dict[str, Any] = {
-        "r": int,
-        "lora_alpha": (int, float),
-        "rank_pattern": dict,
-        "alpha_pattern": dict,
-        "target_modules": (list, str),
-    }
-    for name, kind in kinds.items():
+            raise UserError(f"--adapter {folder} has {name} {config[name]!r}, which is not supported here.")
+    for name, kind in _TYPES.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
             raise UserError(f"--adapter {folder}: {CONFIG} has {name} {config[name]!r}. Restore the file.")
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.startswith(_CHANGE_BASE):
+    if isinstance(init, str) and init.lower().startswith(_CHANGE_BASE):
         raise UserError(
             f"--adapter {folder} was made with init_lora_weights {init}, so it belongs to a base that was changed. "
             "Save it for the original one: PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)."
@@ -97,8 +135,23 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _what_it_is(folder: Path) -> str:
-    """What a folder is that is no adapter, and what to do."""
+def read_record(folder: Path) -> dict[str, Any]:
+    """The content of training.json, which this program writes; empty without one."""
+    return _read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+
+
+def weights_file(folder: Path) -> Path:
+    """The file of the tensors. Raises UserError if there is none."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        pickled = path.with_suffix(".bin").is_file()
+        advice = "Save it with PEFT as safetensors: pickled files can run code." if pickled else "Restore the file."
+        raise UserError(f"--adapter {folder} has no {WEIGHTS}. {advice}")
+    return path
+
+
+def _explain_folder(folder: Path) -> str:
+    """What a folder without an adapter is, and what to do."""
     if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
         return f"there is no such folder. If it is on the hub: hf download {folder} --local-dir DIR, and give DIR."
     if not folder.is_dir():
@@ -124,10 +177,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """The names of the tensors as this program calls them -> in the file, and -> their shapes."""
-    if not path.is_file():
-        pickled = path.with_suffix(".bin").is_file()
-        advice = "Save it with PEFT as safetensors: pickled files can run code." if pickled else "Restore the file."
-        raise UserError(f"--adapter {path.parent} has no {path.name}. {advice}")
     try:
         with safe_open(path, framework="numpy") as file:
             stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -187,39 +236,5 @@ def _targets(config: Mapping[str, Any], shapes: Mapping[str, Any]) -> tuple[str,
     ends = ".lora_A.weight"
     inside = {name for name in shapes if ".base_layer." in name or ".experts." in name}
     return tuple(
-        name.removeprefix(_PREFIX).removesuffix(ends) for name in shapes if name.endswith(ends) and name not in inside
+        name.removeprefix(PREFIX).removesuffix(ends) for name in shapes if name.endswith(ends) and name not in inside
     )
-
-
-def differences(adapter: EarlierAdapter, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """How an adapter's tensors differ from those that a model's adapter has, by name -> shape; empty if they do not."""
-    missing = [name for name in wanted if name not in adapter.shapes]
-    extra = [name for name in adapter.shapes if name not in wanted]
-    other = [
-        f"{name} is {list(adapter.shapes[name])} and must be {list(shape)}"
-        for name, shape in wanted.items()
-        if name in adapter.shapes and tuple(adapter.shapes[name]) != tuple(shape)
-    ]
-    found = []
-    for what, names in (("it lacks", missing), ("this model's adapter has no", extra), ("", other)):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            found.append(f"{what} {', '.join(names[:3])}{more}".strip())
-    return found
-
-
-def is_other_base(adapter: EarlierAdapter, *, own: str, said_to_be: str | None) -> bool:
-    """Whether both bases are named as on the hub, and not the same.
-
-    Args:
-        own: the name of this run's base. said_to_be: --base_name.
-    """
-    name = adapter.base_name
-    both = [word.count("/") == 1 and not word.startswith(("/", ".", "~")) for word in (name, own)]
-    return all(both) and name.lower() not in (own.lower(), (said_to_be or "").lower())
-
-
-def parent_of(adapter: EarlierAdapter) -> dict[str, Any]:
-    """Whom a run descends from that starts from the adapter."""
-    parent: dict[str, Any] = {"name": adapter.folder.resolve().name}
-    return parent | {name: adapter.record[name] for name in ("run_id", "step") if name in adapter.record}
