@@ -176,7 +176,7 @@ def _gguf(args: argparse.Namespace) -> None:
             llama_cpp.convert_model(converter, folder, out, args.type)
     else:
         try:
-            from fsdp_qlora.gguf_export.write import write_adapter, write_model
+            from fsdp_qlora.commands.gguf import write_adapter, write_model
         except ModuleNotFoundError as error:
             raise UserError('gguf needs the package gguf: pip install "fsdp_qlora[gguf]"') from error
         if args.adapter:
@@ -399,9 +399,10 @@ COMMANDS = {
     "gguf": Command(
         "write a merged model or an adapter for llama.cpp",
         _gguf,
-        "Write a merged model as a GGUF file, for llama.cpp and what is built on it. llama and qwen2 with a byte-level "
-        "BPE tokenizer are converted here, in f16, q8_0 or f32; other models and types by llama.cpp's own programs, in "
-        "--llama_cpp. With --adapter instead of --model it is the LoRA adapter alone, for a base in GGUF.",
+        "Write a merged model as a GGUF file, for llama.cpp and what is built on it. Llama, Mistral, Qwen2, Qwen3 and "
+        "Gemma models with a BPE tokenizer are converted here, in f16, q8_0 or f32; other models and types by "
+        "llama.cpp's own programs, in --llama_cpp. With --adapter instead of --model it is the LoRA adapter alone, for "
+        "a base in GGUF.",
         _gguf_options,
     ),
     "generate": Command(

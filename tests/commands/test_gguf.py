@@ -1,6 +1,7 @@
 """GGUF files hold what transformers reads back: the same weights, tokens and answers."""
 
 import json
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
@@ -26,9 +31,21 @@ def greedy(model: torch.nn.Module) -> torch.Tensor:
     return model.eval().generate(input_ids=PROBE, max_new_tokens=12, do_sample=False, pad_token_id=1)
 
 
+# Some sizes are what transformers assumes of a GGUF file that does not say them.
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 256, "sliding_window": 8, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("llama", {}), ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}), ("qwen2", {})],
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 128}),
+        ("gemma2", GEMMA),
+        ("gemma3_text", GEMMA),
+    ],
 )
 def test_a_merged_model_read_back_answers_the_same(
     family: str, sizes: dict[str, object], models: Models, tmp_path: Path
@@ -49,6 +66,44 @@ def test_a_merged_model_read_back_answers_the_same(
     fields = gguf.GGUFReader(tmp_path / "q8_0.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == "gpt-2" and fields["tokenizer.ggml.add_bos_token"].contents()
     assert fields["tokenizer.ggml.eos_token_id"].contents() == 1
+
+
+def test_norms_of_gemma_are_stored_as_they_multiply(models: Models, tmp_path: Path) -> None:
+    base = models("gemma", head_dim=32, tie_word_embeddings=True)  # transformers does not read its GGUF files
+    assert convert("--model", base, "--out", tmp_path / "gemma.gguf", "--type", "f32") == 0
+    stored = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "gemma.gguf").tensors}
+    tensors = load_file(base / "model.safetensors")
+    assert len(stored) == len(tensors) and "output.weight" not in stored
+    np.testing.assert_array_equal(stored["output_norm.weight"], tensors["model.norm.weight"] + 1)
+    np.testing.assert_array_equal(stored["blk.1.attn_q.weight"], tensors["model.layers.1.self_attn.q_proj.weight"])
+
+
+@pytest.mark.parametrize("puts_space_first", [True, False])
+def test_a_tokenizer_of_sentencepiece_read_back_gives_the_same_tokens(
+    puts_space_first: bool, models: Models, tmp_path: Path
+) -> None:
+    base = shutil.copytree(models("llama"), tmp_path / "base")
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps = [normalizers.Prepend("▁")] * puts_space_first + [normalizers.Replace(" ", "▁")]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = BpeTrainer(vocab_size=300, special_tokens=pieces, show_progress=False)
+    tokenizer.train_from_iterator(["sort the list of all the rivers and the other lists"] * 3, trainer)
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < 3]  # no bytes, as in Llama 2
+    (base / "tokenizer.json").write_text(json.dumps(content))
+    assert convert("--model", base, "--out", tmp_path / "model.gguf") == 0
+    mine = AutoTokenizer.from_pretrained(base)
+    read = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    assert (
+        gguf.GGUFReader(tmp_path / "model.gguf").fields["tokenizer.ggml.add_space_prefix"].contents()
+        is puts_space_first
+    )
+    for text in ("sort the list of rivers", "the  other é lists"):
+        # transformers puts a space first in either case
+        wanted = mine(" " * (not puts_space_first) + text, add_special_tokens=False)["input_ids"]
+        assert read(text, add_special_tokens=False)["input_ids"] == wanted and len(wanted) < len(text)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +163,7 @@ def test_what_cannot_be_converted_is_refused(
     for argv, words in {
         ("--model", models("gpt2", n_embd=64, n_head=4, n_layer=2)): "Models of type gpt2 are not converted here",
         ("--model", base, "--type", "q4_k_m"): "give its folder in --llama_cpp",
-        ("--model", odd): "no byte-level BPE",
+        ("--model", odd): "its tokenizer is no BPE of a kind known here",
         ("--model", tmp_path / "absent"): "there is no such folder",
         ("--adapter", dora, "--base", base): "has DoRA, which llama.cpp does not apply",
         ("--adapter", dora): "--adapter needs --base",

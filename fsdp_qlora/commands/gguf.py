@@ -1,0 +1,279 @@
+"""Writes a merged model, or an adapter, as a GGUF file for llama.cpp, one tensor in memory at a time.
+
+Keys and names of tensors come from the tables of the package gguf. FAMILIES says what llama.cpp stores in another way
+than transformers; each row follows the family's class in llama.cpp's convert_hf_to_gguf.py.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from tqdm import tqdm
+from transformers import AutoConfig, PretrainedConfig
+
+from fsdp_qlora.adapters.peft_folder import PREFIX
+from fsdp_qlora.adapters.targets import find_pattern
+from fsdp_qlora.commands.gguf_tokenizer import ADVICE, add_tokenizer, read_vocabulary
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.merging.peft_folder import PeftFolder, open_adapter
+from fsdp_qlora.storage.files import staged_file
+
+
+class Family(NamedTuple):
+    """A type of model.
+
+    has_interleaved_heads: rows of queries and keys are stored with the pairs of rotated dims side by side.
+    has_norms_from_one: transformers stores the weights of norms as differences from 1, llama.cpp as they are.
+    """
+
+    arch: MODEL_ARCH
+    has_interleaved_heads: bool = False
+    has_norms_from_one: bool = False
+
+
+# model_type of config.json -> its family.
+FAMILIES = {
+    "llama": Family(MODEL_ARCH.LLAMA, has_interleaved_heads=True),
+    "mistral": Family(MODEL_ARCH.LLAMA, has_interleaved_heads=True),
+    "qwen2": Family(MODEL_ARCH.QWEN2),
+    "qwen3": Family(MODEL_ARCH.QWEN3),
+    "gemma": Family(MODEL_ARCH.GEMMA, has_norms_from_one=True),
+    "gemma2": Family(MODEL_ARCH.GEMMA2, has_norms_from_one=True),
+    "gemma3_text": Family(MODEL_ARCH.GEMMA3, has_norms_from_one=True),
+}
+# Field of config.json -> what writes it.
+_KEYS: dict[str, Callable[[GGUFWriter, Any], None]] = {
+    "max_position_embeddings": GGUFWriter.add_context_length,
+    "hidden_size": GGUFWriter.add_embedding_length,
+    "num_hidden_layers": GGUFWriter.add_block_count,
+    "intermediate_size": GGUFWriter.add_feed_forward_length,
+    "num_attention_heads": GGUFWriter.add_head_count,
+    "num_key_value_heads": GGUFWriter.add_head_count_kv,
+    "rms_norm_eps": GGUFWriter.add_layer_norm_rms_eps,
+    "attn_logit_softcapping": GGUFWriter.add_attn_logit_softcapping,
+    "final_logit_softcapping": GGUFWriter.add_final_logit_softcapping,
+}
+TYPES = {
+    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+}
+_STORED_AS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
+_PIECE = 2**24  # elements quantized at a time
+
+
+class _Tensor(NamedTuple):
+    """shape: as in the model. read: its values in that shape, float32."""
+
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    read: Callable[[], np.ndarray]
+
+
+class _Architecture:
+    """How a model's tensors are named and stored. Raises UserError if it has something that is not known here."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder} is no model folder: {str(error).splitlines()[0]}") from error
+        if config.model_type not in FAMILIES:
+            raise UserError(f"Models of type {config.model_type} are not converted here. {ADVICE}")
+        self.config, self.family = config, FAMILIES[config.model_type]
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
+        self.rope: Mapping[str, Any] = rope.get("full_attention", rope)
+        kind = self.rope.get("rope_type", "default")
+        if kind not in ("default", "linear", "llama3"):
+            raise UserError(f"The model has rope type {kind}, which is not converted here. {ADVICE}")
+        if getattr(config, "use_sliding_window", False):
+            raise UserError(f"The model has a sliding window, which is not converted here. {ADVICE}")
+        self._names = gguf.get_tensor_name_map(self.family.arch, config.num_hidden_layers)
+
+    def tensor_name(self, name: str) -> str:
+        """llama.cpp's name of a weight."""
+        found = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise UserError(f"The model has a tensor {name} that llama.cpp's {self.arch_name} does not. {ADVICE}")
+        return str(found)
+
+    @property
+    def arch_name(self) -> str:
+        return str(gguf.MODEL_ARCH_NAMES[self.family.arch])
+
+    def convert(self, name: str, values: np.ndarray) -> np.ndarray:
+        """A weight's values as llama.cpp stores them."""
+        if self.family.has_norms_from_one and name.endswith("norm.weight"):
+            return values + np.float32(1)
+        heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
+        count = next((heads[part] for part in name.split(".") if part in heads), None)
+        if not self.family.has_interleaved_heads or count is None:
+            return values
+        split = values.reshape(count, 2, values.shape[0] // count // 2, *values.shape[1:])
+        return split.swapaxes(1, 2).reshape(values.shape)
+
+    def add_keys(self, writer: GGUFWriter) -> None:
+        for name, add in _KEYS.items():
+            if getattr(self.config, name, None) is not None:
+                add(writer, getattr(self.config, name))
+        writer.add_key_length(self.head_dim)
+        writer.add_value_length(self.head_dim)
+        writer.add_rope_dimension_count(self.head_dim)
+        writer.add_rope_freq_base(float(self.rope.get("rope_theta", 10000.0)))
+        if self.rope.get("rope_type") == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(float(self.rope["factor"]))
+        if self.family.arch in (MODEL_ARCH.GEMMA2, MODEL_ARCH.GEMMA3):  # for others llama.cpp has no window
+            writer.add_sliding_window(self.config.sliding_window)
+
+    def rope_factors(self) -> dict[str, np.ndarray]:
+        """llama3's scaling of each rotary frequency, which is a tensor."""
+        if self.rope.get("rope_type") != "llama3":
+            return {}
+        base, factor = float(self.rope["rope_theta"]), float(self.rope["factor"])
+        low, high = float(self.rope["low_freq_factor"]), float(self.rope["high_freq_factor"])
+        length = float(self.rope["original_max_position_embeddings"])
+        lengths = 2 * math.pi * base ** (np.arange(0, self.head_dim, 2) / self.head_dim)
+        smooth = np.clip((length / lengths - low) / (high - low), 0.0, 1.0)
+        return {"rope_freqs.weight": (1.0 / ((1 - smooth) / factor + smooth)).astype(np.float32)}
+
+
+def write_model(folder: Path, out: Path, kind: str) -> None:
+    """Write a model folder as a GGUF file with its tokenizer.
+
+    Args:
+        kind: a key of TYPES.
+    Raises:
+        UserError: the model cannot be converted, or the file cannot be written.
+    """
+    architecture, files = _Architecture(folder), WeightFiles(folder)
+    config, (wanted, file_type) = architecture.config, TYPES[kind]
+    vocabulary = read_vocabulary(folder, config.vocab_size)
+    tensors = {
+        name: _Tensor(values.shape, GGMLQuantizationType.F32, lambda values=values: values)  # type: ignore[misc]
+        for name, values in architecture.rope_factors().items()
+    }
+
+    def read(name: str) -> np.ndarray:
+        return architecture.convert(name, files.read_rows(name, 0, files.shape(name)[0]).to(torch.float32).numpy())
+
+    for name in files.files:
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        shape = tuple(files.shape(name))
+        tensors[architecture.tensor_name(name)] = _Tensor(
+            shape,
+            _kind_of(shape, wanted),
+            lambda name=name: read(name),  # type: ignore[misc]
+        )
+
+    def add_keys(writer: GGUFWriter) -> None:
+        writer.add_type(gguf.GGUFType.MODEL)
+        writer.add_name(folder.resolve().name)
+        writer.add_vocab_size(len(vocabulary.tokens))
+        architecture.add_keys(writer)
+        writer.add_file_type(file_type)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        add_tokenizer(writer, folder, vocabulary)
+
+    _write(out, architecture.arch_name, add_keys, tensors)
+
+
+def write_adapter(folder: Path, base: Path, out: Path) -> None:
+    """Write a LoRA adapter as a GGUF file that llama.cpp applies to a converted base (--lora).
+
+    llama.cpp scales B A by alpha / rank with one alpha for all layers; other scales are multiplied into B.
+
+    Args:
+        base: the base's folder; only its config.json is read.
+    Raises:
+        UserError: the adapter is not plain LoRA on linear layers, or the file cannot be written.
+    """
+    adapter, architecture = open_adapter(folder), _Architecture(base)
+    names = [name for name in adapter.files.files if name.endswith(".lora_A.weight")]
+    pairs = {name: name.replace(".lora_A.", ".lora_B.") for name in names}
+    others = adapter.files.files.keys() - pairs.keys() - set(pairs.values())
+    if others or adapter.config.use_dora or adapter.config.target_parameters:
+        what = "DoRA" if adapter.config.use_dora else next(iter(sorted(others)), "LoRA of experts")
+        raise UserError(f"--adapter {folder} has {what}, which llama.cpp does not apply. Merge it: merge, then gguf.")
+    tensors: dict[str, _Tensor] = {}
+
+    def add(target: str, name: str, read: Callable[[], np.ndarray]) -> None:
+        tensors[target] = _Tensor(tuple(adapter.files.shape(name)), GGMLQuantizationType.F32, read)
+
+    for name_A, name_B in pairs.items():
+        path = name_A.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        scale = np.float32(_scaling(adapter, path, adapter.files.shape(name_A)[0]))
+
+        def read_B(name: str = name_B, path: str = path, scale: np.float32 = scale) -> np.ndarray:
+            return architecture.convert(path, adapter.read(name).numpy() * scale)
+
+        target = architecture.tensor_name(f"{path}.weight")
+        add(f"{target}.lora_a", name_A, lambda name=name_A: adapter.read(name).numpy())  # type: ignore[misc]
+        add(f"{target}.lora_b", name_B, read_B)
+
+    def add_keys(writer: GGUFWriter) -> None:
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(adapter.config.lora_alpha))
+
+    _write(out, architecture.arch_name, add_keys, tensors)
+
+
+def _scaling(adapter: PeftFolder, path: str, rank: int) -> float:
+    """What B is multiplied by, so that alpha / rank is the adapter's own scale."""
+    config = adapter.config
+    key = find_pattern(config.alpha_pattern or {}, path)
+    alpha = config.lora_alpha if key is None else config.alpha_pattern[key]
+    own = alpha / (rank**0.5 if config.use_rslora else rank)
+    return float(own * rank / config.lora_alpha)
+
+
+def _kind_of(shape: tuple[int, ...], wanted: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Vectors stay in float32, and rows that are no whole blocks of q8_0 in float16, as in llama.cpp."""
+    if len(shape) < 2:
+        return GGMLQuantizationType.F32
+    is_odd = shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] != 0
+    return GGMLQuantizationType.F16 if is_odd else wanted
+
+
+def _encode(name: str, tensor: _Tensor) -> np.ndarray:
+    values = tensor.read()
+    if tensor.kind == GGMLQuantizationType.F32:
+        return values
+    rows = max(1, _PIECE // values.shape[-1])
+    with np.errstate(over="ignore"):
+        parts = [gguf.quantize(values[start : start + rows], tensor.kind) for start in range(0, len(values), rows)]
+    encoded = np.concatenate(parts)
+    if tensor.kind == GGMLQuantizationType.F16 and not np.isfinite(encoded).all():
+        raise UserError(f"{name} has values that are too large for float16. Give --type f32 or q8_0.")
+    return encoded
+
+
+def _write(out: Path, arch: str, add_keys: Callable[[GGUFWriter], None], tensors: Mapping[str, _Tensor]) -> None:
+    try:
+        with staged_file(out) as partial:
+            writer = GGUFWriter(str(partial), arch)
+            add_keys(writer)
+            for name, tensor in tensors.items():
+                shape = tensor.shape
+                if tensor.kind == GGMLQuantizationType.Q8_0:
+                    shape = gguf.quant_shape_to_byte_shape(shape, tensor.kind)
+                dtype = np.dtype(_STORED_AS.get(tensor.kind, np.uint8))
+                writer.add_tensor_info(name, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=tensor.kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, tensor in tqdm(tensors.items(), desc="Writing", unit=" tensors", disable=not sys.stderr.isatty()):
+                writer.write_tensor_data(np.ascontiguousarray(_encode(name, tensor)))
+            writer.close()
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
