@@ -1,8 +1,6 @@
 """One rank's run from start to end: plan, claim the folder, load, train under supervision, export.
 
-Besides the command line, only this module, its run_identity.py and run_result.py, load_model.py, supervision.py and
-planning/plan.py read the options; everything else takes plain arguments. The training loop is in training/loop.py, the
-optimizer step in training/trainer.py.
+The training loop is in training/loop.py, the optimizer step in training/trainer.py.
 """
 
 import logging
@@ -41,9 +39,9 @@ from fsdp_qlora.planning.plan import (
     show_samples,
     step_bytes,
 )
-from fsdp_qlora.results.upload import login_advice
+from fsdp_qlora.results.upload import login_advice, push_result
+from fsdp_qlora.results.write import leave_result, result_form, save_result
 from fsdp_qlora.run_identity import agree, known_facts, start_request
-from fsdp_qlora.run_result import leave_result, push_result, result_form, save_result
 from fsdp_qlora.supervision import Supervision
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.trainer import Trainer
@@ -108,7 +106,7 @@ def train_and_export(
     config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Supervision
 ) -> None:
     """Load the model, run the remaining steps, and save the result."""
-    ranks, start = guard.ranks, guard.start
+    ranks, start, folder = guard.ranks, guard.start, guard.folder.path
     plan = continued(config, plan, start.global_batch_size)
     identity |= {"global_batch_size": plan.schedule.global_batch_size}
     with guard.loading():
@@ -131,7 +129,7 @@ def train_and_export(
     guard.folder.prepare(files, identity, keep_run=not start.is_new)
     guard.facts.describe(lambda: run_facts(plan, optimizer=config.optimizer))
     form = result_form(config, plan.model)
-    guard.samples = open_samples(config, plan, trainer, guard.folder.path)
+    guard.samples = open_samples(config, plan, trainer, folder)
     with guard.guarding(state, identity, total_steps=plan.schedule.total_steps):
         progress = restore(state, guard)
         try:
@@ -140,13 +138,16 @@ def train_and_export(
                     try_memory(config, plan, trainer, is_retry=start.failed_starts > 0)
                 train(trainer, plan.data, progress, guard)
         except (RunStopped, NotFinite) as error:
-            leave_result(config, form, guard, error)
+            if config.save_model:
+                leave_result(form, folder, ranks, best=bool(config.eval_dataset or config.eval_fraction))
+            if isinstance(error, RunStopped) and error.ending.state == "over_budget":
+                push_result(folder, config.push_to_hub, ranks, public=config.push_public)
             raise
         if config.save_model:
-            save_result(form, trainer, guard, progress)
-        push_result(config, guard)
+            save_result(form, trainer, folder, about=guard.identity, progress=progress)
+        push_result(folder, config.push_to_hub, ranks, public=config.push_public)
         guard.finished(progress.summary())
-    log.info(describe.describe_result(progress.summary(), guard.folder.path, guard.seconds, saved=config.save_model))
+    log.info(describe.describe_result(progress.summary(), folder, guard.seconds, saved=config.save_model))
 
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, *, is_retry: bool) -> None:

@@ -158,11 +158,11 @@ def on_ranks(world_size: int, target: Callable[..., int], args: tuple[Any, ...],
 
 def _train(argv: list[str], logits_file: Path | None) -> int:
     import train
-    from fsdp_qlora import export
     from fsdp_qlora.adapters.first_values import LiveValues
+    from fsdp_qlora.results import save as saving
 
     if logits_file is not None:
-        save = export.save_adapter
+        save = saving.save_adapter
 
         def save_with_logits(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
             if not isinstance(kwargs["values"], LiveValues):  # a checkpoint's, saved by rank 0 alone
@@ -175,7 +175,7 @@ def _train(argv: list[str], logits_file: Path | None) -> int:
                 save_file({"logits": logits.clone()}, logits_file)
             save(model, *args, **kwargs)
 
-        export.save_adapter = save_with_logits
+        saving.save_adapter = save_with_logits
     return train.main(argv)
 
 

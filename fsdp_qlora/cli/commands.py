@@ -262,7 +262,7 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from fsdp_qlora.report.page import REPORT_FILE, write_report
+    from fsdp_qlora.results.report import REPORT_FILE, write_report
 
     folders = [Path(folder) for folder in args.runs]
     out = Path(args.out or (folders[0] / REPORT_FILE if len(folders) == 1 else REPORT_FILE))

@@ -20,7 +20,7 @@ from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.results.upload import upload
-from fsdp_qlora.run_result import result_form
+from fsdp_qlora.results.write import result_form
 from fsdp_qlora.storage.files import staged_folder
 from fsdp_qlora.train_types import TRAIN_TYPES
 
@@ -65,8 +65,7 @@ def export_checkpoint(
     except (OSError, TrainingError) as error:
         raise UserError(f"--out {out} cannot be written: {error}.") from error
     log.info("Step %d of %s: %s", state["progress"]["step"], source, out)
-    if advice := form.describe_loading(out):
-        log.info(advice)
+    form.log_how_to_load(out)
     if push_to_hub and (failure := upload(out, push_to_hub, public=push_public)):
         raise UserError(failure)
 

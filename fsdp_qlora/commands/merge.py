@@ -31,7 +31,7 @@ from fsdp_qlora.merging.merged_model import MergedModel, split_ends
 from fsdp_qlora.merging.peft_folder import PeftFolder, open_adapter
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings, take_settings
-from fsdp_qlora.results.record import Base, merged_documents
+from fsdp_qlora.results.card import Base, merged_documents
 from fsdp_qlora.sharding.build_model import LayerOptions, build_model
 from fsdp_qlora.storage.files import read_json
 from fsdp_qlora.train_types import TrainType

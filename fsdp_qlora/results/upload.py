@@ -9,6 +9,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from fsdp_qlora.checkpointing.layout import BEST, RESULT
+from fsdp_qlora.distributed import Ranks, first_failure
 from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason
 from fsdp_qlora.redact import redact
 
@@ -45,6 +46,15 @@ def upload(folder: Path, repo: str, *, public: bool) -> str | None:
     visibility = "its visibility is as it was" if refusal is None else "public" if public else "private"
     log.info("Uploaded to the hub: %s (%d files, %s)", repo, len(operations), visibility)
     return None
+
+
+def push_result(folder: Path, repo: str | None, ranks: Ranks, *, public: bool) -> None:
+    """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for rank 0."""
+    if repo is None:
+        return
+    if ranks.is_rank_0 and (failure := upload(folder, repo, public=public)):
+        log.warning(failure)
+    first_failure(None, ranks.device)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -1,4 +1,4 @@
-"""Writes a run's result from the model in training, or from a checkpoint."""
+"""Writes a run's result: from the model in training, from a checkpoint, or what is there when the run ends early."""
 
 import logging
 from collections.abc import Mapping
@@ -8,17 +8,23 @@ from typing import Any
 
 from peft import LoraConfig
 
-from fsdp_qlora import export
-from fsdp_qlora.adapters.first_values import Values, reduces_base
+from fsdp_qlora import distributed
+from fsdp_qlora.adapters.first_values import LiveValues, Values, reduces_base
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.layout import BEST, CHECKPOINTS
+from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import identity_settings, resolved_options
+from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.planning.plan import ModelPlan
-from fsdp_qlora.results.record import Base, documents, how_to_load, training_record
+from fsdp_qlora.planning.plan import ModelPlan, adapter_config
+from fsdp_qlora.results import save
+from fsdp_qlora.results.card import Base, documents, how_to_load, training_record
 from fsdp_qlora.storage.files import read_json
+from fsdp_qlora.training.trainer import Trainer
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -48,16 +54,16 @@ class ResultForm:
         plan, dtype = self.plan, self.plan.precision.compute_dtype
         record = training_record(about, progress, self.base, self.settings, plan.train_type)
         texts = documents(record, kind=plan.train_type.adapter, changed=self.changed)
-        companions = export.Companions(self._tokenizer(record), texts)
+        sidecar = save.SidecarFiles(self._tokenizer(record), texts)
         model = plan.meta.model
         if self.peft is not None:
-            export.save_adapter(model, self.peft, companions, output_dir, values=values)
+            save.save_adapter(model, self.peft, sidecar, output_dir, values=values)
         elif plan.train_type.trains_new_blocks:
             base = WeightFiles(plan.folder)
-            export.save_new_blocks(model, companions, output_dir, base=base, dtype=dtype, values=values)
+            save.save_new_blocks(model, sidecar, output_dir, base=base, dtype=dtype, values=values)
         else:
-            export.save_model(
-                model, plan.config, companions, output_dir, base_folder=plan.folder, dtype=dtype, values=values
+            save.save_model(
+                model, plan.config, sidecar, output_dir, base_folder=plan.folder, dtype=dtype, values=values
             )
 
     def _tokenizer(self, record: Mapping[str, Any]) -> Any:
@@ -116,16 +122,61 @@ class ResultForm:
                 what = f", the lowest held-out loss ({loss:.4f})" if loss is not None else ""
                 log.info("Adapter of step %d%s: %s", step, what, target)
 
-    def describe_loading(self, output_dir: Path) -> str | None:
-        """How to load an adapter whose base no loader finds by its name; None where that is not needed."""
+    def log_how_to_load(self, output_dir: Path) -> None:
+        """Log how to load an adapter whose base is a local folder, which loaders do not find by its name."""
         if self.peft is None or self.base.is_on_hub:
-            return None
+            return
         path = self.plan.folder.resolve()
         lines = [
             line.replace(f"PATH_OF/{self.base.name}", str(path)) for line in how_to_load(self.base, str(output_dir))
         ]
-        return (
-            f"The base is a local folder, so the adapter names it {self.base.name}, which no loader can find "
-            "(--base_name OWNER/NAME gives it a name on the hub). It is loaded with:\n  "
-            + "\n  ".join(filter(None, lines))
+        log.info(
+            "The base is a local folder, so the adapter names it %s, which no loader can find "
+            "(--base_name OWNER/NAME gives it a name on the hub). It is loaded with:\n  %s",
+            self.base.name,
+            "\n  ".join(filter(None, lines)),
         )
+
+
+def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
+    """The form of the run's results."""
+    settings, changed = identity_settings(resolved_options(config))
+    return ResultForm(plan, adapter_config(config, plan), Base.of(config.model, config.base_name), settings, changed)
+
+
+def save_result(
+    form: ResultForm, trainer: Trainer, output_dir: Path, *, about: Mapping[str, Any], progress: Progress
+) -> None:
+    """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
+
+    Raises:
+        TrainingError: it could not be written; the same on every rank.
+    """
+    failure, ranks = None, trainer.ranks
+    values = LiveValues(form.plan.meta.model, keeps=ranks.is_rank_0)
+    try:
+        with trainer.optimizer.averaged():
+            form.save(values, output_dir, about=about, progress=progress.to_dict())
+    except TrainingError as error:
+        failure = str(error)
+    if ranks.is_rank_0 and failure is None:
+        form.leave_adapters(output_dir, newest=False, best=progress.best_eval_loss is not None)
+        form.log_how_to_load(output_dir)
+    if failure := distributed.first_failure(failure, ranks.device):
+        raise TrainingError(failure)
+
+
+def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks, *, best: bool) -> None:
+    """Save the adapters of the newest and the best checkpoint when the run ends early. Called on every rank.
+
+    The other ranks wait for rank 0, because torchrun ends all of them when one has ended.
+
+    Args:
+        best: whether the run evaluates.
+    """
+    if ranks.is_rank_0 and form.peft is None:
+        log.info("The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR", output_dir)
+    elif ranks.is_rank_0:
+        form.leave_adapters(output_dir, newest=True, best=best)
+        form.log_how_to_load(output_dir)
+    distributed.first_failure(None, ranks.device)

@@ -107,7 +107,7 @@ def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads_and_export_make
 
 def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
     """Let evaluations give these losses, by step. A rank dies in that of step 5, or before it saves the result."""
-    from fsdp_qlora import export
+    from fsdp_qlora.results import save as saving
     from fsdp_qlora.training.trainer import Trainer
 
     def evaluate(self: Trainer, step: int, *_: object) -> dict[str, float]:
@@ -117,7 +117,7 @@ def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
 
     Trainer.evaluate = evaluate  # type: ignore[method-assign, assignment]
     if killed_at == "result":
-        export.save_adapter = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        saving.save_adapter = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is_the_best(

@@ -33,11 +33,11 @@ log = logging.getLogger("fsdp_qlora")
 
 
 @dataclass(frozen=True)
-class Companions:
-    """What is saved beside the weights. documents: name of a file -> its text."""
+class SidecarFiles:
+    """The files that are saved with the weights. texts: file name -> its text."""
 
     tokenizer: PreTrainedTokenizerBase
-    documents: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         try:
@@ -46,7 +46,7 @@ class Companions:
             if "No space left" in str(error):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
-        for name, text in self.documents.items():
+        for name, text in self.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
 
 
@@ -103,7 +103,7 @@ class _LargeResult:
 
 
 def save_adapter(
-    model: nn.Module, config: LoraConfig, companions: Companions, output_dir: Path, *, values: Values
+    model: nn.Module, config: LoraConfig, sidecar: SidecarFiles, output_dir: Path, *, values: Values
 ) -> None:
     """Gather the adapter and save it in PEFT's format. Called on every rank; rank 0 holds and writes it."""
     state = _gather_all(saved_parameters(model, values), torch.float32, keep=values.keeps)
@@ -111,7 +111,7 @@ def save_adapter(
     def write(folder: Path) -> None:
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _write_config(config, folder)
-        companions.write(folder)
+        sidecar.write(folder)
         record_result(folder)
 
     if values.keeps:
@@ -132,7 +132,7 @@ def _write_config(config: LoraConfig, folder: Path) -> None:
 def save_model(
     model: PreTrainedModel,
     config: PretrainedConfig,
-    companions: Companions,
+    sidecar: SidecarFiles,
     output_dir: Path,
     *,
     base_folder: Path,
@@ -166,7 +166,7 @@ def save_model(
         saved.save_pretrained(folder)
         if (base_folder / "generation_config.json").is_file():
             shutil.copyfile(base_folder / "generation_config.json", folder / "generation_config.json")
-        companions.write(folder)
+        sidecar.write(folder)
 
     result.publish(write)
 
@@ -178,7 +178,7 @@ def _save_flushed(state: dict[str, torch.Tensor], path: Path) -> None:
 
 def save_new_blocks(
     model: PreTrainedModel,
-    companions: Companions,
+    sidecar: SidecarFiles,
     output_dir: Path,
     *,
     base: WeightFiles,
@@ -213,7 +213,7 @@ def save_new_blocks(
         for name in ("config.json", "generation_config.json"):
             if (base.folder / name).is_file():
                 shutil.copyfile(base.folder / name, folder / name)
-        companions.write(folder)
+        sidecar.write(folder)
 
     result.publish(write)
 

@@ -1,20 +1,24 @@
-"""What a result's folder says of itself: training.json for programs and README.md, the model card, for people."""
+"""Describes a result: training.json for programs, and README.md, the model card, for people."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+from huggingface_hub import ModelCardData
+
 from fsdp_qlora.checkpointing.layout import CARD, RECORD
 from fsdp_qlora.config.text import identity_settings
-from fsdp_qlora.data.rendering import CHAT, TEMPLATE, example_prompts
+from fsdp_qlora.data.rendering import TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.train_types import TrainType
 from fsdp_qlora.version import VERSION
 
+_TEMPLATE = Path(__file__).resolve().parent / "card.md"
 # What a training.json says of an adapter of which nothing is known.
 _UNKNOWN: dict[str, Any] = {
     "format": 1, "base": {}, "run_id": None, "parent": None, "step": None, "num_tokens": None, "losses": {"loss": None},
@@ -88,7 +92,7 @@ def documents(record: Mapping[str, Any], *, kind: str | None, changed: Mapping[s
         changed: the settings that are not the program's defaults.
     """
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    return {RECORD: text, CARD: "\n".join(_card(record, kind, changed)) + "\n"}
+    return {RECORD: text, CARD: _card(record, kind, changed)}
 
 
 def merged_documents(
@@ -106,8 +110,14 @@ def merged_documents(
     return documents(record, kind=None, changed=identity_settings(record["settings"])[1])
 
 
-def how_to_load(base: Base, folder: str) -> list[str]:
-    """Python lines that load an adapter."""
+def how_to_load(base: Base | None, folder: str) -> list[str]:
+    """Python lines that load an adapter of a base, or a whole model (None)."""
+    if base is None:
+        return [
+            "from transformers import AutoModelForCausalLM",
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")',
+        ]
     if base.is_on_hub:
         return [
             "from peft import AutoPeftModelForCausalLM",
@@ -123,105 +133,36 @@ def how_to_load(base: Base, folder: str) -> list[str]:
     ]
 
 
-# --- the card ---
-
-
-def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any]) -> Iterator[str]:
+def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any]) -> str:
     base = Base(record["base"]["name"], record["base"]["is_on_hub"])
-    what = _KINDS.get(kind or "", "model")
-    yield from _front_matter(base, kind)
-    yield f"# {what[0].upper()}{what[1:]} {'for' if kind else 'made from'} {base.name}"
-    yield ""
-    yield _origin(record, what if kind else None)
-    yield ""
-    yield from _facts(record, base)
-    yield from ["", "## Prompt format", "", *_prompt(record["prompt"])]
-    yield from ["", "## How to load", "", "```python"]
-    if kind:
-        yield from how_to_load(base, "PATH_OF/THIS_FOLDER")
-    else:
-        yield from ["from transformers import AutoModelForCausalLM", ""]
-        yield 'model = AutoModelForCausalLM.from_pretrained("PATH_OF/THIS_FOLDER", dtype="auto")'
-    yield from ["```", ""]
-    if kind and not base.is_on_hub:
-        yield (
-            f"The base was a local folder called `{base.name}`, which no loader can find by that name: give its path. "
-            "`--base_name OWNER/NAME` writes a name on the hub into the adapter."
-        )
-        yield ""
-    yield from ["## Settings", "", "Those that differ from the program's defaults; `training.json` has them all.", ""]
-    yield from [f"- `{name}`: {_shown(value)}" for name, value in changed.items()] or ["- none"]
-    if record["versions"]:
-        yield from ["", "## Versions", ""]
-        yield ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    metadata = ModelCardData(
+        base_model=base.name if base.is_on_hub else None,
+        library_name="peft" if kind else "transformers",
+        pipeline_tag="text-generation",
+        tags=[kind, "fsdp_qlora"] if kind else ["fsdp_qlora"],
+    )
+    what, losses, prompt = _KINDS.get(kind or "", "model"), record["losses"], record["prompt"]
+    eval_loss = losses.get("eval_loss")
+    template = jinja2.Template(_TEMPLATE.read_text(), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return template.render(
+        {"merged": None, **record},
+        metadata=metadata.to_yaml(),
+        base=base,
+        kind=kind,
+        what=what,
+        origin=_origin(record, what if kind else None),
+        perplexity=math.exp(eval_loss) if eval_loss is not None and eval_loss < 100 else None,
+        prompts=example_prompts(prompt) if prompt and prompt["kind"] == TEMPLATE else {},
+        how_to_load="\n".join(how_to_load(base if kind else None, "PATH_OF/THIS_FOLDER")),
+        changed=changed,
+    )
 
 
 def _origin(record: Mapping[str, Any], what: str | None) -> str:
-    """Where an adapter (what it is), or a model (None), comes from."""
+    """How an adapter of the kind `what`, or a model (None), was made."""
     trained = f", trained with fsdp_qlora as `{record['settings'].get('train_type')}` to step {record['step']}"
     if (merged := record.get("merged")) is None:
         return f"{f'A {what}' if what else 'The model'}{trained}."
     into = "weights after the quantization of the training" if merged["into"] == "dequantized" else "own weights"
     known = trained if record["step"] is not None else ""
     return f"The {_KINDS[merged['kind']]} `{merged['adapter']}`{known}, merged into the base's {into}."
-
-
-def _front_matter(base: Base, kind: str | None) -> Iterator[str]:
-    yield "---"
-    if base.is_on_hub:
-        yield f"base_model: {base.name}"
-    yield f"library_name: {'peft' if kind else 'transformers'}"
-    yield "pipeline_tag: text-generation"
-    yield "tags:"
-    yield from [f"- {tag}" for tag in ([kind, "fsdp_qlora"] if kind else ["fsdp_qlora"])]
-    yield "---"
-
-
-def _facts(record: Mapping[str, Any], base: Base) -> Iterator[str]:
-    losses, when = record["losses"], ", measured before the merge" if "merged" in record else ""
-    yield f"- Base: {base.name}"
-    for title, name in (("Data", "data"), ("Held-out data", "eval_data")):
-        if record[name]:
-            yield f"- {title}: {', '.join(_dataset(item) for item in record[name])}"
-    if record["num_tokens"]:
-        rows = f" of {record['rows_per_step']} rows" if record.get("rows_per_step") else ""
-        yield f"- Trained on: {record['num_tokens']:,} tokens in {record['step']:,} steps{rows}"
-    if losses["loss"] is not None:
-        yield f"- Training loss of the last step: {losses['loss']:.4f}"
-    if losses.get("eval_loss") is not None:
-        perplexity = f" (perplexity {math.exp(losses['eval_loss']):.2f})" if losses["eval_loss"] < 100 else ""
-        before, after = losses["first_eval_loss"], losses["eval_loss"]
-        yield f"- Held-out loss: {before:.4f} before, {after:.4f} after{perplexity}{when}"
-    if parent := record["parent"]:
-        at = f" at step {parent['step']}" if parent.get("step") is not None else ""
-        run = f", run {parent['run_id']}" if parent.get("run_id") else ""
-        yield f"- Goes on from: the adapter {parent['name']}{run}{at}"
-
-
-def _dataset(item: Mapping[str, Any]) -> str:
-    rows = "streamed" if item["rows"] is None else f"{item['rows']:,} rows"
-    return f"{item['name']} ({rows}, format {item['format']})"
-
-
-def _prompt(prompt: Mapping[str, Any] | None) -> Iterator[str]:
-    if prompt is None:
-        yield "Not noted down when the adapter was trained."
-    elif prompt["kind"] == CHAT:
-        yield (
-            "The chat template of this folder's tokenizer: "
-            "`tokenizer.apply_chat_template(messages, add_generation_prompt=True)`."
-        )
-    elif prompt["kind"] == TEMPLATE:
-        yield (
-            "This text, to the letter, and the answer directly behind it. `tokenizer(prompt)` encodes it, with the "
-            "tokens that the model wants in front."
-        )
-        for title, text in example_prompts(prompt).items():
-            yield from ["", f"For a row {title}:" if title != "without" else "For a row without an input:", ""]
-            yield from ["```text", *text.split("\n"), "```"]
-    else:
-        yield "None: the rows are text as it stands."
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

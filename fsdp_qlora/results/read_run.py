@@ -1,27 +1,75 @@
-"""Reads what a run has left in its folder, for a report: nothing in it is trusted, and anything may be missing."""
+"""What a report shows of a run: `Facts` writes facts.json while it trains, `read_run` reads all that it has left."""
 
+import contextlib
 import json
+import logging
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from fsdp_qlora.control import clock
 from fsdp_qlora.control.status import STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in
 from fsdp_qlora.redact import redact_values
-from fsdp_qlora.report.facts import FACTS_FILE
-from fsdp_qlora.storage.files import read_json, read_regular
+from fsdp_qlora.storage.files import read_json, read_regular, write_json
 
-CONFIG_FILE = "config.yaml"
+log = logging.getLogger("fsdp_qlora")
+
+CONFIG_FILE, FACTS_FILE = "config.yaml", "facts.json"
 
 _MOST_POINTS = 1200  # of a curve: more than a screen has
 _MOST_SAMPLES = 400
 _MOST_CHARACTERS = 4000  # of a sample
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
+
+
+class Facts:
+    """Collects facts of one start of a run, and writes them beside those of earlier starts; on rank 0 only.
+
+    Time is counted without gaps: `mark` gives all of it since the mark before to one phase. A failure to write is no
+    reason to stop a run.
+    """
+
+    def __init__(self, folder: Path, *, is_rank_0: bool, started: float, step: int) -> None:
+        """
+        Args:
+            started: when this start began, by control.clock. step: where it begins.
+        """
+        self._path = folder / FACTS_FILE if is_rank_0 else None
+        self._marked = started
+        self._start: dict[str, Any] = {"step": step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": {}}
+        self._starts: list[dict[str, Any]] | None = None
+        self._about: dict[str, Any] = {}
+
+    def describe(self, about: Callable[[], Mapping[str, Any]]) -> None:
+        """Facts about the run, by heading: environment, data, memory; those of the last start are kept."""
+        if self._path is None:
+            return
+        try:
+            self._about |= about()
+        except Exception as error:  # such as a driver's program that has gone wrong
+            log.debug("Facts for the report could not be found out: %s", error)
+
+    def mark(self, phase: str) -> None:
+        """The time since the last mark belongs to this phase."""
+        now = clock.elapsed()
+        seconds = self._start["seconds"]
+        seconds[phase] = seconds.get(phase, 0.0) + now - self._marked
+        self._marked = now
+
+    def write(self) -> None:
+        if self._path is None:
+            return
+        if self._starts is None:  # the folder may have been another run's until training began
+            self._starts = read_json(self._path).get("starts", [])
+        with contextlib.suppress(OSError):
+            write_json(self._path, {**self._about, "starts": [*self._starts, self._start]})
 
 
 @dataclass(frozen=True)

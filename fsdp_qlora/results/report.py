@@ -14,7 +14,7 @@ from typing import Any
 from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.report.read_run import RunRecord, read_run
+from fsdp_qlora.results.read_run import RunRecord, read_run
 from fsdp_qlora.storage.files import staged_file
 from fsdp_qlora.version import VERSION
 
