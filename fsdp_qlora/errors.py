@@ -30,7 +30,7 @@ class NotFinite(TrainingError):
 
 
 class OutOfMemory(TrainingError):
-    """One rank's memory is too small. The other ranks end without a message of their own."""
+    """A rank has run out of memory in training. A restart resumes the run, with more recompute if that is left open."""
 
 
 class LostRank(RuntimeError):
@@ -55,6 +55,7 @@ ENDINGS = {
     for ending in (
         Ending("finished", 0, is_final=True),
         Ending("failed", 1, is_final=False),
+        Ending("out_of_memory", 1, is_final=False),
         Ending("bad_input", 2, is_final=True),
         Ending("over_budget", 3, is_final=True),
         Ending("no_progress", 4, is_final=True),
@@ -83,6 +84,8 @@ def how_it_ends(error: Exception) -> Ending:
         return error.ending
     if isinstance(error, UserError):
         return ENDINGS["bad_input"]
+    if isinstance(error, OutOfMemory):
+        return ENDINGS["out_of_memory"]
     return ENDINGS["failed"]._replace(is_final=True)  # it would fail again
 
 

@@ -12,6 +12,7 @@ from fsdp_qlora.adapters.first_values import start_values
 from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.resume import Start
 from fsdp_qlora.checkpointing.run_folder import RunFolder
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
@@ -135,7 +136,7 @@ def train_and_export(
         try:
             with guard.watching():
                 if ranks.device.type == "cuda":
-                    try_memory(config, plan, trainer, is_retry=start.failed_starts > 0)
+                    try_memory(config, plan, trainer, start)
                 train(trainer, plan.data, progress, guard)
         except (RunStopped, NotFinite) as error:
             if config.save_model:
@@ -150,16 +151,16 @@ def train_and_export(
     log.info(describe.describe_result(progress.summary(), folder, guard.seconds, saved=config.save_model))
 
 
-def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, *, is_retry: bool) -> None:
+def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
     """Try the longest rows on the GPU, and find how many blocks must recompute if that is left open."""
     rows = plan.data.train_rows
     if config.blocks_to_recompute != "auto" or config.use_activation_cpu_offload:
         trainer.try_longest(rows)
-    elif is_retry:
+    elif start.failed_starts:
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
         trainer.try_longest(rows)
     else:
-        trainer.fit_recompute(rows, block_bytes=step_bytes(config, plan.model).block)
+        trainer.fit_recompute(rows, block_bytes=step_bytes(config, plan.model).block, too_few=start.too_few)
 
 
 def open_weights(plan: ModelPlan) -> Weights:
@@ -171,8 +172,7 @@ def open_weights(plan: ModelPlan) -> Weights:
 def memory_settings(config: TrainConfig, plan: ModelPlan, ranks: Ranks) -> str:
     """What would help if memory is short, in words."""
     recompute = config.blocks_to_recompute
-    # With auto a rank alone comes to all by itself before it ends.
-    is_all = recompute == "all" or (recompute == "auto" and (ranks.device.type == "cpu" or ranks.world_size == 1))
+    is_all = recompute == "all" or (recompute == "auto" and ranks.device.type == "cpu")
     chosen = {"recompute": "all" if is_all else recompute, **plan.placement.options}
     return exits.memory_settings(resolved_options(config) | chosen)
 

@@ -76,6 +76,7 @@ class Supervision:
             step=start.step,
             saved_step=start.saved_step,
             deaths=start.failed_starts,
+            **({} if start.too_few is None else {"too_few": start.too_few}),
             seconds=start.used_seconds,
             reason=None,
             exit_code=None,
@@ -185,6 +186,8 @@ class Supervision:
         self.facts.mark("steps")
         self.profiler.step()
         self.memory.record(f"after step {progress.step}")
+        if "recompute" in record:
+            self.status.values["recompute"] = record["recompute"]
         self._keep(progress)
 
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:

@@ -68,7 +68,8 @@ _RUN = {
 _OPTIONS = {"batch_size": _COUNT, "gradient_accumulation_steps": _COUNT}
 _STATUS = {
     "state": _STATE, "step": _STEP, "saved_step": _STEP_OR_NONE, "start_step": _STEP, "deaths": _STEP,
-    "seconds": _AMOUNT, "reserve_seconds": _AMOUNT, "reason": _TEXT_OR_NULL,
+    "seconds": _AMOUNT, "reserve_seconds": _AMOUNT, "reason": _TEXT_OR_NULL, "recompute": _STEP,
+    "too_few": _STEP,
 }  # fmt: skip
 _PROGRESS = {
     "step": _STEP, "num_tokens": _AMOUNT, "train_seconds": _AMOUNT, "num_skipped": _STEP, "loss": _NUMBER_OR_NULL,

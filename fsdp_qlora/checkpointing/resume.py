@@ -24,6 +24,7 @@ from fsdp_qlora.storage.files import write_json
 log = logging.getLogger("fsdp_qlora")
 
 _MAX_FAILED_STARTS = 3  # without progress: the first start and two restarts
+_FAILED = ("running", "failed", "out_of_memory", "hung")  # states of starts that were not asked to end
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Start:
 
     folder: the checkpoint, None for step 0. is_new: nothing of an earlier start is kept. progress, tensors: of the
     checkpoint. global_batch_size: rows per optimizer step. used_seconds, reserve_seconds: for control.stops.Budget.
-    failed_starts: in a row, without progress.
+    failed_starts: in a row, without progress. too_few: blocks that recomputed when a start last ran out of memory.
     """
 
     run_id: str
@@ -44,6 +45,7 @@ class Start:
     used_seconds: float = 0.0
     reserve_seconds: float = 0.0
     failed_starts: int = 0
+    too_few: int | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
 
@@ -250,13 +252,20 @@ def _from_output_dir(run: Run, *, overwrite: bool, origin: Path | None = None) -
     failed_starts = _failed_starts(status, start)
     if run.request.is_unattended and failed_starts >= _MAX_FAILED_STARTS:
         _give_up(output_dir, status, start, failed_starts)
-    return dataclasses.replace(start, failed_starts=failed_starts, **_used(status))
+    return dataclasses.replace(start, failed_starts=failed_starts, too_few=_too_few(status), **_used(status))
 
 
 def _failed_starts(status: Mapping[str, Any], start: Start) -> int:
     """Number of starts in a row, up to the previous one, that ended before the next checkpoint."""
-    made_none = status.get("start_step") == start.step and status.get("state") in ("running", "failed", "hung")
+    made_none = status.get("start_step") == start.step and status.get("state") in _FAILED
     return int(status.get("deaths", 0)) + 1 if made_none else 0
+
+
+def _too_few(status: Mapping[str, Any]) -> int | None:
+    """Blocks that recomputed when a start ran out of memory, in the previous start or before it."""
+    ran_out = status.get("state") == "out_of_memory"
+    number: int | None = status.get("recompute" if ran_out else "too_few", status.get("too_few"))
+    return number
 
 
 def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_starts: int) -> NoReturn:

@@ -1,6 +1,7 @@
 """Reports failures of a run: in status.json, to the other ranks, and to the user in one clear sentence."""
 
 import contextlib
+import errno
 import itertools
 import re
 import traceback
@@ -31,8 +32,15 @@ _LOST = re.compile(
     r"gloo|Connection (was )?(likely )?(closed|reset)|Broken pipe|Socket (Timeout|closed)|ncclRemoteError",
     re.IGNORECASE,
 )
-# Messages of NCCL when CUDA has no memory left.
-_NCCL_MEMORY = ("out of memory", "Failed to CUDA malloc", "Failed to CUDA calloc")
+# Messages of errors that are not torch.OutOfMemoryError: of CUDA where a kernel is loaded when it is first called, of
+# libraries whose handles need memory, of NCCL's buffers, of Triton; and of the host's allocators.
+_GPU_MEMORY = re.compile(
+    r"CUDA (driver )?error: out of memory|cudaErrorMemoryAllocation|Triton Error \[CUDA\]: out of memory|"
+    r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|"
+    r"CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create|CUDNN_STATUS_NOT_INITIALIZED"
+)
+_NCCL_MEMORY = re.compile(r"out of memory|Cuda failure 2\b|Failed to CUDA [mc]alloc")
+_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory")
 
 
 @contextlib.contextmanager
@@ -43,7 +51,7 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
     have reported this one as lost, and torchrun would have killed it without a message.
 
     Raises:
-        OutOfMemory: instead of this rank's error of that kind; the other ranks end without a message.
+        OutOfMemory: instead of this rank's lack of memory; the other ranks end without a message.
         LostRank: instead of an error in a collective, whose cause is on another rank.
         Crashed: instead of an unexpected error, which has been printed; the other ranks end without a message.
     """
@@ -59,9 +67,9 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
         status.end("bad_input" if isinstance(error, UserError) else "failed", str(error))
         raise
     except Exception as error:
-        if _is_out_of_memory(error):
-            failure: Exception = OutOfMemory(_describe_out_of_memory(error, watchdog, memory_settings))
-            watchdog.presence.end_others(str(failure))
+        if kind := exhausted_memory(error):
+            failure: Exception = OutOfMemory(_describe_out_of_memory(error, kind, watchdog, memory_settings))
+            watchdog.presence.end_others(str(failure), state=how_it_ends(failure).state)
             print_error(failure)
         elif _is_lost(error):
             watchdog.presence.end_if_asked_within(seconds=3)  # the rank with the cause reports it
@@ -73,7 +81,7 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
             watchdog.presence.end_others(str(failure))
             write_line("".join(traceback.format_exception(error)).rstrip())
             print_error(failure)
-        status.end("failed", str(failure))
+        status.end(how_it_ends(failure).state, str(failure))
         raise failure from error
 
 
@@ -108,16 +116,15 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
     """Turn errors while the model is loaded into one sentence.
 
     Raises:
-        OutOfMemory: instead of this rank's error of that kind.
+        TrainingError: instead of this rank's lack of memory; a restart would fail again.
         LostRank: instead of an error in a collective, whose cause another rank reports.
     """
     try:
         yield
     except Exception as error:
-        if _is_out_of_memory(error):
-            kind, detail = _kind_of_memory(error), _in_one_line(error)
-            message = f"Rank {rank} ran out of {kind} memory while the model was loaded: {detail}"
-            raise OutOfMemory(f"{message} What helps: {settings}.") from error
+        if kind := exhausted_memory(error):
+            message = f"Rank {rank} ran out of {kind} memory while the model was loaded: {_in_one_line(error)}"
+            raise TrainingError(f"{message} What helps: {settings}.") from error
         if _is_lost(error):
             message = "The connection to another rank was lost while the model was loaded: it has ended."
             raise LostRank(message) from error
@@ -142,13 +149,16 @@ def memory_settings(options: Mapping[str, Any]) -> str:
     return f"{', '.join(settings)}, or more GPUs"
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    texts = ("DefaultCPUAllocator: can't allocate", *(_NCCL_MEMORY if isinstance(error, dist.DistBackendError) else ()))
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in texts)
-
-
-def _kind_of_memory(error: Exception) -> str:
-    return "GPU" if isinstance(error, (torch.OutOfMemoryError, dist.DistBackendError)) else "host"
+def exhausted_memory(error: Exception) -> str | None:
+    """Which memory an error says is exhausted, "GPU" or "host"; None if it is another error."""
+    text = str(error)
+    if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
+        return "host"
+    if isinstance(error, RuntimeError) and _HOST_MEMORY.search(text):
+        return "host"
+    if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _GPU_MEMORY.search(text)):
+        return "GPU"
+    return "GPU" if isinstance(error, dist.DistBackendError) and _NCCL_MEMORY.search(text) else None
 
 
 def _is_lost(error: Exception) -> bool:
@@ -167,10 +177,10 @@ def _in_one_line(error: Exception) -> str:
     return next((f"NCCL: {line}" for line in lines if re.match(r"nccl\w+: ", line)), lines[0])
 
 
-def _describe_out_of_memory(error: Exception, watchdog: Watchdog, settings: str) -> str:
+def _describe_out_of_memory(error: Exception, kind: str, watchdog: Watchdog, settings: str) -> str:
     rank, beat = watchdog.ranks.rank, watchdog.heartbeat
     detail = _in_one_line(error)
     return (
-        f"Rank {rank} ran out of {_kind_of_memory(error)} memory in step {beat.step + 1} ({beat.phase}): {detail} "
+        f"Rank {rank} ran out of {kind} memory in step {beat.step + 1} ({beat.phase}): {detail} "
         f"All ranks have been ended. What helps: {settings}."
     )

@@ -98,9 +98,9 @@ class Presence:
             # Rank 0 may fail as well, and killed by the launcher it would leave the lock of the run's folder behind.
             time.sleep(4 * POLL_SECONDS)
 
-    def end_others(self, reason: str) -> None:
+    def end_others(self, reason: str, *, state: str = "failed") -> None:
         """Make all other ranks end quietly, since this one reports why. If another was first, end this one instead."""
-        self.tell(reason)
+        self.tell(reason, state=state)
         self._end_if_another_asked()
 
     def end_if_asked_within(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Batches: rows of tokens become tensors, padded or one behind the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -58,14 +58,6 @@ def join(tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_toke
         "labels": torch.from_numpy(labels)[None],
         "documents": describe_documents(lengths.tolist()),
     }
-
-
-def first_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """As few tokens of a batch as can be computed, of which none is learned; all else as it is."""
-    input_ids = batch["input_ids"][:1, :NOTHING]
-    few = {"input_ids": input_ids, "labels": torch.full_like(input_ids, IGNORE_INDEX)}
-    documents = {"documents": describe_documents([input_ids.shape[1]])} if "documents" in batch else {}
-    return {**batch, **few, **documents}
 
 
 def describe_documents(lengths: list[int]) -> dict[str, Any]:

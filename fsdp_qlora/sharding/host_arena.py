@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_qlora.errors import UserError
-
 _ALIGNMENT = 64  # bytes, for each part: best for the widest vector instructions
 
 
@@ -33,7 +31,7 @@ def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded we
     Args:
         what: lies there, for messages.
     Raises:
-        UserError: the memory cannot be allocated or pinned.
+        MemoryError: the memory cannot be allocated or pinned.
     """
     starts, total = [], 0
     for size in sizes:
@@ -43,12 +41,12 @@ def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded we
         pages = _Pinned(-1, max(total, 1))
     except OSError as error:
         needed = f"{total / 2**30:.1f} GiB"
-        raise UserError(f"{needed} of host memory for {what} cannot be allocated: {error}") from error
+        raise MemoryError(f"{needed} of host memory for {what} cannot be allocated: {error}") from error
     arena = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
         status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
         if status != 0:
-            raise UserError(
+            raise MemoryError(
                 f"{total / 2**30:.1f} GiB of host memory for {what} cannot be pinned (CUDA error {status}). "
                 "Free host memory, raise the container's limit, or use more ranks."
             )

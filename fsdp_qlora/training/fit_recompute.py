@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -52,7 +52,13 @@ class GpuMeter:
 
 
 def fit_recompute(
-    model: nn.Module, try_step: Callable[[], int], meter: Meter, least: Callable[[float], float], *, block_bytes: int
+    model: nn.Module,
+    try_step: Callable[[], int],
+    meter: Meter,
+    least: Callable[[float], float],
+    *,
+    block_bytes: int,
+    too_few: int | None = None,
 ) -> int:
     """Set and return the smallest number of blocks with recompute that fits on every rank. Called on every rank.
 
@@ -63,8 +69,11 @@ def fit_recompute(
         try_step: runs forward and backward, and returns the bytes allocated between them.
         least: the smallest of the ranks' numbers.
         block_bytes: about what a block keeps without recompute, for the first trial of one.
+        too_few: blocks that recomputed when an earlier start ran out of memory; now at least half of the rest joins
+            them, so that a few restarts come to all blocks.
     """
     blocks = len(recomputed_blocks(model))
+    may_keep = blocks if too_few is None else (blocks - too_few) // 2
 
     def attempt(number: int) -> tuple[int, int]:
         set_recompute(model, blocks - number)
@@ -72,11 +81,11 @@ def fit_recompute(
         return try_step(), meter.room()
 
     without, room = attempt(0)
-    keeping = int(least(room >= 2 * block_bytes))
+    keeping = int(least(room >= 2 * block_bytes and may_keep > 0))
     for is_last in (False, False, True) if keeping else ():
         held, room = attempt(keeping)
         each = max((held - without) / keeping, 1.0)
-        more = int(least(min(room // each, blocks - keeping)))
+        more = int(least(min(room // each, may_keep - keeping)))
         keeping = max(0, keeping + (min(more, 0) if is_last else more))
         if more <= 0:
             break
@@ -85,7 +94,7 @@ def fit_recompute(
 
 
 class MemoryWatch:
-    """Adds blocks with recompute when a step has come near the end of the memory, or did not fit."""
+    """Adds blocks with recompute when a step has come near the end of the memory."""
 
     def __init__(self, model: nn.Module, number: int, *, most: float) -> None:
         """
@@ -101,35 +110,14 @@ class MemoryWatch:
         Args:
             reserved: GiB, the most that a rank has reserved so far; the same on every rank.
         """
-        if reserved <= self.most or self.is_exhausted:
+        if reserved <= self.most or self.number == self.blocks:
             return
-        self._add(self.few)
-        log.warning(
-            "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
-            reserved, self.number, self.blocks,
-        )  # fmt: skip
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether all blocks recompute."""
-        return self.number == self.blocks
-
-    def ran_out(self, ranks: Sequence[int], step: int, repetitions: int) -> None:
-        """
-        Args:
-            ranks: those without memory for a step, which is repeated; the same on every rank, as are the others.
-            repetitions: how often that step has been repeated before.
-        """
-        self._add(self.few * 2**repetitions)
-        log.warning(
-            "Rank%s %s ran out of GPU memory in step %d, which is repeated: more blocks recompute their activations, "
-            "%d of %d.",
-            "s" * (len(ranks) > 1), ", ".join(map(str, ranks)), step + 1, self.number, self.blocks,
-        )  # fmt: skip
-
-    def _add(self, more: int) -> None:
-        self.number = min(self.blocks, self.number + more)
+        self.number = min(self.blocks, self.number + self.few)
         set_recompute(self.model, self.number)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        log.warning(
+            "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
+            reserved, self.number, self.blocks,
+        )  # fmt: skip

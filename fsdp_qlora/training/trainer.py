@@ -7,7 +7,6 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fsdp_qlora.control.stops import NUM_FLAGS, Control
-from fsdp_qlora.data.batches import collate, describe_documents, first_tokens, join
+from fsdp_qlora.data.batches import collate, describe_documents, join
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
@@ -24,8 +23,6 @@ from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.sharding.catch_up import Issued
-from fsdp_qlora.sharding.failed_pass import forget_pass, wait_until_freed
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
@@ -107,7 +104,11 @@ class Trainer:
         self.heartbeat.beat(step, "rows")
         num_targets = int(self.data.num_targets[rows].sum())
         pieces = self.schedule.micro_batches(rows, self.data.lengths)
-        losses, (loss_sum, grad_norm, memory) = self._until_it_fits(step, pieces, num_targets)
+        with self._documents_apart():
+            losses = self._forward_backward(step, num_targets, self._micro_batches(pieces))
+        self.optimizer.take_gradients()
+        self.heartbeat.beat(step, "exchange")
+        loss_sum, grad_norm, memory = self._exchange(step, losses)
         self.heartbeat.beat(step, "update")
         lr, scale = self.options.learning_rate(step), self.loss_scale.scale
         overflowed = not math.isfinite(grad_norm)
@@ -145,48 +146,8 @@ class Trainer:
             "memory_gib": self._memory_record(memory),
             **({} if is_finite else {"skipped": True}),
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
+            **({"recompute": self.memory_watch.number} if self.memory_watch else {}),
         }
-
-    def _until_it_fits(
-        self, step: int, pieces: list[np.ndarray], num_targets: int
-    ) -> tuple[list[torch.Tensor], Exchanged]:
-        """Gradients of all ranks, this rank's losses and what the ranks have told each other.
-
-        Where memory runs out on a rank, all repeat their passes with more recompute. They can: no weight has changed by
-        then, and randomness is the micro-batches' own.
-        """
-        repetitions = 0
-        while True:
-            with self._documents_apart():
-                losses, has_room = self._gradients(step, pieces, num_targets)
-            self.optimizer.take_gradients()
-            self.heartbeat.beat(step, "exchange")
-            lacking, exchanged = self._exchange(step, losses, has_room)
-            if not lacking:
-                return losses, exchanged
-            self.optimizer.zero_grad()
-            assert self.memory_watch
-            self.memory_watch.ran_out(lacking, step, repetitions)
-            repetitions += 1
-
-    def _gradients(self, step: int, pieces: list[np.ndarray], num_targets: int) -> tuple[list[torch.Tensor], bool]:
-        """`_forward_backward`, and whether there was memory for it; if not, its results mean nothing.
-
-        Args:
-            pieces: the rows of all ranks' micro-batches, as Schedule.micro_batches deals them.
-        """
-        micro_batches = self._micro_batches(pieces)
-        compute = partial(self._forward_backward, step, num_targets)
-        if self.memory_watch is None or self.memory_watch.is_exhausted:
-            return compute(micro_batches), True
-        issued = Issued(self.model)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return compute(micro_batches), True
-        # Out here the error is gone, whose traceback held the tensors of all that it came through.
-        forget_pass(self.model)
-        wait_until_freed()
-        with issued.left_out():
-            return compute([first_tokens(micro_batch) for micro_batch in micro_batches]), False
 
     def _forward_backward(
         self, step: int, num_targets: int, micro_batches: Sequence[dict[str, Any]]
@@ -207,21 +168,19 @@ class Trainer:
             losses.append(loss.detach())
         return losses
 
-    def _exchange(self, step: int, losses: list[torch.Tensor], has_room: bool) -> tuple[list[int], Exchanged]:
-        """The step's only communication besides FSDP2's. Returns the ranks that ran out of memory, and the rest.
+    def _exchange(self, step: int, losses: list[torch.Tensor]) -> Exchanged:
+        """The step's only communication besides FSDP2's.
 
-        It also carries the flags by which the ranks of `control` agree whether to stop or save; not if the step is
-        repeated. Only at its end does the host wait for the device, once in a step.
+        It also carries the flags by which the ranks of `control` agree whether to stop or save. Only at its end does
+        the host wait for the device, once in a step.
         """
         loss_sum, squared_norm = torch.stack(losses).double().sum(), sum(self.optimizer.squared_norms())
-        local = [loss_sum, squared_norm, not has_room, *self.control.flags(step), *self._memory_gib()]
+        local = [loss_sum, squared_norm, *self.control.flags(step), *self._memory_gib()]
         numbers = gather_numbers(local, self.ranks.device)
-        lacking = numbers[:, 2].nonzero().flatten().tolist()
-        if not lacking:
-            self.control.agree(numbers[:, 3 : 3 + NUM_FLAGS])
+        self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
         total_loss, total_squared_norm = numbers[:, :2].sum(dim=0).tolist()
         grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas) / self.loss_scale.scale
-        return lacking, Exchanged(total_loss, grad_norm, numbers[:, 3 + NUM_FLAGS :])
+        return Exchanged(total_loss, grad_norm, numbers[:, 2 + NUM_FLAGS :])
 
     def try_longest(self, rows: np.ndarray) -> int:
         """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows now.
@@ -252,11 +211,12 @@ class Trainer:
         self.optimizer.zero_grad()
         return held
 
-    def fit_recompute(self, rows: np.ndarray, *, block_bytes: int) -> None:
+    def fit_recompute(self, rows: np.ndarray, *, block_bytes: int, too_few: int | None = None) -> None:
         """Let as few blocks recompute as fit on every rank's GPU. Called on every rank.
 
         Args:
             rows: as for `try_longest`. block_bytes: about what a block keeps without recompute.
+            too_few: blocks that recomputed when an earlier start ran out of memory.
         """
         device = self.ranks.device
         meter = GpuMeter(device)
@@ -265,7 +225,14 @@ class Trainer:
             return gather_numbers([value], device).min().item()
 
         longest, num_turns = self.schedule.longest_micro_batch(rows, self.data.lengths)  # goes through the whole run
-        number = fit_recompute(self.model, lambda: self._try(longest, num_turns), meter, least, block_bytes=block_bytes)
+        number = fit_recompute(
+            self.model,
+            lambda: self._try(longest, num_turns),
+            meter,
+            least,
+            block_bytes=block_bytes,
+            too_few=too_few,
+        )
         self.memory_watch = MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
         log.info("Recompute: %d of %d blocks, found by trial.", number, self.memory_watch.blocks)
 

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -259,9 +260,54 @@ def test_out_of_memory_on_a_rank_ends_all_with_one_message_that_helps(
     assert job.output().count("error: ") == 1 and "Traceback" not in job.output()
     message = job.output()
     assert "error: Rank" in message
-    assert status(tmp_path / "out")["state"] == "failed" and "GPU memory" in status(tmp_path / "out")["reason"]
+    assert status(tmp_path / "out")["state"] == "out_of_memory"
+    assert "GPU memory" in status(tmp_path / "out")["reason"]
     assert "ran out of GPU memory in step 3 (compute): CUDA out of memory. Tried to" in message
     assert "--context_length" in message and "--use_cpu_offload true" in message and "--recompute all" in message
+
+
+class Roomy:
+    """Stands for the memory of a GPU that seems to have room for all activations."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.start = lambda: None
+        self.room = lambda: 2**40
+        self.most_in_steps = lambda: 1e9
+
+
+def lose_memory_with_few_recomputing() -> None:
+    """From the fourth step on rank 1 lacks memory unless a block recomputes."""
+    import fsdp_qlora.run
+    from fsdp_qlora.training import trainer as trainers
+    from fsdp_qlora.training.trainer import Trainer
+
+    train, original = fsdp_qlora.run.train, Trainer._loss
+
+    def train_after_probes(trainer: Trainer, data: Any, progress: Any, guard: Any) -> None:
+        trainer.fit_recompute(data.train_rows, block_bytes=1, too_few=guard.start.too_few)
+        train(trainer, data, progress, guard)
+
+    def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if on(1) and self.heartbeat.step >= 3 and self.memory_watch and self.memory_watch.number == 0:
+            lose_memory()
+        return original(self, micro_batch)
+
+    trainers.GpuMeter = Roomy  # type: ignore[assignment, misc]
+    fsdp_qlora.run.train, Trainer._loss = train_after_probes, loss  # type: ignore[method-assign]
+
+
+def test_restart_after_out_of_memory_recomputes_more(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+    options = reference.same_but(tmp_path / "out")
+    with ended(Job(options, tmp_path / "logs", fault=lose_memory_with_few_recomputing)) as job:
+        assert job.wait() == [1, 1], job.output()
+    assert "Recompute: 0 of 2 blocks" in job.output() and "ran out of GPU memory in step 4" in job.output()
+    found = status(tmp_path / "out")
+    assert (found["state"], found["exit_code"], found["saved_step"], found["recompute"]) == ("out_of_memory", 1, 3, 0)
+    # The same place is passed, with the same numbers.
+    output = run(options, tmp_path / "logs_again", fault=lose_memory_with_few_recomputing)
+    assert "Resuming at step 3" in output and "Recompute: 1 of 2 blocks" in output
+    assert status(tmp_path / "out")["too_few"] == 0
+    assert_same(tmp_path / "out")
 
 
 def crash() -> None:

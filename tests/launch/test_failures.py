@@ -1,14 +1,15 @@
 """What an error in a collective is taken for: the words are those of torch 2.11 and NCCL 2.28."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.control.exits import loading_explained, reporting_failures
+from fsdp_qlora.control.exits import exhausted_memory, loading_explained, reporting_failures
 from fsdp_qlora.control.status import Status
-from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory
+from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory, TrainingError
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.28.9\n"
@@ -33,7 +34,7 @@ class _Alone:
     def presence(self) -> "_Alone":
         return self
 
-    def end_others(self, reason: str) -> None:
+    def end_others(self, reason: str, *, state: str = "failed") -> None:
         """There are none."""
 
     def end_if_asked_within(self, seconds: float) -> None:
@@ -68,10 +69,44 @@ def test_only_a_closed_connection_is_a_lost_rank(
         raise error
 
 
+_ASYNCHRONOUS = "\nCUDA kernel errors might be asynchronously reported at some other API call."
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "GPU"),
+        # A kernel that is loaded when it is first called.
+        (torch.AcceleratorError(f"CUDA error: out of memory{_ASYNCHRONOUS}"), "GPU"),
+        (RuntimeError("CUDA driver error: out of memory"), "GPU"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "GPU"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "GPU"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "GPU"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`"), "GPU"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), "GPU"),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), "GPU"),
+        (RuntimeError("cudaErrorMemoryAllocation: out of memory"), "GPU"),
+        (dist.DistBackendError(f"{CUDA}Cuda failure 2 'out of memory'"), "GPU"),
+        (dist.DistBackendError(f"{CUDA}Failed to CUDA calloc async 608 bytes"), "GPU"),
+        (MemoryError("5.2 GiB of host memory for activations cannot be pinned (CUDA error 2)."), "host"),
+        (MemoryError(), "host"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "host"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you"), "host"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasGemmEx(...)`"), None),
+        (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered{_ASYNCHRONOUS}"), None),
+        (dist.DistBackendError(f"{CUDA}Cuda failure 200 'device kernel image is invalid'"), None),
+        (OSError(errno.ENOSPC, "No space left on device"), None),
+        (KeyError("out of memory"), None),
+    ],
+)
+def test_lack_of_memory_is_told_from_other_errors(error: Exception, memory: str | None) -> None:
+    assert exhausted_memory(error) == memory
+
+
 def test_out_of_memory_while_loading_is_one_sentence_that_helps() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     with (
-        pytest.raises(OutOfMemory, match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What helps: more GPUs\.$"),
+        pytest.raises(TrainingError, match=r"Rank 3 ran out of GPU memory while .* 2.00 GiB. What helps: more GPUs\.$"),
         loading_explained(3, "more GPUs"),
     ):
         raise error

@@ -87,7 +87,7 @@ def test_the_rank_with_the_least_memory_decides() -> None:
     assert number == BLOCKS - 3
 
 
-def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute() -> None:
     model = _model()
     set_recompute(model, 6)
     watch = MemoryWatch(model, 6, most=20.0)
@@ -96,15 +96,12 @@ def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute(caplog: pytes
         assert sum(block.is_on for block in recomputed_blocks(model)) == number
 
 
-def test_a_step_without_room_lets_ever_more_blocks_recompute_until_all_do() -> None:
+@pytest.mark.parametrize(("too_few", "number"), [(0, 4), (4, 6), (6, 7), (7, 8), (8, 8)])
+def test_more_blocks_recompute_than_when_memory_ran_out(too_few: int, number: int) -> None:
     model = _model()
-    set_recompute(model, 1)
-    watch = MemoryWatch(model, 1, most=20.0)
-    for repetitions, number in enumerate((2, 4, 8)):
-        assert not watch.is_exhausted
-        watch.ran_out([0], 3, repetitions)
-        assert watch.number == sum(block.is_on for block in recomputed_blocks(model)) == number
-    assert watch.is_exhausted
+    memory = FakeMemory(model, total=1000, head=50, block=0)  # room for all
+    found = fit_recompute(model, memory.try_step, memory, lambda value: value, block_bytes=EACH, too_few=too_few)
+    assert found == number == sum(block.is_on for block in recomputed_blocks(model))
 
 
 def test_only_blocks_that_are_switched_on_run_twice() -> None:

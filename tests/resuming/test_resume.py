@@ -118,6 +118,23 @@ def test_a_folder_that_is_behind_its_mirror_gets_the_mirrors_newest_and_deletes_
     assert mirror.steps() == [10, 20]
 
 
+def test_restarts_remember_with_how_much_recompute_memory_ran_out(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run_id, found = begin(out).run_id, []
+    ends = [{"recompute": 3, "state": "out_of_memory"}, {"recompute": 6}, {"state": "out_of_memory"}]
+    for step, end in enumerate(ends, start=1):
+        status = read_json(out / layout.STATUS)
+        add_step(out, step, run_id)
+        write_json(out / layout.STATUS, {**status, "too_few": found[-1] if found else 0, **end})
+        start = begin(out)
+        found.append(start.too_few)
+        assert start.failed_starts == 0
+    assert found == [3, 3, 3]  # the last one did not come to a step
+    write_json(out / layout.STATUS, {"state": "out_of_memory", "start_step": 3, "recompute": 6})
+    start = begin(out)
+    assert (start.too_few, start.failed_starts) == (6, 1)
+
+
 def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Path) -> None:
     out, mirror = tmp_path / "out", FolderStore(tmp_path / "mirror")
     folder = add_step(out, 10, begin(out, mirror=mirror).run_id)

@@ -1,7 +1,7 @@
 """train.py with what its options do not say: python -m tests.gpu.programs.train --backend gloo -- OPTIONS.
 
 Over gloo several ranks share a card, which NCCL refuses; --memory_mib takes away the rest of the card's memory.
---share_left 0.5 takes away half of what a step needs, after the first one, on the last rank.
+--share_left 0.5 takes away half of what a step needs, before the second one, on the last rank.
 """
 
 import argparse
