@@ -230,7 +230,7 @@ class TrainState:
                     key: entry["value"] if entry["kind"] == "number" else fill(readers, name, key, entry)
                     for key, entry in entries
                 }
-                self._put(parameter, layout[name], values)
+                self._put(parameter, values)
         self.optimizer.set_group_values(description["groups"])
         for reader in readers:
             reader.close()
@@ -263,16 +263,12 @@ class TrainState:
             return torch.cat(parts)
         return torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
 
-    def _put(self, parameter: nn.Parameter, entries: Mapping[str, Mapping[str, Any]], values: dict[str, Any]) -> None:
+    def _put(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Store the values of a parameter and of its optimizer state, which are on any device."""
         local = local_part(parameter)
-        if not local.numel():
-            return
-        local.copy_(values.pop(_PARAMETER))
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[key] = value.to(local.device if entries[key]["is_on_device"] else "cpu", copy=True)
-        self.optimizer.set_state(parameter, values)
+        if local.numel():
+            local.copy_(values.pop(_PARAMETER))
+            self.optimizer.set_state(parameter, values)
 
 
 class StoredValues:

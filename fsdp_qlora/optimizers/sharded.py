@@ -1,19 +1,19 @@
-"""Optimizers over local shards, the learning rate of each step, and the global gradient norm."""
+"""Optimizers over a rank's own shards, and the learning rate of each step."""
 
 import contextlib
 import importlib.util
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import bitsandbytes
 import torch
 from torch import nn
 
-from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.distributed import local_part
+from fsdp_qlora.distributed import local_part, shard_bounds
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.optimizers.flat import Member, Piece, find_pieces, is_second, is_small
 from fsdp_qlora.optimizers.matrix import Adafactor, MatrixOptimizer, Muon
 
 
@@ -24,17 +24,22 @@ def _schedule_free(parameters: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Use the fused kernel if all parameters are on a GPU: torch's default needs 4 more bytes per weight."""
+    """Use the fused kernel for groups on a GPU: torch's default needs 4 more bytes per weight."""
 
-    def build(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-        groups = [group["params"] if isinstance(group, dict) else [group] for group in parameters]
-        fused = all(parameter.is_cuda for group in groups for parameter in group)
-        return kind(parameters, fused=fused or None, **options)  # type: ignore[call-arg]
+    def build(groups: Any, **options: Any) -> torch.optim.Optimizer:
+        for group in groups:
+            group["fused"] = all(parameter.is_cuda for parameter in group["params"]) or None
+        return kind(groups, **options)
 
     return build
 
 
-# name -> optimizer over a list of parameters (or groups of them), given lr and weight_decay.
+def _is_bitsandbytes(name: str) -> bool:
+    build = OPTIMIZERS[name]
+    return isinstance(build, type) and issubclass(build, bitsandbytes.optim.optimizer.Optimizer8bit)
+
+
+# name -> optimizer over parameter groups, each on one device, given lr and weight_decay.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": _adam(torch.optim.AdamW),
     "adam": _adam(torch.optim.Adam),
@@ -108,13 +113,31 @@ def check_optimizer(name: str, device: torch.device) -> None:
         raise UserError(f"optimizer {name} needs the package schedulefree: pip install schedulefree.")
 
 
+def check_shard_sizes(name: str, model: nn.Module, num_shards: int) -> None:
+    """Refuse a parameter whose shard is too large for the optimizer's kernels.
+
+    Raises:
+        UserError: bitsandbytes counts elements in int32.
+    """
+    if not _is_bitsandbytes(name):
+        return
+    for path, parameter in model.named_parameters():
+        _, rows = shard_bounds(parameter.shape[0], rank=0, size=num_shards)
+        elements = rows * math.prod(parameter.shape[1:])
+        if parameter.requires_grad and elements >= 2**31:
+            raise UserError(
+                f"optimizer {name} counts the elements of a tensor in 32 bits, and a rank's part of {path} has "
+                f"{elements:,}. Use more ranks or --optimizer adamw."
+            )
+
+
 class ShardedOptimizer:
     """A plain torch optimizer over each rank's own shards.
 
-    It gets local tensors that share the shards' memory. So every element-wise optimizer works sharded, without
-    the cost of DTensor dispatch for hundreds of small tensors, and takes the adapters' shards as one tensor where they
-    lie side by side (flat.py). Optimizers over whole matrices know which part of the matrix a local tensor is
-    (matrix.py).
+    It gets local tensors that share the shards' memory. So every element-wise optimizer works sharded, without the cost
+    of DTensor dispatch. Each device has its own parameter groups: torch's optimizers update the tensors of a group in a
+    few kernels only if all are on one GPU. Optimizers over whole matrices know which part of the matrix a local tensor
+    is (matrix.py).
 
     Args:
         lr_ratio_B: LoRA+ (Hayou et al. 2024): the learning rate of B (and of vectors) is this many times A's.
@@ -122,37 +145,33 @@ class ShardedOptimizer:
 
     def __init__(self, model: nn.Module, name: str, *, lr: float, weight_decay: float, lr_ratio_B: float = 1.0) -> None:
         self.name, build = name, OPTIMIZERS[name]
-        # Its steps are collective, so every rank must take part, also without rows.
+        # Steps over whole matrices are collective: every rank takes part, even without rows.
         is_matrix = isinstance(build, type) and issubclass(build, MatrixOptimizer)
-        trained = {
-            path: parameter
-            for path, parameter in model.named_parameters()
-            if parameter.requires_grad and (is_matrix or local_part(parameter).numel() > 0)
-        }
-
-        def kind(path: str, parameter: nn.Parameter) -> tuple[bool, bool]:
-            return lr_ratio_B != 1.0 and is_second(path, parameter), name.endswith("_8bit") and is_small(parameter)
-
-        adapters = [parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()]
-        with torch.no_grad():
-            self.pieces = find_pieces(trained, () if is_matrix else adapters, kind)
-        groups: list[Any] = [piece.tensor for piece in self.pieces]
-        if lr_ratio_B != 1.0:
-            kinds = [kind(path, parameter)[0] for path, parameter in trained.items()]
-            is_B = [kinds[piece.members[0].number] for piece in self.pieces]
-            groups = [
-                {"params": [tensor for tensor, B in zip(groups, is_B, strict=True) if B is second], "lr_scale": scale}
-                for second, scale in ((False, 1.0), (True, lr_ratio_B))
-            ]
-        self._gradients: list[torch.Tensor] = []  # of the members, in the model's order
-        self._member_of = _members(self.pieces)
-        self._loaded: dict[int, dict[str, Any]] = {}  # states of some members of a flat piece, by parameter's id
+        self._local: dict[nn.Parameter, nn.Parameter] = {}  # the model's parameter -> this rank's part of it
+        scales = (1.0, lr_ratio_B) if lr_ratio_B != 1.0 else (1.0,)
+        parts: list[dict[torch.device, list[nn.Parameter]]] = [{} for _ in scales]
+        for path, parameter in model.named_parameters():
+            local = local_part(parameter).detach()
+            if parameter.requires_grad and (is_matrix or local.numel()):
+                self._local[parameter] = nn.Parameter(local)
+                is_B = len(scales) == 2 and (".lora_B." in path or parameter.dim() == 1)
+                parts[is_B].setdefault(local.device, []).append(self._local[parameter])
+        groups = [
+            {"params": tensors, "lr_scale": scale}
+            for scale, by_device in zip(scales, parts, strict=True)
+            for tensors in by_device.values() or [[]]
+        ]
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
-        self.optimizer = build(groups, lr=lr, weight_decay=weight_decay) if self.pieces else None
+        self.optimizer = build(groups, lr=lr, weight_decay=weight_decay) if self._local else None
+        self._group_of = {local: group for group in self._groups for local in group["params"]}
         if isinstance(self.optimizer, MatrixOptimizer):
-            self.optimizer.whole = {piece.tensor: piece.members[0].sharded for piece in self.pieces}
+            self.optimizer.whole = {local: parameter for parameter, local in self._local.items()}
         if self._is_schedule_free:
             self.optimizer.train()  # type: ignore[union-attr]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer else []
 
     @property
     def _is_schedule_free(self) -> bool:
@@ -172,13 +191,13 @@ class ShardedOptimizer:
 
     # --- a step ---
 
-    @torch.no_grad()
     def take_gradients(self) -> None:
-        """Take the gradients that FSDP2 has reduced onto this rank; the parameters lose those of flat pieces."""
-        for piece in [piece for piece in self.pieces if piece.lacks_some_gradient]:
-            self._split(piece)
-        taken = [pair for piece in self.pieces for pair in zip(piece.members, piece.take_gradients(), strict=False)]
-        self._gradients = [gradient for member, gradient in sorted(taken, key=lambda pair: pair[0].number)]
+        """Take the gradients that FSDP2 has reduced onto this rank."""
+        for parameter, local in self._local.items():
+            local.grad = None if parameter.grad is None else local_part(parameter.grad)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [local.grad for local in self._local.values() if local.grad is not None]
 
     @torch.no_grad()
     def squared_norms(self) -> list[torch.Tensor]:
@@ -187,157 +206,94 @@ class ShardedOptimizer:
         Offloaded gradients are on the CPU, the others on the GPU. Nothing waits for the GPU here.
         """
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for gradient in self._gradients:
+        for gradient in self._gradients():
             by_device.setdefault(gradient.device, []).append(gradient)
         return [torch.nn.utils.get_total_norm(gradients).double().square() for gradients in by_device.values()]
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
-        gradients = [piece.tensor.grad for piece in self.pieces if piece.tensor.grad is not None]
-        if gradients:
+        if gradients := self._gradients():
             torch._foreach_mul_(gradients, factor)
 
     def step(self, lr: float) -> None:
         if self.optimizer is None:
             return
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-        self._make_small_states()
+        for group in self._groups:
+            group["lr"] = lr * group["lr_scale"]
         self.optimizer.step()
 
-    def _make_small_states(self) -> None:
-        """Make the states of pieces of small shards in 32 bits, as bitsandbytes would make each shard's."""
-        arguments = getattr(self.optimizer, "args", None)
-        if self.optimizer is None or arguments is None or arguments.optim_bits != 8:
-            return
-        for piece in self.pieces:
-            is_new = piece.tensor.grad is not None and not self.optimizer.state.get(piece.tensor)
-            if is_new and piece.is_flat and is_small(piece.members[0].local):
-                number = self._group_of(piece.tensor)
-                arguments.optim_bits = 32
-                self.optimizer.init_state(self.optimizer.param_groups[number], piece.tensor, number, 0)  # type: ignore[attr-defined]
-                arguments.optim_bits = 8
-
-    def _group_of(self, tensor: nn.Parameter) -> int:
-        assert self.optimizer is not None
-        groups = enumerate(self.optimizer.param_groups)
-        return next(number for number, group in groups if any(tensor is other for other in group["params"]))
-
     def zero_grad(self) -> None:
-        self._gradients = []
-        for piece in self.pieces:
-            piece.tensor.grad = None
-            for member in piece.members:
-                member.sharded.grad = None
+        for parameter, local in self._local.items():
+            parameter.grad = local.grad = None
 
     # --- state ---
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The optimizer's own values for one of the model's parameters, to read; empty before a step."""
-        found = self._member_of.get(id(parameter))
-        if self.optimizer is None or found is None or found[0].tensor not in self.optimizer.state:
+        local = self._local.get(parameter)
+        if self.optimizer is None or local not in self.optimizer.state:
             return {}
-        piece, member = found
-        return piece.state_of(member, self.optimizer.state[piece.tensor])
+        if self._is_paged:
+            torch.cuda.synchronize()  # the host reads managed memory without regard to streams
+        return dict(self.optimizer.state[local])
 
-    def set_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> None:
-        """Replace the values for one of the model's parameters, which `state` then belongs to.
+    def set_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Replace the values for one of the model's parameters by copies of these, which may be on any device."""
+        local = self._local.get(parameter)
+        if self.optimizer is not None and local is not None and state:
+            self.optimizer.state[local] = {key: self._own_value(local, key, value) for key, value in state.items()}
 
-        Those of a flat piece count once each of its parameters has been given its values, empty ones too.
-        """
-        found = self._member_of.get(id(parameter))
-        if self.optimizer is None or found is None:
-            return
-        piece, _ = found
-        self._loaded[id(parameter)] = state
-        states = [self._loaded.get(id(member.sharded)) for member in piece.members]
-        if any(each is None for each in states):
-            return
-        given = [each for each in states if each is not None]
-        joined = piece.joined(given, self._new_state)
-        parts = [(piece, joined)] if joined is not None else list(zip(self._split(piece), given, strict=True))
-        for part, values in parts:
-            if values:
-                self.optimizer.state[part.tensor] = values if part.is_flat else self._paged(part.tensor, values)
-        for member in piece.members:
-            del self._loaded[id(member.sharded)]
+    def _own_value(self, local: nn.Parameter, key: str, value: Any) -> Any:
+        """A copy of a value where this optimizer would have made it, wherever the run that saved it kept it."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if self._is_paged and key in _PAGED_STATES:  # may move between GPU and host at any time
+            buffer: torch.Tensor = self.optimizer.get_state_buffer(local, dtype=value.dtype)  # type: ignore[union-attr]
+            return buffer.copy_(value)
+        # torch's optimizers count steps on the CPU, but for fused kernels.
+        is_on_host = value.dim() == 0 and not self._group_of[local].get("fused")
+        return value.to("cpu" if is_on_host else local.device, copy=True)
 
-    def _new_state(self, tensor: nn.Parameter, key: str, like: torch.Tensor) -> torch.Tensor:
-        """Zeros for a tensor's state, of the type and in the place of `like`.
-
-        Those of a paged optimizer may move between GPU and host at any time, and count as CPU memory.
-        """
-        if key in _PAGED_STATES and getattr(self.optimizer, "is_paged", False):
-            buffer: torch.Tensor = self.optimizer.get_state_buffer(tensor, dtype=like.dtype)  # type: ignore[union-attr]
-            return buffer
-        return torch.zeros_like(tensor, dtype=like.dtype, device=like.device)
-
-    def _paged(self, tensor: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        if not getattr(self.optimizer, "is_paged", False):
-            return state
-        paged = [key for key in _PAGED_STATES if key in state]
-        return state | {key: self._new_state(tensor, key, state[key]).copy_(state[key]) for key in paged}
-
-    def _split(self, piece: Piece) -> list[Piece]:
-        """Give each parameter of a flat piece a tensor of its own from now on, with the state that it has.
-
-        For parameters that do not all get a gradient in the same steps: an optimizer passes over those without.
-        """
-        assert self.optimizer is not None
-        parts = list(piece.split(self.optimizer.state.pop(piece.tensor, {})))
-        for part, state in parts:
-            if state:
-                self.optimizer.state[part.tensor] = state
-        tensors = self.optimizer.param_groups[self._group_of(piece.tensor)]["params"]
-        place = next(place for place, tensor in enumerate(tensors) if tensor is piece.tensor)
-        pieces = [part for part, _ in parts]
-        tensors[place : place + 1] = [part.tensor for part in pieces]
-        self.pieces = [each for each in self.pieces if each.tensor is not piece.tensor] + pieces
-        self._member_of = _members(self.pieces)
-        return pieces
+    @property
+    def _is_paged(self) -> bool:
+        return getattr(self.optimizer, "is_paged", False)
 
     def room_for_state(self) -> list[torch.Tensor]:
         """Memory of the size of the state that the first step will allocate; nothing if there is state already.
 
         Nothing for paged optimizers, whose state is not in GPU memory alone.
         """
-        if self.optimizer is None or self.optimizer.state or self.name.startswith("paged_"):
+        if self.optimizer is None or self.optimizer.state or self._is_paged:
             return []
-        sizes = [int(OPTIMIZER_STATES[self.name] * piece.tensor.numel()) for piece in self.pieces]
-        return [
-            torch.empty(size, dtype=torch.float32, device=piece.tensor.device)
-            for size, piece in zip(sizes, self.pieces, strict=True)
-            if size
-        ]
+        sizes = [(int(OPTIMIZER_STATES[self.name] * local.numel()), local.device) for local in self._local.values()]
+        return [torch.empty(size, dtype=torch.float32, device=device) for size, device in sizes if size]
 
     @property
     def stored_as(self) -> dict[str, str]:
         """State key -> kind of train_state.py, where the shape alone does not determine it."""
         return self.optimizer.stored_as if isinstance(self.optimizer, MatrixOptimizer) else {}
 
+    def _groups_by_rate(self) -> list[list[dict[str, Any]]]:
+        """The parameter groups, those of one learning rate together: they differ in their device only."""
+        return [list(groups) for _, groups in itertools.groupby(self._groups, key=itemgetter("lr_scale"))]
+
     def group_values(self) -> list[dict[str, Any]]:
-        """The optimizer's values that are not per parameter, by parameter group."""
-        groups = self.optimizer.param_groups if self.optimizer else []
+        """The optimizer's values that are not per parameter, for each learning rate."""
         return [
-            {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str))}
-            for group in groups
+            {name: value for name, value in groups[0].items() if isinstance(value, (bool, int, float, str))}
+            for groups in self._groups_by_rate()
         ]
 
-    def set_group_values(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the result of `group_values`."""
-        if self.optimizer is not None:
-            for group, values in zip(self.optimizer.param_groups, groups, strict=True):
-                group.update(values)
+    def set_group_values(self, stored: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the result of `group_values`. Which kernels update which parameters is this run's choice."""
+        for groups, values in zip(self._groups_by_rate(), stored, strict=self.optimizer is not None):
+            for group in groups:
+                group.update({name: value for name, value in values.items() if name != "fused"})
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state on this rank."""
-        states: Iterable[dict[str, Any]] = self.optimizer.state.values() if self.optimizer else ()
-        return sum(
-            value.numel() * value.element_size()
-            for state in states
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        )
+        states = self.optimizer.state.values() if self.optimizer else ()
+        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
 
 
 def averaged_value(name: str, value: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -354,8 +310,3 @@ def averaged_value(name: str, value: torch.Tensor, z: torch.Tensor) -> torch.Ten
     optimizer.state[parameter]["z"] = z
     optimizer.eval()  # type: ignore[attr-defined]
     return parameter.detach()
-
-
-def _members(pieces: Iterable[Piece]) -> dict[int, tuple[Piece, Member]]:
-    """Parameter's id -> where it is."""
-    return {id(member.sharded): (piece, member) for piece in pieces for member in piece.members}

@@ -24,7 +24,6 @@ from fsdp_qlora.adapters.insert import (
 from fsdp_qlora.distributed import SHARDING_STRATEGIES, own_rows, padded_rows, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.sharding.adapter_arena import adapter_places
 from fsdp_qlora.sharding.host_arena import split_arena
 from fsdp_qlora.sharding.prefetch import set_prefetch
 from fsdp_qlora.sharding.recompute import adapter_owners
@@ -135,15 +134,14 @@ def _skip_backward_gathers(model: PreTrainedModel) -> None:
 
 
 def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool | int) -> None:
-    """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`,
-    of which the trained adapters lie in one buffer.
+    """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`.
 
     Buffers have held real values since construction and are moved. Shards keep this memory: padded if the split is
     uneven, pinned if they are offloaded.
     """
-    places: dict[int, torch.Tensor] = {**adapter_places(model, device)}
+    places: dict[int, torch.Tensor] = {}
     if cpu_offload:
-        places |= _offloaded_places(_offloaded(model, cpu_offload), pinned=device.type == "cuda")
+        places = _offloaded_places(_offloaded(model, cpu_offload), pinned=device.type == "cuda")
     placed = [parameter for parameter in model.parameters() if id(parameter) in places]
 
     def place(parameter: torch.Tensor) -> torch.Tensor:

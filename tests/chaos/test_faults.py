@@ -154,7 +154,7 @@ def spoil_parameter() -> None:
         count += 1
         if count == 3 and on(1):
             with torch.no_grad():
-                self.pieces[0].tensor.view(-1)[0] = float("inf")
+                next(iter(self._local.values())).view(-1)[0] = float("inf")
 
     ShardedOptimizer.step = step  # type: ignore[method-assign]
 
