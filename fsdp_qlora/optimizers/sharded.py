@@ -231,7 +231,7 @@ class ShardedOptimizer:
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The optimizer's own values for one of the model's parameters, to read; empty before a step."""
         local = self._local.get(parameter)
-        if self.optimizer is None or local not in self.optimizer.state:
+        if self.optimizer is None or local is None or local not in self.optimizer.state:
             return {}
         if self._is_paged:
             torch.cuda.synchronize()  # the host reads managed memory without regard to streams

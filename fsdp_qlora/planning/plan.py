@@ -33,7 +33,7 @@ from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.pretrained_adapter import wanted_shapes
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
-from fsdp_qlora.optimizers.sharded import check_optimizer
+from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
 from fsdp_qlora.planning import describe, memory, placement
 from fsdp_qlora.planning.placement import Placement, Sized
 from fsdp_qlora.planning.step_memory import Step, StepBytes, estimate_step
@@ -104,6 +104,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     for line in needless_lines(config):
         log.info(line)
     model = plan_model(config, ranks, store, world_size)
+    check_shard_sizes(config.optimizer, model.meta.model, model.num_shards)
     if needs_merging := describe.describe_servers(adapter_config(config, model)):
         log.info(needs_merging)
     # Before the process group starts, so that no collective waits for the tokenizer.

@@ -16,7 +16,7 @@ from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers import matrix
-from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer, check_optimizer
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer, check_optimizer, check_shard_sizes
 from tests.reference import batch_loss, encode, load_adapter, load_base
 from tests.tiny import make_rows, on_ranks, read_metrics, train_ok, write_rows
 
@@ -162,6 +162,27 @@ def test_paged_optimizers_are_refused_without_a_gpu_and_schedule_free_without_it
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install schedulefree"):
         check_optimizer("schedule_free_adamw", torch.device("cpu"))
+
+
+def test_bitsandbytes_refuses_shards_that_it_cannot_count() -> None:
+    model = nn.Linear(2**16, 2**16, bias=False, device="meta")
+    with pytest.raises(UserError, match=r"has 2,147,483,648\. Use more ranks"):
+        check_shard_sizes("adamw_8bit", model, 2)
+    check_shard_sizes("adamw_8bit", model, 3)
+    check_shard_sizes("adamw", model, 1)
+
+
+def test_a_device_has_its_own_parameter_groups() -> None:
+    model = nn.ModuleDict({"lora_A": nn.Linear(4, 4, bias=False), "lora_B": nn.Linear(4, 4, bias=False)})
+    model["meta"] = nn.Linear(4, 4, bias=False, device="meta")
+    wrapped = nn.ModuleDict({"layer": model})
+    optimizer = ShardedOptimizer(wrapped, "adamw", lr=LR, weight_decay=DECAY, lr_ratio_B=RATIO)
+    assert optimizer.optimizer is not None
+    found = [
+        (group["lr_scale"], [str(p.device) for p in group["params"]]) for group in optimizer.optimizer.param_groups
+    ]
+    assert found == [(1.0, ["cpu"]), (1.0, ["meta"]), (RATIO, ["cpu"])]
+    assert [values["lr_scale"] for values in optimizer.group_values()] == [1.0, RATIO]
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,12 @@ def _several_runs() -> Iterator[Case]:
         "resume, streaming": {"streaming": True},
     }.items():
         yield Case(name, options, first={**STOPPED, **options}, says="resum")
+    saved = {"modules_to_save": "embed_tokens,lm_head"}
+    for name, options in {"full": {"train_type": "full"}, "embeddings and head trained": saved, "adapters": {}}.items():
+        for before, after in ((False, 2), (2, False), (True, False), (False, True)):
+            first = {**STOPPED, **options, "use_cpu_offload": before}
+            case = f"resume, {name}, offload {before} and then {after}"
+            yield Case(case, {**options, "use_cpu_offload": after}, model="deep", first=first, says="resum")
     for ranks in (1, 2):
         others = tuple(number for number in (1, 2, 4) if number != ranks)
         name = f"resume of a run of {ranks} rank{'s' * (ranks > 1)}"

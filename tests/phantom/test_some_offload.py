@@ -1,7 +1,9 @@
-"""What `--use_cpu_offload N` copies in a step on one rank, counted on the stand-in: it equals a formula."""
+"""`--use_cpu_offload N` on the stand-in: what it copies in a step on one rank equals a formula, and a run may be
+continued with another number."""
 
 from collections import Counter
 
+from tests.phantom.environment import run
 from tests.phantom.test_steps import NUMBERS, sizes, step
 
 __all__ = ["step"]  # the fixture
@@ -24,3 +26,8 @@ def test_some_offloaded_blocks_are_copied_once_forward_and_once_backward_beside_
     assert 0 <= moved["host_to_device", "beside"] - weights < MICRO_BATCHES * BLOCKS * 64 * 30  # between parameters
     assert moved["host_to_device", "at work"] < MICRO_BATCHES * 16 * 1024  # the batch
     assert moved["device_to_host", "at work"] == 8 * NUMBERS and not moved["device_to_host", "beside"]
+
+
+def test_state_goes_where_the_optimizer_of_another_offload_keeps_it(tmp_path):
+    [rank] = run(["tests/phantom/programs/other_offload.py"], tmp_path)
+    assert rank.status == 0, rank.output[-3000:]
