@@ -1,45 +1,104 @@
-"""Chats become text through the tokenizer's chat template, filled by a process of its own: template_worker.py."""
+"""Chats become text through the tokenizer's chat template, filled in a process that a template can only end itself.
 
+A template comes with the model, from people one does not know. transformers renders it in jinja2's sandbox, which keeps
+it from reading and writing, but bounds neither its time nor its memory: the kernel does, in the worker. It is no
+`ProcessPoolExecutor`: that one imports the main module again (a script without a guard would train in each worker) and
+modules of the current folder, and does not end a call that takes too long.
+"""
+
+import contextlib
 import json
-import os
+import re
+import resource
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from fsdp_qlora.data.examples import BadRow, Chat, Segment
+from fsdp_qlora.data.turns import (
+    Conversation,
+    Message,
+    NotSplit,
+    Span,
+    learned_rows,
+    left_out,
+    with_arguments_as_text,
+)
 from fsdp_qlora.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 SECONDS_PER_CHAT = 10
-_ROOT = Path(__file__).resolve().parents[2]
+MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
+_MOST_KILLS = 3  # in a row: then the template is at fault, not a chat
+_ROOT = str(Path(__file__).resolve().parents[2])
+# Not -m, and without "" on the path: both would import modules of the current folder.
+_COMMAND = f"import sys; sys.path[:] = [{_ROOT!r}, *filter(None, sys.path)]; from {__name__} import work; work()"
+_CURE = (
+    "Give another with --prompt_template: chatml, user_assistant, or the path of a .jinja file; or use a model whose "
+    "tokenizer has one, such as an instruct model."
+)
 
 
-class ChatTemplate:
-    """The chat template of a tokenizer, or one that replaces it. The process starts with the first chat."""
+class TemplateWorker:
+    """A process that fills chat templates. It starts with the first chat, and again after one that ended it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> None:
-        self._tokenizer = tokenizer
-        self._template = template
-        self._worker: subprocess.Popen[str] | None = None
-        self._variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-        self._end_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._kills = 0  # in a row
 
-    def __enter__(self) -> "ChatTemplate":
-        return self
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What `answer` returns for a request.
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        Raises:
+            BadRow: it ended the process, or is no JSON.
+                UserError: several one after the other did.
+        """
+        try:
+            line = json.dumps({**request, "seconds": SECONDS_PER_CHAT})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRow(f"tools or messages contain values that JSON cannot represent ({error})") from error
+        if self._process is None:
+            command = [sys.executable, "-c", _COMMAND]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process, reply = self._process, ""
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            reply = process.stdout.readline()
+        if reply:
+            self._kills = 0
+            return dict(json.loads(reply))
         self.close()
+        self._kills += 1
+        reason = f"did not end within {SECONDS_PER_CHAT} s for it (its process ended with {process.returncode})"
+        if self._kills == _MOST_KILLS:
+            raise UserError(f"The chat template {reason}, as for {_MOST_KILLS - 1} chats before. {_CURE}")
+        raise BadRow(f"the chat template {reason}")
 
     def close(self) -> None:
         """End the process."""
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker.communicate()
+        if self._process is not None:
+            self._process.kill()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.communicate()
+            self._process = None
 
-    def fill(self, chat: Chat, *, learn: str) -> tuple[list[list[Segment]], tuple[str, ...]]:
+
+class ChatTemplate:
+    """The chat template of a tokenizer, or one that replaces it."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: str | None = None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self._variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        self._end_tokens = [str(token) for token in tokenizer.added_tokens_decoder.values()]
+
+    def fill(self, chat: Chat, worker: TemplateWorker, *, learn: str) -> tuple[list[list[Segment]], tuple[str, ...]]:
         """The text of a chat, and what of it is learned: mostly as one row. And notes on it.
 
         Turns that the template writes in another way when others follow are rows of their own, which end with them.
@@ -48,75 +107,28 @@ class ChatTemplate:
             learn: "assistant" for the assistant's turns, "last" for the last of them, "all" for all text; without
                 those of weight 0.
         Raises:
-            BadRow: the template refuses the chat, or what is learned cannot be told.
-            UserError: there is no template, or it is not valid, does not end, or takes too much memory.
+            BadRow: the template refuses the chat or takes too long or too much memory, or what is learned cannot be
+                told.
+            UserError: there is no template, or it is not valid.
         """
         turns = chat.learned_turns(learn)
         if learn == "all":  # then the turns are those that are not learned
             turns = sorted(set(chat.learned_turns("assistant")) ^ set(Chat(chat.messages).learned_turns("assistant")))
         elif not turns:
             raise BadRow("no assistant turn has a weight above 0, so nothing to learn")
-        reply = self._ask(chat, turns, apart=learn != "all")
+        try:
+            template = self._template or self._tokenizer.get_chat_template(None, chat.tools)
+        except ValueError as error:
+            raise UserError(f"The model's tokenizer has no chat template. {_CURE}") from error
+        request = {"template": template, "messages": chat.messages, "tools": chat.tools, "turns": turns}
+        request |= {"apart": learn != "all", "variables": self._variables, "end_tokens": self._end_tokens}
+        reply = worker.ask(request)
         if "error" in reply:
             raise BadRow(reply["error"])
         if "fatal" in reply:
             raise UserError(f"The chat template cannot be used: {reply['fatal']}. {_CURE}")
         rows = [_split(text, spans, inside=learn != "all") for text, spans in reply["rows"]]
         return rows, tuple(reply["notes"])
-
-    def _ask(self, chat: Chat, turns: list[int], *, apart: bool) -> dict[str, Any]:
-        try:
-            template = self._template or self._tokenizer.get_chat_template(None, chat.tools)
-        except ValueError as error:
-            raise UserError(f"The model's tokenizer has no chat template. {_CURE}") from error
-        request = {
-            "template": template,
-            "messages": chat.messages,
-            "tools": chat.tools,
-            "turns": turns,
-            "apart": apart,
-            "variables": self._variables,
-            "end_tokens": self._end_tokens,
-            "seconds": SECONDS_PER_CHAT,
-        }
-        try:
-            line = json.dumps(request)
-        except TypeError as error:
-            raise BadRow(f"tools or messages hold what JSON has no word for ({error})") from error
-        worker = self._worker = self._worker or _start()
-        assert worker.stdin is not None and worker.stdout is not None
-        try:
-            worker.stdin.write(line + "\n")
-            worker.stdin.flush()
-            reply = worker.stdout.readline()
-        except BrokenPipeError:
-            reply = ""
-        if not reply:
-            self._worker = None
-            worker.wait()
-            raise UserError(
-                f"The chat template did not end within {SECONDS_PER_CHAT} s for a chat of {len(chat.messages)} "
-                f"messages (its process ended with {worker.returncode}). {_CURE}"
-            )
-        answer: dict[str, Any] = json.loads(reply)
-        return answer
-
-
-_CURE = (
-    "Give another with --prompt_template: chatml, user_assistant, or the path of a .jinja file; or use a model whose "
-    "tokenizer has one, such as an instruct model."
-)
-
-
-def _start() -> "subprocess.Popen[str]":
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [sys.executable, "-m", "fsdp_qlora.data.template_worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
 
 
 def _split(text: str, spans: list[list[int]], *, inside: bool) -> list[Segment]:
@@ -127,3 +139,80 @@ def _split(text: str, spans: list[list[int]], *, inside: bool) -> list[Segment]:
         position = end
     segments.append(Segment(text[position:], not inside))
     return [segment for segment in segments if segment.text]
+
+
+# --- in the worker ---
+
+# Notes on rows that are used.
+APART = "chats of which turns are rows of their own: the chat template writes these in another way when others follow"
+CUT = "the chat template leaves out a part of what the assistant says, such as its reasoning"
+LEFT_OUT = "the chat template leaves out what the row has for: {}"
+
+# Llama 3 writes the day into its system prompt. Tokens must be the same tomorrow, or the run could not be resumed.
+_FIXED_DAY = (
+    "{% macro strftime_now(format) %}{{ format | replace('%d', '26') | replace('%b', 'Jul') | replace('%B', 'July') "
+    "| replace('%m', '07') | replace('%Y', '2024') }}{% endmacro %}\n"
+)
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """{"rows": [(text, spans)], "notes"}, or {"error"}, or {"fatal"} for what every row would meet."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template, messages = request["template"], request["messages"]
+    if "strftime_now" in template:
+        template = _FIXED_DAY + template
+    has_blocks = bool(_GENERATION.search(template))
+    fill = partial(render_jinja_template, tools=request["tools"], chat_template=template, **request["variables"])
+
+    def render(part: list[Message], *, add_generation_prompt: bool = False, **options: Any) -> tuple[str, list[Span]]:
+        texts, blocks = fill(
+            [part], add_generation_prompt=add_generation_prompt, return_assistant_tokens_mask=has_blocks, **options
+        )
+        return texts[0], blocks[0] if has_blocks else []
+
+    try:
+        try:
+            whole = Conversation(render, messages, request["end_tokens"])
+        except TypeError:  # some templates take the arguments of tool calls as text
+            messages = with_arguments_as_text(messages)
+            whole = Conversation(render, messages, request["end_tokens"])
+        rows, num_cut, is_apart = learned_rows(whole, request["turns"], apart=request["apart"])
+        notes = [LEFT_OUT.format(what) for what in left_out(messages, request["tools"], whole.text)]
+        return {"rows": rows, "notes": [*notes, *[CUT] * bool(num_cut), *[APART] * is_apart]}
+    except NotSplit as error:
+        return {"error": str(error)}
+    except jinja2.TemplateSyntaxError as error:
+        return {"fatal": f"it is not valid (line {error.lineno}: {error.message})"}
+    except MemoryError:
+        return {"error": f"the chat template takes more than {MEMORY_BYTES >> 30} GiB of memory for it"}
+    except Exception as error:  # a template can raise anything
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        return {"error": f"the chat template refuses it: {reason} (--prompt_template takes another)"}
+
+
+def _limit_memory() -> None:
+    """Let the process grow by MEMORY_BYTES at most."""
+    try:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+    except (OSError, ValueError):  # not Linux, or less is allowed already
+        pass
+
+
+def work() -> None:
+    """Answer requests: each line of stdin is one, each line of stdout its answer, both JSON."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401  before the limits
+
+    # The default action of the alarm ends the process, also within one endless operation.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    _limit_memory()
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        reply = answer(request)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(reply), flush=True)

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data import tokenization
 from fsdp_qlora.data.cache import cache_path, join_cached, locked, read_cache, tokenizer_identity, write_cache
+from fsdp_qlora.data.chat_template import TemplateWorker
 from fsdp_qlora.data.formats import FORMATS, choose_format, given_names, parse_columns, used_columns
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
@@ -215,8 +216,7 @@ class DatasetPipeline:
         self.template, self.renames = find_template(options.prompt_template), parse_columns(options.columns)
         self._format_name = options.dataset_format  # as the options say, until the first rows tell it
         self._columns: dict[str, None] = {}  # of all rows so far: those of one block may lack one that others have
-        self._renderer: Renderer | None = None
-        self._num_workers = 1  # of the renderer
+        self._workers = [TemplateWorker()]
         self._used = partial(used_columns, dataset_format=options.dataset_format, renames=self.renames)
 
     def all_rows(self, *, show_progress: bool = False) -> tuple[TokenizedRows, DataReport]:
@@ -237,11 +237,13 @@ class DatasetPipeline:
                 # The same content may be at another path now.
                 return cached[0], dataclasses.replace(cached[1], origin=source.origin)
             rows = source.read(samples, used=self._used)
-            self._num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
+            num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
+            self._workers = [TemplateWorker() for _ in range(num_workers)]
             try:
                 pieces, report = self._tokenize(rows, source.origin, show_progress)
             finally:
-                self.close()
+                for worker in self._workers:
+                    worker.close()
             write_cache(path, pieces, report)
             return read_cache(path) or (join_pieces(pieces), report)  # mapped, so that all ranks share it
 
@@ -291,17 +293,11 @@ class DatasetPipeline:
         if rows.rows:
             names, self._format_name = _format_of(rows, self.renames, self._format_name, origin)
             rows = rows.renamed(names)
-        if self._renderer is None:
-            of_format = FORMATS[self._format_name].template
-            self._renderer = Renderer(self.tokenizer, self.template, options.learn, of_format, self._num_workers)
+        of_format = FORMATS[self._format_name].template
+        renderer = Renderer(self.tokenizer, self.template, options.learn, of_format, self._workers)
         return tokenization.tokenize_rows(
-            rows, self._format_name, origin, self.tokenizer, options.context_length, self._renderer, show_progress
+            rows, self._format_name, origin, self.tokenizer, options.context_length, renderer, show_progress
         )
-
-    def close(self) -> None:
-        """End the processes that fill chat templates."""
-        if self._renderer is not None:
-            self._renderer.close()
 
 
 def _format_of(rows: Rows, renames: Mapping[str, str], dataset_format: str, origin: str) -> tuple[dict[str, str], str]:

@@ -3,12 +3,11 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, get_type_hints
 
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.chat_template import ChatTemplate
+from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.examples import BadRow, Chat, Content, Fields, Preference, Rendered, Segment, Text, Tokens
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, PromptTemplate, as_chat
@@ -25,7 +24,7 @@ class Renderer:
         chosen: of --prompt_template.
         learn: "assistant", "last" or "all": which turns are learned.
         of_format: the prompt template of the dataset's format.
-        num_workers: processes that fill chat templates.
+        workers: processes that fill chat templates.
     """
 
     def __init__(
@@ -34,23 +33,11 @@ class Renderer:
         chosen: ChosenTemplate,
         learn: str,
         of_format: PromptTemplate,
-        num_workers: int = 1,
+        workers: Sequence[TemplateWorker],
     ) -> None:
-        self._chosen = chosen
-        self._learn = learn
+        self._chosen, self._learn, self._workers = chosen, learn, workers
         self._prompt = chosen.prompt or of_format
-        self._workers = [ChatTemplate(tokenizer, chosen.chat) for _ in range(num_workers)]
-
-    def __enter__(self) -> "Renderer":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the processes."""
-        for worker in self._workers:
-            worker.close()
+        self._chat_template = ChatTemplate(tokenizer, chosen.chat)
 
     def render_all(self, contents: Sequence[Content]) -> list[list[Rendered] | BadRow]:
         """What `render` returns or raises as a BadRow for each row. Chats are spread over the workers.
@@ -59,24 +46,23 @@ class Renderer:
             UserError: no row can be rendered.
         """
 
-        def render(worker: ChatTemplate, some: Sequence[Content]) -> list[list[Rendered] | BadRow]:
-            return [self._rendered(content, worker) for content in some]
+        def render_share(first: int) -> list[list[Rendered] | BadRow]:
+            return [self._rendered(content, self._workers[first]) for content in contents[first::num]]
 
         num = len(self._workers) if len(contents) >= _WORTH_WORKERS else 1
         found: list[list[Rendered] | BadRow] = [[]] * len(contents)
         with ThreadPoolExecutor(num) as threads:
-            parts = threads.map(render, self._workers[:num], [contents[i::num] for i in range(num)])
-            for first, part in enumerate(parts):
-                found[first::num] = part
+            for first, share in enumerate(threads.map(render_share, range(num))):
+                found[first::num] = share
         return found
 
-    def _rendered(self, content: Content, worker: ChatTemplate) -> list[Rendered] | BadRow:
+    def _rendered(self, content: Content, worker: TemplateWorker) -> list[Rendered] | BadRow:
         try:
             return self.render(content, worker)
         except BadRow as reason:
             return reason
 
-    def render(self, content: Content, worker: ChatTemplate | None = None) -> list[Rendered]:
+    def render(self, content: Content, worker: TemplateWorker | None = None) -> list[Rendered]:
         """The row as text or tokens; several where turns of a chat become rows of their own.
 
         Raises:
@@ -88,7 +74,7 @@ class Renderer:
             raise BadRow("nothing to learn")
         return rendered
 
-    def _render(self, content: Content, worker: ChatTemplate) -> list[Rendered]:
+    def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
         if isinstance(content, Preference):
             raise UserError(
                 "These rows are preferences (chosen and rejected), and training on them is not supported yet. To train "
@@ -99,7 +85,7 @@ class Renderer:
         if isinstance(content, Fields):
             return [Rendered(self._prompt.fill(content, learn=self._learn))]
         if isinstance(content, Chat):
-            rows, notes = worker.fill(content, learn=self._learn)
+            rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
             notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
             return [
                 Rendered(segments, is_joint=True, is_templated=True, notes=() if number else notes)

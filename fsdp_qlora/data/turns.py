@@ -49,117 +49,95 @@ class Conversation:
         """Where the model writes the turn; None if that cannot be told.
 
         A turn begins behind the text of the messages before it with the prompt for a generation, and ends where the
-        text of the messages up to it ends. Where the template writes these in another way than here, its content is
-        looked for.
+        text of the messages up to it ends. If the template writes these in another way here, the turn is as it is
+        where the conversation ends with it.
         """
         if turn in self._blocks:
-            start, end = self._blocks[turn]
-            return start, end
-        begins = self._start(turn)
-        ends = None if begins is None else self._end(turn, begins)
-        if begins is None or ends is None or ends < begins:
-            return None
-        body = self.text[begins:ends].rstrip()
-        return begins, begins + len(body) if body.endswith(self._end_tokens) else ends
-
-    def _start(self, turn: int) -> int | None:
-        before = self.messages[:turn]
-        prompts = [self._prompt(before, **thinking) for thinking in ({}, THINKING, NO_THINKING)]
-        for prompt in prompts:
-            if prompt is not None and self.text.startswith(prompt):
-                return len(prompt)
-        content = self._place(turn, at_end=False)
-        # The prompt may open a block for reasoning that this turn does not have: it begins where they part.
-        if prompts[0] is not None and (parted := self._parted(prompts[0], before, content)) is not None:
-            return parted
-        # The messages before are written in another way here: what stands before the turn is as where it is the last,
-        # or what a prompt adds to a question.
-        if content is not None:
-            for opening, is_written in [*self._opening_as_last(turn), *self._openings()]:
-                if opening and self.text[:content].endswith(opening):
-                    return content - is_written
-        return None
-
-    def _parted(self, prompt: str, before: list[Message], content: int | None) -> int | None:
-        """Where a turn begins in which the prompt goes on in another way than the text."""
-        place = _common(prompt, self.text)
-        if content is not None:
-            return content if place >= content else None
-        # A call of a tool, without a text. The two part at a token, of which both may have the first letters.
-        starts = [prompt.rfind(token, 0, place + len(token)) for token in self._end_tokens]
-        starts = [at for at, token in zip(starts, self._end_tokens, strict=True) if at <= place < at + len(token)]
-        head = self._prompt(before, add_generation_prompt=False)
-        known = head is not None and self.text.startswith(head) and len(head) < min(starts, default=0)
-        return min(starts) if known else None
-
-    def _opening_as_last(self, turn: int) -> list[tuple[str, int]]:
-        """What is before the content of a turn where the conversation ends with it, as from `_openings`."""
+            first, last = self._blocks[turn]
+            return first, last
         alone = self.until(turn)
-        start = alone._start(turn) if alone is not None else None
-        content = alone._place(turn, at_end=False) if alone is not None else None
-        if alone is None or start is None or content is None:
-            return []
-        head = max((alone.text.rfind(token, 0, start) for token in self._end_tokens), default=-1)
-        return [(alone.text[max(head, 0) : content], content - start)]
+        start = self._start(turn, alone)
+        end = None if start is None else len(self.text) if alone is None else self._end(turn, start, alone)
+        if start is None or end is None or end < start:
+            return None
+        body = self.text[start:end].rstrip()
+        return start, start + len(body) if body.endswith(self._end_tokens) else end
 
-    def _openings(self) -> list[tuple[str, int]]:
-        """What the prompts for a generation add, and how many characters of it the model would write by default."""
-        question = [{"role": "user", "content": "a"}]
-        asked, thinking, direct = (
-            self._prompt(question, add_generation_prompt=False),
-            self._prompt(question),
-            self._prompt(question, **NO_THINKING),
-        )
-        if asked is None or thinking is None or direct is None:
-            return []
-        own, other = (prompt[_common(asked, prompt) :] for prompt in (thinking, direct))
-        tokens = [own.find(token, 1) for token in self._end_tokens]  # one of them may open a block for reasoning
-        shorter = [(own[:place], 0) for place in tokens if place > 0]
-        return [(other, len(other) - len(own) if other.startswith(own) else 0), (own, 0), *shorter]
-
-    def _end(self, turn: int, start: int) -> int | None:
-        if turn + 1 == len(self.messages):
-            return len(self.text)
-        text = self._render(self.messages[: turn + 1])[0]
-        if self.text.startswith(text):
-            return len(text)
-        # As the last turn it has a block for reasoning, say, that it does not have here: the rest is the same.
-        rest = _shared(text[start:], self.text[start:]) if text.startswith(self.text[:start]) else ""
-        if rest.rstrip().endswith(self._end_tokens):
-            return start + len(rest)
+    def _start(self, turn: int, alone: "Conversation | None") -> int | None:
+        """Where a turn begins, in this conversation and in the one that ends with it."""
+        prompts = self._prompts(self.messages[:turn])
+        if (prompt := next(filter(self.text.startswith, prompts), None)) is not None:
+            return len(prompt)
         content = self._place(turn)
-        if content is not None and content <= start + len(rest):
-            return start + len(rest)
-        if content is None or self.messages[turn].get("tool_calls"):
+        if content is None:
             return None
-        return self._behind_end_token(turn, content)
+        if prompts and prompts[0].startswith(self.text[:content]):
+            return content  # the prompt opens a block that this turn does not have
+        # The messages before are written in another way here. What stands before the turn is as where it is the last,
+        # or as a prompt follows a question.
+        before = self.text[:content]
+        start, place = (alone._start(turn, None), alone._place(turn)) if alone is not None else (None, None)
+        if alone is not None and start is not None and place is not None:
+            head = max((alone.text.rfind(token, 0, start) for token in self._end_tokens), default=-1)
+            if head < place and before.endswith(alone.text[max(head, 0) : place]):
+                return content - (place - start)
+        openings = self._openings()
+        opening = next(filter(before.endswith, openings), None)
+        if opening is None:
+            return None
+        return content - (len(opening) - len(openings[0]) if opening.startswith(openings[0]) else 0)
 
-    def _behind_end_token(self, turn: int, place: int) -> int:
-        """The end of a turn whose content ends at `place`: behind the token that ends it, if there is one."""
-        rest = self.text[place:].lstrip()
-        token = next((token for token in self._end_tokens if rest.startswith(token)), "")
-        if not token:
-            return place
-        behind = self.text.index(token, place) + len(token)
-        alone = self.until(turn) or self
-        content = alone._place(turn)
-        if content is not None and alone.text[content:].lstrip().startswith(token):
-            return behind
-        # The last turn of a conversation ends in another way. Here it is an end if the next turn has a beginning too.
-        following = self._place(turn + 1, at_end=False)
+    def _prompts(self, messages: list[Message]) -> list[str]:
+        """The text of messages with a prompt for a generation, in the ways in which it may stand in a conversation."""
+        ways: tuple[dict[str, bool], ...] = ({}, THINKING, NO_THINKING)
+        found = [self._try(messages, add_generation_prompt=True, **variables) for variables in ways]
+        prompts, asked = [prompt for prompt in found if prompt is not None], self._try(messages)
+        if prompts and asked is not None and prompts[0].startswith(asked):
+            # Without the tokens behind its first one: it may open a block for reasoning that the turn does not have.
+            added = prompts[0][len(asked) :]
+            places = {added.find(token, 1) for token in self._end_tokens if token in added[1:]}
+            prompts += [asked + added[:place] for place in sorted(places, reverse=True)]
+        return prompts
+
+    def _openings(self) -> list[str]:
+        """What prompts for a generation add to a question."""
+        question = [{"role": "user", "content": "a"}]
+        asked = self._try(question) or ""
+        return [prompt.removeprefix(asked) for prompt in self._prompts(question) if prompt != asked]
+
+    def _try(self, messages: list[Message], **options: bool) -> str | None:
+        try:
+            return self._render(messages, **options)[0]
+        except Exception:  # a template can raise anything, and many do where there is no message
+            return None
+
+    def _end(self, turn: int, start: int, alone: "Conversation") -> int | None:
+        """Where a turn that others follow ends: as where it is the last, perhaps without its reasoning."""
+        if self.text.startswith(alone.text):
+            return len(alone.text)
+        there = alone._start(turn, None)
+        if there is None:
+            return None
+        rest, body = self.text[start:], alone.text[there:]
+        if shared := _shared(body, rest):
+            return start + len(shared)
+        while token := next(filter(body.rstrip().endswith, self._end_tokens), ""):  # the last turn ends with others
+            body = body.rstrip().removesuffix(token)
+        end = start + len(shared := _shared(body, rest))
+        token = next(filter(rest[len(shared) :].lstrip().startswith, self._end_tokens), "")
+        if not shared or not token:
+            return end if shared else None
+        behind = self.text.index(token, end) + len(token)
+        following = self._place(turn + 1)  # the token is an end if the next turn has a beginning too
         opening = self.text[behind:following] if following is not None else ""
-        return behind if any(other in opening for other in self._end_tokens) else place
+        return behind if any(token in opening for token in self._end_tokens) else end
 
-    def _place(self, turn: int, *, at_end: bool = True) -> int | None:
-        """Where the content of a turn begins or ends in the text, found by a mark in it; None if it cannot be told."""
+    def _place(self, turn: int) -> int | None:
+        """Where the content of a turn begins in the text, found by a mark in it; None if it cannot be told."""
         content = str(self.messages[turn].get("content") or "")
-        if not content.strip():
-            return None
-        if at_end:
-            return self._marked(turn, len(content.rstrip()))
         for begins in (0, content.rfind(ENDS) + len(ENDS)):
             inside = len(content) - len(content[begins:].lstrip())
-            if (place := self._marked(turn, inside)) is not None:
+            if content.strip() and (place := self._marked(turn, inside)) is not None:
                 blank = content[begins:inside]
                 return place - len(blank) if self.text[:place].endswith(blank) else place
         return None
@@ -171,12 +149,6 @@ class Conversation:
         text = self._render([*self.messages[:turn], marked, *self.messages[turn + 1 :]])[0]
         return text.index(MARK) if MARK in text and text.replace(MARK, "") == self.text else None
 
-    def _prompt(self, messages: list[Message], *, add_generation_prompt: bool = True, **variables: bool) -> str | None:
-        try:
-            return self._render(messages, add_generation_prompt=add_generation_prompt, **variables)[0]
-        except Exception:  # a template can raise anything, and many do where there is no message
-            return None
-
 
 def _shared(first: str, second: str) -> str:
     """The longest end of one text, of a few characters at least, with which the other begins."""
@@ -187,13 +159,6 @@ def _shared(first: str, second: str) -> str:
             longest = beginning
         place = second.find(last, place + 1)
     return longest
-
-
-def _common(first: str, second: str) -> int:
-    """The length of what both begin with."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
-    )
 
 
 def learned_rows(

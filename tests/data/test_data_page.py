@@ -10,6 +10,7 @@ from fsdp_qlora.data.encoding import encode
 from fsdp_qlora.data.formats import FORMATS, choose_format
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
+from tests.data.conftest import WORKER
 from tests.tiny import ROOT, spelled_tokenizer
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -30,8 +31,8 @@ def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, ex
     row = json.loads(example)
     assert choose_format(list(row), dataset_format="auto", origin="", first_row=row) == name
     tokenizer = spelled_tokenizer("byte_level")
-    with Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template) as renderer:
-        [rendered] = renderer.render(FORMATS[name].read(row))
+    renderer = Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template, [WORKER])
+    [rendered] = renderer.render(FORMATS[name].read(row))
     [found] = encode([(1, rendered)], tokenizer, 1000)
     if learned.startswith("tokens"):
         assert (np.flatnonzero(found.learned) + 1).tolist() == [int(number) for number in re.findall(r"\d+", learned)]

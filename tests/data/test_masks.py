@@ -1,6 +1,7 @@
 """Which tokens of a row are learned, against tokens and masks written by hand."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,15 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data import files
-from fsdp_qlora.data.chat_template import ChatTemplate
+from fsdp_qlora.data.chat_template import APART, ChatTemplate, TemplateWorker
 from fsdp_qlora.data.encoding import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.data.examples import BadRow, Chat, Preference, Segment, Text
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.sources import find_source
-from fsdp_qlora.data.template_worker import APART
 from fsdp_qlora.errors import UserError
+from tests.data.conftest import WORKER
 from tests.data.test_data import write_parquet
 from tests.tiny import spelled_tokenizer
 
@@ -71,8 +72,8 @@ def tokens_of(
 ) -> tuple[list[str], list[int], tuple[str, ...]]:
     """The row's tokens, 1 for each that is learned, and the notes on the row."""
     tokenizer, row_format = spelled_tokenizer(kind), FORMATS[format_name]
-    with Renderer(tokenizer, ChosenTemplate(**chosen), learn, row_format.template) as renderer:
-        [rendered] = renderer.render(row_format.read(row))
+    renderer = Renderer(tokenizer, ChosenTemplate(**chosen), learn, row_format.template, [WORKER])
+    [rendered] = renderer.render(row_format.read(row))
     [found] = encode([(1, rendered)], tokenizer, 1000)
     return tokenizer.convert_ids_to_tokens(found.ids.tolist()), found.learned.astype(int).tolist(), found.notes
 
@@ -170,11 +171,11 @@ def test_workers_fill_the_same_rows_in_the_same_order() -> None:
     contents = [row_format.read({"messages": turns(f"hi {i}", f"go {i}")}) for i in range(250)]
     contents[77] = Chat([{"role": "user", "content": "so"}])
     found = []
-    for num_workers in (1, 3):
-        with Renderer(
-            tokenizer, ChosenTemplate(chat=template()), "assistant", row_format.template, num_workers
-        ) as made:
-            found.append(made.render_all(contents))
+    workers = [WORKER, TemplateWorker()]
+    for some in (workers[:1], workers):
+        renderer = Renderer(tokenizer, ChosenTemplate(chat=template()), "assistant", row_format.template, some)
+        found.append(renderer.render_all(contents))
+    workers[1].close()
     assert str(found[0].pop(77)) == str(found[1].pop(77)) and found[0] == found[1]
     assert len({str(rows) for rows in found[0]}) == 249
 
@@ -186,35 +187,65 @@ def test_turns_that_a_template_rewrites_when_others_follow_are_rows_of_their_own
         for length in (2, 4)
     ]
     tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
-    with Renderer(tokenizer, ChosenTemplate(chat=rewriting), "assistant", row_format.template) as renderer:
-        rendered = renderer.render(row_format.read(CHAT))
+    renderer = Renderer(tokenizer, ChosenTemplate(chat=rewriting), "assistant", row_format.template, [WORKER])
+    rendered = renderer.render(row_format.read(CHAT))
     found = encode([(1, row) for row in rendered], tokenizer, 1000)
     assert [row.ids.tolist() for row in found] == [tokenizer.convert_tokens_to_ids(tokens) for tokens, _, _ in rows]
     assert [row.notes for row in encode([(1, row) for row in rendered], tokenizer, 1000)] == [(APART,), ()]
     tokens_of("byte_level", "messages", CHAT, "all", chat=rewriting)
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "BadRow the chat template refuses it: roles must alternate"),
-        ("{{ ''.__class__.__mro__ }}", "BadRow the chat template refuses it: access to attribute '__class__'"),
-        ("{% if %}", "UserError The chat template cannot be used: it is not valid (line 1"),
-        ("{{ 'a' * 99999999999 }}", "UserError The chat template cannot be used: it took more than 2 GiB"),
-        (
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "UserError The chat template did not end within 1 s",
-        ),
-    ],
-)
-def test_a_hostile_template_harms_nothing(bad: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 1)
-    with (
-        ChatTemplate(spelled_tokenizer("byte_level"), bad) as chat_template,
-        pytest.raises((BadRow, UserError)) as error,
-    ):
-        chat_template.fill(Chat(CHAT["messages"]), learn="assistant")
-    assert f"{type(error.value).__name__} {error.value}".startswith(message)
+# Template -> (who is refused, a word of the reason).
+HOSTILE = {
+    "{{ raise_exception('roles must alternate') }}": (BadRow, "roles must alternate"),
+    "{{ ''.__class__.__mro__ }}": (BadRow, "__class__"),
+    "{% if %}": (UserError, "line 1"),
+    "{{ 'a' * 99999999999 }}": (BadRow, "2 GiB"),
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": (BadRow, "2 s"),
+    "{{ (messages | length) ** (9 ** 9) }}": (BadRow, "2 s"),  # within one operation
+}
+
+
+@pytest.mark.parametrize("bad", HOSTILE)
+def test_a_hostile_template_costs_its_row_alone(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 2)
+    refusal, word = HOSTILE[bad]
+    only_here = "{% if messages[0].content == 'hi' %}" + bad + "{% endif %}" + template()
+    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), only_here)
+    with pytest.raises((BadRow, UserError), match=re.escape(word)) as error:
+        chat_template.fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
+    assert error.type is refusal
+    if refusal is BadRow:
+        rows, _ = chat_template.fill(Chat(turns("so", "no")), WORKER, learn="assistant")
+        assert [segment.text for segment in rows[0] if segment.learned] == ["no</s>"]
+
+
+def test_a_template_that_ends_its_process_again_and_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 0.1)
+    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
+    for refusal in (BadRow, BadRow, UserError):
+        with pytest.raises(refusal, match="did not end within"):
+            chat_template.fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
+
+
+def test_a_worker_imports_no_module_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json", "jinja2", "transformers", "fsdp_qlora", "signal", "re"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    monkeypatch.chdir(tmp_path)
+    worker = TemplateWorker()
+    ChatTemplate(spelled_tokenizer("byte_level"), template()).fill(Chat(CHAT["messages"]), worker, learn="assistant")
+    worker.close()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_json_cannot_say_or_a_template_not_reach_is_a_bad_row() -> None:
+    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ tools | tojson }}" + template())
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    for tools in ([{"name": object()}], [{"name": deep}]):
+        with pytest.raises(BadRow):
+            chat_template.fill(Chat(turns("hi", "no"), tools), WORKER, learn="assistant")
 
 
 def test_a_template_that_writes_the_day_writes_the_same_tomorrow() -> None:
@@ -353,14 +384,10 @@ def test_calls_of_tools_reach_the_template_as_objects() -> None:
 
 def test_the_tokenizer_s_own_template_is_used_and_its_lack_named() -> None:
     tokenizer: PreTrainedTokenizerFast = spelled_tokenizer("byte_level")
-    with (
-        ChatTemplate(tokenizer) as none,
-        pytest.raises(UserError, match=r"no chat template\. Give another"),
-    ):
-        none.fill(Chat(CHAT["messages"]), learn="assistant")
+    with pytest.raises(UserError, match="no chat template"):
+        ChatTemplate(tokenizer).fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
     tokenizer.chat_template = template()
-    with ChatTemplate(tokenizer) as own:
-        [segments], _ = own.fill(Chat(CHAT["messages"]), learn="assistant")
+    [segments], _ = ChatTemplate(tokenizer).fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
     assert [segment.text for segment in segments if segment.learned] == ["go on</s>", "no</s>"]
 
 
