@@ -32,8 +32,7 @@ from fsdp_qlora.metrics.sinks import (
     numbers_in,
     plain,
 )
-from fsdp_qlora.metrics.tensorboard_sink import TensorBoardSink
-from fsdp_qlora.metrics.trackio_sink import TrackioSink
+from fsdp_qlora.metrics.trackers import TensorBoardSink, TrackioSink
 from fsdp_qlora.metrics.wandb_sink import WandbSink
 from fsdp_qlora.storage.files import copy_regular, open_own, read_regular, staged_file
 

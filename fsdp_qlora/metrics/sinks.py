@@ -1,16 +1,24 @@
-"""What all sinks share: the base class, their options, and conversion of numbers."""
+"""What all sinks share: their base classes, their options, and the conversion of numbers."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+from fsdp_qlora.redact import redact
 
 log = logging.getLogger("fsdp_qlora")
+
+T = TypeVar("T")
 
 Record = Mapping[str, Any]
 
@@ -68,31 +76,132 @@ class Sink:
         """Close the sink; exit code 0 marks the run as finished, any other as failed."""
 
 
-class GuardedSink(Sink):
-    """A sink of a library whose failure is told once; nothing more is given to it then.
+class QueuedSink(Sink):
+    """A sink whose library may block or fail: one thread makes all calls to it, with a time limit at start and end.
+
+    The first failure is logged once and ends the sink; the calls that wait in a full queue count as one.
 
     Attributes:
         name: as --log_to gives it.
-        client: the library's object, None where there is none (any more); it is called within `guard` only.
+        client: the library's object, which `open` returns; None if there is none.
     """
 
     name: ClassVar[str]
+    start_seconds: ClassVar[float] = 60.0
+    finish_seconds: ClassVar[float] = 15.0
+    most_waiting: ClassVar[int] = 10_000  # records held for a library that does not return
 
     def __init__(self, options: SinkOptions) -> None:
         self.client: Any = None
-
-    def guard(self, call: Callable[[], object]) -> None:
-        """Call the library."""
-        if self.client is not None:
-            self.attempt(call)
-
-    def attempt(self, call: Callable[[], object]) -> None:
-        """The same, where there need not be a client yet."""
+        self._has_failed = self._is_reported = False
+        self._calls: queue.Queue[Callable[[], object]] = queue.Queue(self.most_waiting)
         try:
-            call()
+            earlier = read_records(options.output_dir / METRICS_FILE)
+            self.client = within(self.start_seconds, partial(self.open, options, earlier))
         except Exception as error:
-            self.client = None
-            log.info("%s: no more is sent there (%s). All numbers are in %s.", self.name, error, METRICS_FILE)
+            self.fail(error)
+        if self.client is not None:
+            threading.Thread(target=self._work, name=f"{self.name}-records", daemon=True).start()
+            self.post(partial(self.catch_up, earlier))
+
+    def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
+        """Start the library's run, and return its object. earlier: the records of earlier starts."""
+        raise NotImplementedError
+
+    def catch_up(self, earlier: Sequence[Record]) -> None:
+        """Send the records of earlier starts that the library lacks."""
+        for record in earlier:
+            self.log(record)
+
+    def log(self, record: Record) -> None:
+        """Send a step's or an evaluation's record."""
+        raise NotImplementedError
+
+    def finish(self, exit_code: int) -> None:
+        """End the library's run, after all calls have been made."""
+
+    def advice(self) -> str:
+        """What a user can do about missing records."""
+        return ""
+
+    def step(self, record: Record, eta_seconds: float | None) -> None:
+        self.post(partial(self.log, record))
+
+    def evaluation(self, record: Record) -> None:
+        self.post(partial(self.log, record))
+
+    def close(self, exit_code: int) -> None:
+        if self.client is not None:
+            try:
+                within(self.finish_seconds, partial(self._finish, exit_code))
+            except Exception as error:
+                self.fail(error)
+
+    def post(self, call: Callable[[], object]) -> None:
+        """Queue a call for the thread. It must not wait for the library."""
+        if self.client is None or self._has_failed:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self.fail(f"it has not accepted the last {self.most_waiting:,} records")
+
+    def fail(self, error: Exception | str) -> None:
+        """Send nothing more, and say so once."""
+        self._has_failed = True
+        self.report_incomplete(error)
+
+    def report_incomplete(self, error: Exception | str) -> None:
+        """Say once that the library does not have all records."""
+        if not self._is_reported:
+            self._is_reported = True
+            log.info(
+                f"{self.name}: the run there is incomplete ({reason(error)}). Training is not affected, all numbers "
+                f"are in {METRICS_FILE}. {self.advice()}".rstrip()
+            )
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            try:
+                if not self._has_failed:
+                    call()
+            except Exception as error:
+                self.fail(error)
+            finally:
+                self._calls.task_done()
+
+    def _finish(self, exit_code: int) -> None:
+        self._calls.join()
+        self.finish(exit_code)
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Call `function` in a daemon thread and wait for its result at most `seconds`.
+
+    Raises:
+        TimeoutError: it is still running; its result is lost.
+        Exception: raised by `function`.
+    """
+    result: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # a SystemExit too: wandb.teardown raises one
+            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    thread = threading.Thread(target=call, name="bounded-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return result.result()
+
+
+def reason(error: Exception | str) -> str:
+    """The first line of an error, without secrets."""
+    return redact((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."))
 
 
 def plain(value: Any) -> Any:
@@ -131,6 +240,11 @@ def named_numbers(record: Record) -> dict[str, float]:
     if "eval_loss" not in record:
         return numbers
     return {name if name.startswith("eval_") else f"eval_{name}": number for name, number in numbers.items()}
+
+
+def curves(record: Record) -> dict[str, float]:
+    """The named numbers of a record that are drawn by step."""
+    return {name: number for name, number in named_numbers(record).items() if not name.endswith("step")}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

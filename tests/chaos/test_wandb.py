@@ -13,7 +13,8 @@ import pytest
 
 from fsdp_qlora.metrics import wandb_sink
 from fsdp_qlora.metrics.metric_log import MetricLog, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.sinks import SinkOptions, numbers_in
+from fsdp_qlora.metrics.sinks import SinkOptions, numbers_in, reason
+from fsdp_qlora.metrics.wandb_sink import WandbSink
 from fsdp_qlora.storage.files import staged_file
 from tests.chaos import wandb_server
 from tests.chaos.conftest import Reference
@@ -201,7 +202,7 @@ def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
     lines: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wandb_sink, "WANDB_FINISH_SECONDS", 2.0)
+    monkeypatch.setattr(WandbSink, "finish_seconds", 2.0)
     log = open_log(tmp_path)
     log_steps(log, range(1, 4))
     if moment == "mid-run":
@@ -238,7 +239,7 @@ def test_an_outage_that_is_over_before_the_end_is_not_noticed(
 def test_a_server_in_trouble_at_the_start_is_given_up_and_the_run_can_be_uploaded_later(
     server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wandb_sink, "WANDB_INIT_SECONDS", 2.0)
+    monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 2.0)
     server.status = 500
 
     def start_and_end() -> None:
@@ -312,7 +313,7 @@ def test_the_proxy_is_what_has_to_be_in_reach_where_there_is_one(monkeypatch: py
 
 def test_reasons_do_not_show_the_password_of_a_url() -> None:
     error = OSError("proxyconnect https://user:word@proxy.local:3128 refused.\nmore")
-    assert wandb_sink._reason(error) == "proxyconnect https://***@proxy.local:3128 refused"
+    assert reason(error) == "proxyconnect https://[secret]@proxy.local:3128 refused"
 
 
 def test_a_server_that_never_answers_holds_up_neither_the_start_nor_the_programs_end(
@@ -324,7 +325,7 @@ from pathlib import Path
 from fsdp_qlora.metrics import wandb_sink
 from tests.chaos.test_wandb import log_steps, open_log
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-wandb_sink.WANDB_INIT_SECONDS = wandb_sink.WANDB_TEARDOWN_SECONDS = 1.0
+wandb_sink.INIT_SECONDS = wandb_sink.TEARDOWN_SECONDS = 1.0
 with open_log(Path({str(tmp_path)!r})) as log:
     log_steps(log, range(1, 2))
 """
@@ -364,9 +365,9 @@ def test_a_wandb_that_hangs_does_not_hold_up_a_step(
 
     is_over = threading.Event()
     monkeypatch.setattr(wandb.Run, "log", lambda *_, **__: is_over.wait())
-    monkeypatch.setattr(wandb_sink, "WANDB_QUEUE_RECORDS", 4)
-    monkeypatch.setattr(wandb_sink, "WANDB_FINISH_SECONDS", 0.5)
-    monkeypatch.setattr(wandb_sink, "WANDB_TEARDOWN_SECONDS", 2.0)
+    monkeypatch.setattr(WandbSink, "most_waiting", 4)
+    monkeypatch.setattr(WandbSink, "finish_seconds", 0.5)
+    monkeypatch.setattr(wandb_sink, "TEARDOWN_SECONDS", 2.0)
 
     def steps() -> None:
         with open_log(tmp_path) as log:
@@ -380,7 +381,7 @@ def test_a_wandb_that_hangs_does_not_hold_up_a_step(
 
 def use_wandb(environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    wandb_sink.WANDB_FINISH_SECONDS = 4.0
+    WandbSink.finish_seconds = 4.0
 
 
 def test_training_is_the_same_over_a_kill_and_an_outage_and_wandb_has_every_step_once(

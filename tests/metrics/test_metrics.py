@@ -272,7 +272,9 @@ def test_a_sink_that_fails_says_so_once_and_stops_nothing(sink, tmp_path, lines,
         for step in (1, 2):
             log.step(record(step))
         log.flush()
-    assert [line for line in lines if line.startswith(f"{sink}: no more is ")] == lines and len(lines) == 1
+    assert [line for line in lines if line.startswith(f"{sink}: the run there is incomplete (")] == lines and len(
+        lines
+    ) == 1
     assert len(read_jsonl(tmp_path)) == 2
 
 

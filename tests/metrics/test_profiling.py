@@ -7,7 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fsdp_qlora.metrics.profile_summary import covered_length, summarize
+from fsdp_qlora.metrics.profiling import covered_length, summarize
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, **more: object) -> SimpleNamespace:
