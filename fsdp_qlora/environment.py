@@ -1,13 +1,11 @@
-"""What a run depends on besides its options: the machine, the versions, the variables; secrets are left out."""
+"""The machine, versions and environment variables that a run depends on besides its options, without secrets."""
 
 import importlib.metadata
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 
@@ -48,32 +46,31 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, str]:
     memory = psutil.virtual_memory()
     facts = {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
-        "processor": f"{os.cpu_count()} cores" + (f", {name}" if (name := _processor()) else ""),
+        "system": platform.platform(),
+        "processor": f"{os.cpu_count()} cores",
         "memory": f"{format_bytes(memory.total)}, {format_bytes(memory.available)} free",
-        "/dev/shm": _free("/dev/shm"),
-        "disk": f"{_free('.')} here",
         "python": redact(_without_home(sys.executable)),
     }
-    return {name: text for name, text in facts.items() if text}
+    folders = [folder for folder in ("/dev/shm", ".") if os.path.isdir(folder)]
+    return facts | {f"free in {folder}": format_bytes(shutil.disk_usage(folder).free) for folder in folders}
 
 
 def gpus() -> dict[str, str]:
     """What torch sees, and what the driver's own program sees, which may differ."""
-    facts = {}
     try:
         import torch
+        from torch.utils import collect_env
 
-        facts["torch is built for"] = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
-        facts["torch sees"] = f"{torch.cuda.device_count()} GPUs"
-        for index in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(index)
-            capability = f"compute capability {about.major}.{about.minor}"
-            facts[f"GPU {index}"] = f"{about.name}, {format_bytes(about.total_memory)}, {capability}"
+        cuda = torch.version.cuda
+        facts = {
+            "torch is built for": f"CUDA {cuda}" if cuda else "the CPU",
+            "torch sees": f"{torch.cuda.device_count()} GPUs",
+            "nvidia-smi sees": collect_env.get_gpu_info(collect_env.run),
+            "driver": collect_env.get_nvidia_driver_version(collect_env.run),
+        }
     except Exception as error:  # a broken installation is what is asked about
-        facts["torch"] = redact(f"cannot be used: {type(error).__name__}: {error}".splitlines()[0])
-    facts["driver"] = _driver()
-    return facts
+        return {"torch": redact(f"cannot be used: {type(error).__name__}: {error}".splitlines()[0])}
+    return {name: text or "nothing" for name, text in facts.items()}
 
 
 def variables() -> dict[str, str]:
@@ -90,29 +87,3 @@ def _value(name: str) -> str:
 def _without_home(text: str) -> str:
     home = os.path.expanduser("~")
     return text.replace(home, "~") if len(home) > 1 else text
-
-
-def _free(folder: str) -> str:
-    try:
-        return f"{format_bytes(shutil.disk_usage(folder).free)} free"
-    except OSError:
-        return ""
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        return platform.processor()
-    return found[1] if found else platform.processor()
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except FileNotFoundError:
-        return "nvidia-smi is not installed"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"nvidia-smi does not answer: {error}"
-    return "; ".join(answer.stdout.split("\n")).rstrip("; ") or f"nvidia-smi: {answer.stderr.strip() or 'no answer'}"

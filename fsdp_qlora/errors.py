@@ -1,16 +1,14 @@
 """The ways in which a run may end: exceptions, and train.py's exit status for each."""
 
 import contextlib
-import fcntl
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_qlora.messages import printable, shown
+from fsdp_qlora.messages import printable
 
 
 class UserError(ValueError):
@@ -90,18 +88,13 @@ def how_it_ends(error: Exception) -> Ending:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error's message with the rank, once, and record it for torchrun's own report.
-
-    A rank is silent only if another one on its machine has printed the same, so no reason is hidden.
-    """
+    """Print an error's message, with the rank if there are several, and record it for torchrun's own report."""
     if getattr(error, "is_printed", False):
         return
     error.is_printed = True  # type: ignore[attr-defined]
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     kind = "" if isinstance(error, RunStopped) else "error: "
-    with _turn_to_say(str(error)) as is_first:
-        if is_first:
-            write_line(f"{rank}{kind}{shown(str(error))}")
+    write_line(f"{rank}{kind}{error}")
     note_reason(str(error))
 
 
@@ -109,31 +102,6 @@ def write_line(text: str) -> None:
     """Write to stderr on a new line: on a terminal, some process may be showing a progress bar."""
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{clear}{printable(text)}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _turn_to_say(message: str) -> Iterator[bool]:
-    """Take turns with the other ranks of this machine; whether none of them has come through here with this message.
-
-    What was said stands in a file beside torchrun's error files of this attempt, which it or the launcher deletes. A
-    rank that dies on its turn has said nothing, and the next one does. Without torchrun each is the first.
-    """
-    stream, said = None, ""
-    with contextlib.suppress(OSError, KeyError):
-        # .../attempt_0/LOCAL_RANK/error.json
-        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "fsdp_qlora_said"
-        stream = path.open("a+")
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        stream.seek(0)
-        said = stream.read()
-    line = json.dumps(message) + "\n"
-    try:
-        yield line not in said
-        if stream:
-            stream.write(line)
-    finally:
-        if stream:
-            stream.close()
 
 
 def note_reason(message: str) -> None:

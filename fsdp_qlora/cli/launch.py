@@ -300,10 +300,7 @@ def _cause(failures: "Mapping[int, ProcessFailure]") -> tuple[int, int, str]:
 
 
 def _report_failure(rank: int, exit_code: int, reason: str) -> int:
-    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status.
-
-    Of a reason that several ranks have, any of them may have printed it, with its own number.
-    """
+    """Print which rank failed, record its reason for an outer torchrun, and return the launcher's exit status."""
     note_reason(f"Rank {rank}: {reason}")
     if exit_code > 0:
         has_stopped = exit_code in [ending.exit_code for ending in ENDINGS.values() if ending.exit_code > 2]
