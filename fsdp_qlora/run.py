@@ -21,10 +21,8 @@ from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
-from fsdp_qlora.generation.generate import Stops, TextGenerator
+from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat
-from fsdp_qlora.generation.samples import SAMPLE_TOKENS, Samples
-from fsdp_qlora.generation.sampling import SamplingOptions
 from fsdp_qlora.load_model import build_trainer, load_model
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors

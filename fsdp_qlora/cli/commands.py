@@ -233,8 +233,8 @@ def _answer(args: argparse.Namespace, config: TrainConfig, folder: Path | None) 
     """Load the model and answer. Called on every rank."""
     from fsdp_qlora.commands.generate import LoadedModel, answer_file, chat
     from fsdp_qlora.distributed import read_ranks, set_up_logging, stop_process_group
+    from fsdp_qlora.generation.generate import SamplingOptions
     from fsdp_qlora.generation.prompts import question, read_questions
-    from fsdp_qlora.generation.sampling import SamplingOptions
 
     ranks = read_ranks(config.device)
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)

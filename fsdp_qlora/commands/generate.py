@@ -18,9 +18,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.generation.generate import Answer, Stops, TextGenerator
+from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question, read_questions
-from fsdp_qlora.generation.sampling import SamplingOptions
 from fsdp_qlora.load_model import load_model
 from fsdp_qlora.loading import hub
 from fsdp_qlora.planning.plan import plan_model

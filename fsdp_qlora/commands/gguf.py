@@ -20,9 +20,9 @@ from transformers import AutoConfig, PretrainedConfig
 from fsdp_qlora.adapters.peft_folder import PREFIX
 from fsdp_qlora.adapters.targets import find_pattern
 from fsdp_qlora.commands.gguf_tokenizer import ADVICE, add_tokenizer, read_vocabulary
+from fsdp_qlora.commands.merging import PeftFolder, open_adapter
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.merging.peft_folder import PeftFolder, open_adapter
 from fsdp_qlora.storage.files import staged_file
 
 

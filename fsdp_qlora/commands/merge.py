@@ -18,6 +18,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.checkpointing.layout import RECORD
+from fsdp_qlora.commands.merging import (
+    Changes,
+    DequantizedBase,
+    MergedModel,
+    OriginalBase,
+    PeftFolder,
+    open_adapter,
+    split_ends,
+)
 from fsdp_qlora.commands.model_folder import check_is_new, new_model_folder, new_weights
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
@@ -25,10 +34,6 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
 from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import open_weight_files
-from fsdp_qlora.merging.base import DequantizedBase, OriginalBase
-from fsdp_qlora.merging.changes import Changes
-from fsdp_qlora.merging.merged_model import MergedModel, split_ends
-from fsdp_qlora.merging.peft_folder import PeftFolder, open_adapter
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings, take_settings
 from fsdp_qlora.results.card import Base, merged_documents

@@ -1,27 +1,33 @@
-"""Compares what an adapter may be merged into with the model that was trained: its quantized base and the adapter."""
+"""Compares what an adapter may be merged into with the model that was trained: its quantized base and the adapter.
 
+A model computes its predictions with one decoder block in memory at a time, for all rows.
+"""
+
+import contextlib
 import dataclasses
 import logging
 import math
 import sys
 import tempfile
-from typing import IO, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from fsdp_qlora import models
 from fsdp_qlora.commands.merge import Merge
+from fsdp_qlora.commands.merging import MergedModel
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import IGNORE_INDEX
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.merging.blockwise import predictions
-from fsdp_qlora.merging.merged_model import MergedModel
-from fsdp_qlora.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.models import canonical_name, find_blocks, has_tied_embeddings
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -117,7 +123,7 @@ def _evaluate(
     )
     if merged.copies and has_tied_embeddings(model):
         head = model.get_output_embeddings()
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     losses, total, count = [], 0.0, 0
     hidden = not sys.stderr.isatty()
     with tqdm(total=len(find_blocks(model)), desc=title, unit=" blocks", disable=hidden) as bar:
@@ -153,3 +159,123 @@ def _describe(results: dict[str, Result], rows: list[VerifyRow], better: str) ->
     differs = better == min(losses, key=lambda name: losses[name]) and len(set(losses.values())) > 1
     why = "its loss is lower" if differs else "the losses differ by chance, and it is nearer to what was trained"
     return [*lines, f"  Recommended: --base {better} ({why})."] if len(losses) > 1 else lines
+
+
+@torch.no_grad()
+def predictions(
+    model: PreTrainedModel,
+    read: Callable[[str], torch.Tensor],
+    rows: Sequence[torch.Tensor],
+    device: torch.device,
+    done: Callable[[], object],
+) -> Iterator[torch.Tensor]:
+    """The logits of each row, float32 [T, vocabulary].
+
+    First the whole model runs with blocks that only note their arguments. Then each block is loaded and runs on all
+    rows. At last the model runs again, from what the last block returned.
+
+    Args:
+        model: on the meta device; its parameters come and go.
+        read: name of a parameter -> its value, on the CPU.
+        rows: token ids, int64 [T].
+        done: called when a block is done.
+    """
+    blocks = list(find_blocks(model))
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    inside = {id(module) for block in blocks for module in block.modules()}
+    ends = {id(embeddings), id(head)}
+    rest = [module for module in model.modules() if id(module) not in inside | ends]
+    names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
+
+    def load(modules: Sequence[nn.Module]) -> None:
+        _load(modules, names, read, device)
+
+    model.eval()
+    load(rest)
+    load([embeddings])
+    hidden, arguments = [], []
+    with _instead(head, lambda states: states[..., :1]):
+        for row in rows:
+            states, calls = _run_noting(model, blocks, row[None].to(device))
+            hidden.append(states)
+            arguments.append(calls)
+    _free(embeddings, names)
+    for number, block in enumerate(blocks):
+        load(list(block.modules()))
+        for index, calls in enumerate(arguments):
+            args, kwargs = calls[number]
+            hidden[index] = _first(block(hidden[index], *args, **kwargs))
+            calls[number] = ((), {})
+        _free(block, names)
+        done()
+    load([head])
+    for row, states in zip(rows, hidden, strict=True):
+        with _returning(blocks, states), _returning([embeddings], states):
+            yield model(input_ids=row[None].to(device), use_cache=False).logits[0].float()
+    for module in (head, *rest):
+        _free(module, names, recurse=False)
+
+
+def _load(
+    modules: Sequence[nn.Module], names: dict[int, str], read: Callable[[str], torch.Tensor], device: torch.device
+) -> None:
+    """Fill the modules' own parameters, and move their buffers, which hold their values already."""
+    for module in modules:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            name = names[id(parameter)]
+            value = nn.Parameter(read(name).to(device, parameter.dtype), requires_grad=False)
+            names[id(value)] = name
+            setattr(module, key, value)
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = buffer.to(device)
+
+
+def _free(module: nn.Module, names: dict[int, str], *, recurse: bool = True) -> None:
+    for part in module.modules() if recurse else [module]:
+        for key, parameter in list(part.named_parameters(recurse=False)):
+            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+            names[id(empty)] = names[id(parameter)]
+            setattr(part, key, empty)
+
+
+def _run_noting(
+    model: PreTrainedModel, blocks: Sequence[nn.Module], ids: torch.Tensor
+) -> tuple[torch.Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The states that enter the first block, and each block's other arguments."""
+    states: list[torch.Tensor] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        states.append(hidden)
+        calls.append((args, kwargs))
+        return hidden
+
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(_instead(block, note))
+        model(input_ids=ids, use_cache=False)
+    return states[0], calls
+
+
+@contextlib.contextmanager
+def _returning(blocks: Sequence[nn.Module], states: torch.Tensor) -> Iterator[None]:
+    """Let every one of these modules return these states."""
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(_instead(block, lambda *args, **kwargs: states))
+        yield
+
+
+@contextlib.contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module compute something else. Its other attributes, which the model's loop reads, stay."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _first(output: Any) -> torch.Tensor:
+    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return result

@@ -1,16 +1,61 @@
-"""Generates text with a sharded model: every rank its own prompts, all ranks the same number of forward passes."""
+"""Generates text with a sharded model: every rank its own prompts, all ranks the same number of forward passes.
 
+transformers' `generate(synced_gpus=True)` gives the same answers, but it takes the first parameter's device for the
+model's: with offloaded embeddings it would move each token to the host and back.
+"""
+
+import contextlib
+import json
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_qlora.distributed import Ranks, gather_numbers
-from fsdp_qlora.generation.sampling import SamplingOptions
+from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers, gather_texts
+from fsdp_qlora.generation.prompts import PromptFormat, Question
+from fsdp_qlora.metrics.sinks import SAMPLES_FILE
 from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.precision import Precision
+from fsdp_qlora.redact import redact_values
 from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.storage.files import read_regular, staged_file
+
+log = logging.getLogger("fsdp_qlora")
+
+SAMPLE_TOKENS = 128  # of each answer of a training run, at most
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen from a model's predictions.
+
+    temperature: 0 takes the most likely token. top_p: only the most likely tokens with this probability together are
+    drawn from (Holtzman et al. 2020). seed: of the draws; those of a prompt depend on it and the prompt's number only.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def generator(self, number: int) -> torch.Generator:
+        """The source of the draws for one prompt; torch's own is not touched."""
+        return torch.Generator().manual_seed(derive_seed("generate", self.seed, number))
+
+    def choose(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+        """A token from the logits [vocabulary] of the last position."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        probabilities = (logits.float() / self.temperature).softmax(dim=-1).cpu()
+        ordered, tokens = probabilities.sort(descending=True)
+        before = ordered.cumsum(dim=0) - ordered
+        ordered[before >= self.top_p] = 0.0  # the first stays
+        return int(tokens[torch.multinomial(ordered, 1, generator=generator)])
 
 
 @dataclass
@@ -128,3 +173,61 @@ class _Batch:
             inputs["position_ids"] = places.clamp_min(0)[:, self._seen :]
         self._seen = length
         return inputs
+
+
+class Samples:
+    """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder.
+
+    Args:
+        averaged: a context in which the model has the weights that are evaluated.
+    """
+
+    def __init__(
+        self,
+        questions: Sequence[Question],
+        prompt_format: PromptFormat,
+        generator: TextGenerator,
+        ranks: Ranks,
+        folder: Path,
+        averaged: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._questions, self._generator, self._ranks, self._averaged = questions, generator, ranks, averaged
+        self._prompts = [prompt_format.ids(asked) for asked in questions]
+        self._path = folder / SAMPLES_FILE
+
+    def write(self, step: int, beat: Callable[[], object]) -> list[dict[str, Any]]:
+        """Answer all prompts after `step` steps; returns the records on rank 0. Called on every rank.
+
+        Args:
+            beat: called for each token.
+        """
+        mine = range(self._ranks.rank, len(self._prompts), self._ranks.world_size)
+        most = -(-len(self._prompts) // self._ranks.world_size)
+        answers = [Answer(number, self._prompts[number]) for number in mine]
+        with self._averaged():
+            for turn in range(most):  # one at a time: the memory is that of the training
+                self._generator.generate(answers[turn : turn + 1], beat=beat)
+        texts = json.dumps([[answer.number, self._generator.text_of(answer)] for answer in answers])
+        everyone = [pair for part in gather_texts(texts, self._ranks.device) for pair in json.loads(part)]
+        records = [
+            {"step": step, "prompt": self._questions[number].messages[-1]["content"], "text": text}
+            for number, text in sorted(everyone)
+        ]
+        records = redact_values({"rows": records})["rows"]
+        if self._ranks.is_rank_0:
+            self._keep(step, records)
+        return records
+
+    def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Write the records after those of earlier steps. Those of later steps, which a killed start wrote, go."""
+        earlier = []
+        if self._path.exists():
+            with contextlib.suppress(OSError, ValueError):
+                found = read_regular(self._path).splitlines()  # of bytes, see sinks.read_records
+                earlier = [line.decode() for line in found if line and json.loads(line)["step"] < step]
+        try:
+            with staged_file(self._path) as partial:
+                lines = [*earlier, *(json.dumps(record, ensure_ascii=False) for record in records)]
+                partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        except OSError as error:
+            log.warning("%s cannot be written (%s).", self._path.name, error.strerror or error)

@@ -12,9 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
+from fsdp_qlora.generation.generate import Samples, SamplingOptions
 from fsdp_qlora.generation.prompts import read_questions
-from fsdp_qlora.generation.samples import Samples
-from fsdp_qlora.generation.sampling import SamplingOptions
 from fsdp_qlora.metrics.sinks import read_records
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
 from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows

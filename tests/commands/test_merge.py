@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.merging import merged_model
+from fsdp_qlora.commands import merging
 from fsdp_qlora.planning.describe import describe_servers
 from tests.parity.test_experts import FAMILIES
 from tests.reference import LINEARS
@@ -107,7 +107,7 @@ def test_the_merged_model_computes_what_peft_does(
     family, sizes, options = KINDS[kind]
     base = models(family, **sizes)
     adapter, out = make_adapter(base, tmp_path / "adapter", **options), tmp_path / "out"
-    monkeypatch.setattr(merged_model, "_PIECE", 300)  # several pieces of every weight
+    monkeypatch.setattr(merging, "_PIECE", 300)  # several pieces of every weight
     assert merge("--adapter", adapter, "--out", out, "--model_name", base) == 0
     expected = peft_logits(base, adapter)
     assert (expected - logits_of(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32))).abs().max() > 0.1

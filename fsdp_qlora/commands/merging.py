@@ -1,0 +1,398 @@
+"""A merged model: a base with an adapter's changes, computed weight by weight and a piece at a time.
+
+PEFT's own layers tell what an adapter changes. Shapes: a weight is [.., rows, columns], where the first dims number the
+experts; A [rank, in], B [out, rank].
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, weights_file
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.load_weights import load_quantized
+from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights
+from fsdp_qlora.models import canonical_name, has_tied_embeddings
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.storage.safetensors_files import TensorForm
+
+# (start, stop) -> those elements of a row-major flattened weight, floats on the CPU.
+ReadFlat = Callable[[int, int], torch.Tensor]
+RowChange = Callable[[torch.Tensor, int], torch.Tensor]  # (rows [n, columns], number of the first) -> new rows
+
+_NAME = "default"  # PEFT's, of the only adapter
+_MOST_NAMES = 5  # in a message
+_PIECE = 2**23  # weights changed at a time, in float32
+
+
+class PeftFolder(NamedTuple):
+    """config: without the initial values, which the saved tensors replace. files: tensors by their names."""
+
+    path: Path
+    config: LoraConfig
+    files: WeightFiles
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor, float32 on the CPU."""
+        return self.files.read_rows(name, 0, self.files.shape(name)[0]).float()
+
+
+def open_adapter(path: Path) -> PeftFolder:
+    """Open an adapter's folder; its tensors stay in the file until they are read.
+
+    Raises:
+        UserError: as `read_config`, or the tensors are missing, pickled or damaged.
+    """
+    read_config(path)
+    weights = weights_file(path)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            config = LoraConfig.from_pretrained(str(path))
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UserError(f"--adapter {path}: its adapter_config.json cannot be used ({error}).") from error
+    config.init_lora_weights = True
+    config.inference_mode = True
+    return PeftFolder(path, config, WeightFiles(path, file=weights.name))
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """W + s L R for each matrix of a weight; with a magnitude its rows are scaled to that length (DoRA).
+
+    left [experts, rows, rank], right [experts, rank, columns], magnitude [rows]: float32.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    magnitude: torch.Tensor | None = None
+
+    def apply(self, values: torch.Tensor, first: int) -> torch.Tensor:
+        """Change, in place, rows of the weight.
+
+        Args:
+            values: float32 [n, columns], rows `first` to `first + n` of the experts' rows one below the other.
+        """
+        rows = self.left.shape[1]
+        done = 0
+        while done < len(values):
+            expert, row = divmod(first + done, rows)
+            part = values[done : done + rows - row]
+            part.addmm_(self.left[expert, row : row + len(part)], self.right[expert], alpha=self.scaling)
+            if self.magnitude is not None:
+                norm = torch.linalg.vector_norm(part, dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+                part.mul_((self.magnitude[row : row + len(part)] / norm)[:, None])
+            done += len(part)
+        return values
+
+    def reduced(self, values: torch.Tensor, first: int) -> torch.Tensor:
+        """`values` + s L0 R0 in float64, where L0 and R0 are the second half of L and R: a base that an adapter of
+        doubled rank was trained on, which is W without its first values (adapters/first_values.py)."""
+        half = self.left.shape[2] // 2
+        update = self.left[0, first : first + len(values), half:].double() @ self.right[0, half:].double()
+        return (values.double() + update * self.scaling).float()
+
+    def trained(self) -> "LowRank":
+        """The first half of L and R: what was trained on that base."""
+        half = self.left.shape[2] // 2
+        return LowRank(self.left[..., :half], self.right[:, :half], self.scaling, self.magnitude)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The weight becomes the tensor `name` of the adapter's file.
+
+    is_copy: it is a module's own; else it takes the place of the base's tensor, which embeddings and head may share.
+    """
+
+    name: str
+    shape: torch.Size
+    is_copy: bool
+
+
+class Changes:
+    """The changes of an adapter, by the weights' names in the model.
+
+    Args:
+        model: of the base, on the meta device; PEFT's layers are put into it.
+    Raises:
+        UserError: tensors of the adapter are missing, unknown, or do not fit this base.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: PeftFolder) -> None:
+        self._adapter = adapter
+        shapes = {canonical_name(name): tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
+        with warnings.catch_warnings(action="ignore"):
+            try:
+                wrapped = get_peft_model(model, adapter.config, low_cpu_mem_usage=True)
+            except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
+                raise UserError(f"--adapter {adapter.path} does not fit this base: {error}") from error
+            expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+        self._layers = dict(_lora_layers(wrapped, adapter))
+        self._replaced = _replacements(adapter, shapes, expected.keys())
+        self._check(expected)
+
+    def names(self, *, low_rank: bool = False) -> set[str]:
+        """The weights that change. low_rank: those to which something is added."""
+        return set(self._layers) | (set() if low_rank else set(self._replaced))
+
+    def low_rank(self, weight: str) -> LowRank | None:
+        """What is added to a weight, or to what replaces it; read from the adapter's file."""
+        return _low_rank(*self._layers[weight], self._adapter) if weight in self._layers else None
+
+    def replaced(self, weight: str) -> Replacement | None:
+        return self._replaced.get(weight)
+
+    def _check(self, expected: dict[str, torch.Tensor]) -> None:
+        files, path = self._adapter.files, self._adapter.path
+        known = expected.keys() | {change.name for change in self._replaced.values()}
+        problems = [
+            f"missing: {name} {list(tensor.shape)}" for name, tensor in expected.items() if name not in files.files
+        ]
+        problems += [f"not in this base: {name}" for name in files.files if name not in known]
+        own = {change.name for change in self._replaced.values()}
+        problems += [
+            f"wrong shape: {name} is {list(files.shape(name))}, and this base needs {list(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in files.files and name not in own and files.shape(name) != tensor.shape
+        ]
+        if problems:
+            more = [f"... and {len(problems) - _MOST_NAMES} more"] * (len(problems) > _MOST_NAMES)
+            shown = "\n  ".join([*problems[:_MOST_NAMES], *more])
+            raise UserError(f"--adapter {path} does not fit this base:\n  {shown}\nGive the base it was trained on.")
+
+
+def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:
+    """(weight that is changed, (path of PEFT's layer in the file, that layer))."""
+    for path, layer in wrapped.named_modules():
+        if not isinstance(layer, LoraLayer) or _NAME not in layer.r:
+            continue
+        variants = [type(variant).__name__ for variant in layer.lora_variant.values()]
+        if variants not in ([], ["DoraLinearVariant"]) or (variants and layer.fan_in_fan_out):
+            raise UserError(f"--adapter {adapter.path}: {path} is of a kind that cannot be merged ({variants[0]}).")
+        leaf = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
+        yield f"{canonical_name(path).removeprefix(PREFIX)}.{leaf}", (path, layer)
+
+
+def _replacements(adapter: PeftFolder, shapes: dict[str, torch.Size], expected: set[str]) -> dict[str, Replacement]:
+    """Tensors of the adapter's file that take the place of the base's: modules_to_save, biases, resized embeddings."""
+    found = {}
+    for name in adapter.files.files:
+        weight = canonical_name(name).removeprefix(PREFIX)
+        if weight in shapes:
+            found[weight] = Replacement(name, adapter.files.shape(name), is_copy=name in expected)
+    return found
+
+
+def _low_rank(path: str, layer: LoraLayer, adapter: PeftFolder) -> LowRank:
+    scaling = layer.scaling[_NAME]
+    if f"{path}.lora_embedding_A" in adapter.files.files:  # [rank, rows] and [columns, rank]
+        lora_A, lora_B = (adapter.read(f"{path}.lora_embedding_{which}") for which in "AB")
+        return LowRank(lora_A.T[None], lora_B.T[None], scaling)
+    lora_A, lora_B = (adapter.read(f"{path}.lora_{which}.weight") for which in "AB")
+    magnitude = f"{path}.lora_magnitude_vector"
+    lengths = adapter.read(magnitude).flatten() if magnitude in adapter.files.files else None
+    experts = layer.num_experts if isinstance(layer, ParamWrapper) else 1
+    all_A = lora_A.view(experts, -1, lora_A.shape[1])
+    all_B = lora_B.view(lora_B.shape[0], -1, experts).permute(2, 0, 1)  # the order of PEFT's ParamWrapper
+    is_upright = not layer.fan_in_fan_out
+    if isinstance(layer, ParamWrapper) and experts > 1:
+        is_upright = layer._did_swap_in_out_features
+    if is_upright:
+        return LowRank(all_B, all_A, scaling, lengths)
+    return LowRank(all_A.mT, all_B.mT, scaling, lengths)
+
+
+class OriginalBase:
+    """The weights in the files."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def open(self, name: str) -> ReadFlat:
+        """A way to read the weight `name` of the model."""
+        source = self.weights.sources[name]
+        return lambda start, stop: self.weights.files.read_flat(source, start, stop)
+
+
+class DequantizedBase(OriginalBase):
+    """The weights after the run's quantizer, which the adapter was trained on; one whole weight in memory at a time.
+
+    Args:
+        layers: name of a weight -> its layer, on the meta device.
+        mesh, device: of this one process.
+        first_updates: name of a weight -> changes its rows to those that were quantized (PiSSA, OLoRA).
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        layers: Mapping[str, QuantizedWeight],
+        mesh: DeviceMesh,
+        device: torch.device,
+        first_updates: Callable[[str], RowChange | None],
+    ) -> None:
+        super().__init__(weights)
+        self._layers, self._mesh, self._device, self._first_updates = layers, mesh, device, first_updates
+
+    def open(self, name: str) -> ReadFlat:
+        if name not in self._layers:
+            return super().open(name)
+        layer = self._layers[name]
+        layer.to_empty(device=self._device)
+        change = self._first_updates(name)
+
+        def reduce(values: torch.Tensor) -> torch.Tensor:
+            assert change is not None
+            columns = layer.shape[-1]
+            parts = [(values[start:stop].view(-1, columns), start) for start, stop in _spans(len(values), columns)]
+            return torch.cat([change(rows, start // columns) for rows, start in parts]).flatten()
+
+        load_quantized(name, layer, self.weights, self._mesh, self._device, reduce if change else None)
+        whole = layer.dequantize().cpu().flatten()
+        layer.to("meta")
+        return lambda start, stop: whole[start:stop]
+
+
+@dataclass(frozen=True)
+class MergedModel:
+    """A base with an adapter's changes.
+
+    weights: of the base. names: the tensors of the base's files that belong to the merged model. parameters: names of
+    the model's parameters. dtype: of the merged parameters; None for that of each in the base's files.
+    copies: a parameter that the base does not have -> the one it is made from: a head that shared the embeddings.
+    is_reduced: the base is one without the adapter's first values, so only what was trained is added (PiSSA, OLoRA).
+    """
+
+    weights: Weights
+    adapter: PeftFolder
+    changes: Changes
+    base: OriginalBase
+    parameters: Mapping[str, torch.Size]
+    names: list[str]
+    dtype: torch.dtype | None
+    copies: Mapping[str, str]
+    is_reduced: bool = False
+
+    def forms(self) -> dict[str, TensorForm]:
+        """Every tensor of the merged model's files, in the base's order."""
+        forms = {part: form for name in self._order() for part, form in self._forms_of(name)}
+        files = self.weights.files
+        rest = {name: files.form(name) for name in self.names if name not in forms}
+        return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
+
+    def files(self) -> dict[str, str]:
+        """Tensor of the merged model -> its file's name, as in the base."""
+        origin = self.weights.files.files
+        found = {name: origin[name].name if name in origin else "" for name in self.forms()}
+        for part, source in self.copies.items():
+            found[part] = origin[self.weights.sources[source]].name
+        only = len(set(found.values())) == 1
+        return {name: "model.safetensors" if only else file for name, file in found.items()}
+
+    def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(tensor of the files, element at which the piece starts, values in the tensor's dtype) of all tensors."""
+        forms, done = self.forms(), set()
+        for name in self._order():
+            for part, start, values in self._changed(name):
+                done.add(part)
+                yield part, start, values.to(forms[part].dtype)
+        for name in forms.keys() - done:
+            for start, stop in _spans(forms[name].num_bytes // forms[name].dtype.itemsize, 1):
+                yield name, start, self.weights.files.read_flat(name, start, stop)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """One of the model's parameters, in the dtype of the merged files."""
+        whole = torch.empty(self.shape(name).numel(), dtype=self.dtype or self._own_dtype(name))
+        done = 0
+        for _, _, values in self._changed(name):
+            whole[done : done + len(values)] = values
+            done += len(values)
+        return whole.view(self.shape(name))
+
+    def _order(self) -> list[str]:
+        """The parameters that are computed, in the order of the base's files."""
+        files = self.weights.files
+        known = [name for name in self.parameters if name in self.weights.sources or name in self.copies]
+        return sorted(known, key=lambda name: str(files.files[self._source(name)]))
+
+    def _source(self, name: str) -> str:
+        return self.weights.sources[self.copies.get(name, name)]
+
+    def _own_dtype(self, name: str) -> torch.dtype:
+        stored = self.weights.files.dtype(self._source(name))
+        return stored if stored.is_floating_point else torch.bfloat16  # of weights that are quantized already
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a merged parameter: embeddings may have been resized."""
+        change = self.changes.replaced(name)
+        return change.shape if change else self.parameters[name]
+
+    def resized(self, name: str) -> torch.Size | None:
+        """The shape of a parameter that is not the base's."""
+        return self.shape(name) if self.shape(name) != self.parameters[name] else None
+
+    def _parts(self, name: str) -> list[TensorSlice]:
+        """The tensors of the merged files that make up a parameter."""
+        whole = TensorSlice(name if name in self.copies else self._source(name), 0, self.shape(name).numel())
+        is_new = name in self.copies or self.weights.packed or self.changes.replaced(name)
+        return [whole] if is_new else self.weights.files.parts(self._source(name))
+
+    def _forms_of(self, name: str) -> Iterator[tuple[str, TensorForm]]:
+        dtype, parts = self.dtype or self._own_dtype(name), self._parts(name)
+        for part, _, _ in parts:
+            yield (
+                part,
+                TensorForm(dtype, tuple(self.shape(name) if len(parts) == 1 else self.weights.files.shape(part))),
+            )
+
+    def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(tensor of the files, start, values) of the pieces of one parameter."""
+        change, replaced = self.changes.low_rank(name), self.changes.replaced(name)
+        if self.is_reduced and change:
+            change = change.trained()
+        read: ReadFlat
+        if replaced:
+            read = functools.partial(self.adapter.files.read_flat, replaced.name)
+        else:
+            read = self.base.open(self.copies.get(name, name))
+        columns = self.parameters[name][-1] if self.parameters[name] else 1
+        before = 0
+        for part, first, last in self._parts(name):
+            for start, stop in _spans(last - first, columns):
+                values = read(before + start, before + stop)
+                if change:
+                    rows = values.float().view(-1, columns)
+                    values = change.apply(rows, (before + start) // columns).flatten()
+                yield part, start, values
+            before += last - first
+
+
+def _spans(count: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Pieces of whole rows."""
+    size = max(1, _PIECE // columns) * columns
+    return ((start, min(start + size, count)) for start in range(0, count, size))
+
+
+def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
+    """The head -> the embeddings, where the adapter changes one of these two that share a tensor in the base."""
+    if not has_tied_embeddings(model):
+        return {}
+    ends = {id(model.get_input_embeddings()): "", id(model.get_output_embeddings()): ""}
+    for path, module in model.named_modules():
+        if id(module) in ends:
+            ends[id(module)] = f"{path}.weight"
+    embeddings, head = ends.values()
+    own = [change.is_copy for name in (embeddings, head) if (change := changes.replaced(name))]
+    return {head: embeddings} if any(own) or changes.names(low_rank=True) & {embeddings, head} else {}
