@@ -29,14 +29,14 @@ log = logging.getLogger("fsdp_qlora")
 class Command(NamedTuple):
     """A command of `fsdp-qlora`.
 
-    summary: one line of `fsdp-qlora --help`. description: of its own --help.
-    run: is called with the parsed options; without `add_options`, with the words. It may return the exit status.
+    summary: one line of `fsdp-qlora --help`.
+    run: is called with the parsed options, or with the words where there is no `add_options`; it may return the exit
+        status. Its docstring is the description in the command's own --help.
     takes_training_options: `training_options` of the parsed options may hold words for `parse_train_config`.
     """
 
     summary: str
     run: Callable[[Any], int | None]
-    description: str = ""
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     takes_training_options: bool = False
 
@@ -55,6 +55,10 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
+    """Make of a checkpoint the folder that the run would have saved at that step: an adapter in PEFT's format with its
+    tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
+    small files (for the llama_pro types its weights too).
+    """
     names = ("best", "model_name", "base_name", "push_to_hub", "push_public")
     options = {name: getattr(args, name) for name in names}
     for name in ("base_name", "push_to_hub"):
@@ -97,6 +101,11 @@ def _merge_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge(args: argparse.Namespace) -> None:
+    """Merge an adapter (LoRA, DoRA and their variants; ours or PEFT's) into its base, as a folder that transformers and
+    vLLM load without PEFT. A piece of a tensor is in memory at a time. The base and how it was quantized are read from
+    the run's config.yaml beside the adapter; every option of training may be given instead, such as --model_name and
+    --train_type.
+    """
     _refuse_bad_folder(args.out)
     config = run_options(Path(args.adapter).expanduser(), args.training_options)
     import torch
@@ -155,6 +164,10 @@ def _gguf_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _gguf(args: argparse.Namespace) -> None:
+    """Write a merged model as a GGUF file, for llama.cpp and what is built on it. Llama, Mistral, Qwen2, Qwen3 and
+    Gemma models with a BPE tokenizer are converted here, in f16, q8_0 or f32; other models and types by llama.cpp's own
+    programs, in --llama_cpp. With --adapter instead of --model it is the LoRA adapter alone, for a base in GGUF.
+    """
     if bool(args.model) == bool(args.adapter):
         raise UserError("Give --model DIR or --adapter DIR.")
     if args.adapter and not args.base:
@@ -212,6 +225,12 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int | None:
+    """Generate text with a base and its adapter, in the precision and on the cards of the training: sharded, offloaded
+    as they were, one process per GPU, or on a CPU. Prompts get the format of the training. Without --prompt and
+    --prompts it is a chat. The base and how it was stored are read from the adapter's folder; every option of training
+    may be given too, such as --model_name, --nproc_per_node, --use_cpu_offload, --prompt_template and --batch_size
+    (prompts per process at a time).
+    """
     train.set_torch_variables()
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts FILE and --out FILE go together.")
@@ -262,6 +281,10 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    """Draw the curves of runs in one HTML file that needs no network: losses, learning rate, gradient norm, speed,
+    memory, time per phase, the data's lengths, samples, settings and what differs between them, environment. Several
+    runs are drawn over each other. A run writes its own at its end.
+    """
     from fsdp_qlora.results.report import REPORT_FILE, write_report
 
     folders = [Path(folder) for folder in args.runs]
@@ -300,6 +323,10 @@ def _quantize_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _quantize(args: argparse.Namespace) -> None:
+    """Save a model in bitsandbytes' 4-bit format, as a folder that training and transformers load, with or without a
+    GPU and a piece of a tensor in memory at a time (a mixture of experts is loaded by training only: bitsandbytes has
+    no format for experts).
+    """
     model, out = _folders(args)
     from fsdp_qlora.commands.quantize import quantize_model
 
@@ -315,6 +342,9 @@ def _expand_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _expand(args: argparse.Namespace) -> None:
+    """Add blocks to a model that change nothing until they are trained (LLaMA Pro, Wu et al. 2024), for train types
+    bnb_llama_pro and hqq_llama_pro. The result is a model folder; its config.json says which blocks are new.
+    """
     model, out = _folders(args)
     from fsdp_qlora.commands.expand import expand_model
 
@@ -332,6 +362,7 @@ def _cache_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _cache(args: argparse.Namespace) -> None:
+    """List and prune what --quant_cache of training keeps."""
     from fsdp_qlora.commands.cache import prune, show_entries
     from fsdp_qlora.quant_cache.folders import cache_root
 
@@ -349,6 +380,9 @@ def _configs_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _configs(args: argparse.Namespace) -> None:
+    """List the settings that come with the program; `fsdp-qlora train --config NAME` uses them. With NAME they are
+    printed, to be kept in a file and changed.
+    """
     configs = shipped_configs()
     if args.name is None:
         for name, path in configs.items():
@@ -364,6 +398,9 @@ def _env_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _env(args: argparse.Namespace) -> None:
+    """Print what a bug report needs: versions, machine, GPUs, driver, and the environment variables that change a run.
+    Values of secret variables, tokens and passwords in addresses are left out.
+    """
     from fsdp_qlora.environment import describe_environment
 
     facts = describe_environment()
@@ -378,85 +415,14 @@ def _env(args: argparse.Namespace) -> None:
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
-    "export": Command(
-        "make an adapter of a checkpoint",
-        _export,
-        "Make of a checkpoint the folder that the run would have saved at that step: an adapter in PEFT's format with "
-        "its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base "
-        "only the small files (for the llama_pro types its weights too).",
-        _export_options,
-    ),
-    "merge": Command(
-        "merge an adapter into its base",
-        _merge,
-        "Merge an adapter (LoRA, DoRA and their variants; ours or PEFT's) into its base, as a folder that transformers "
-        "and vLLM load without PEFT. A piece of a tensor is in memory at a time. The base and how it was quantized are "
-        "read from the run's config.yaml beside the adapter; every option of training may be given instead, such as "
-        "--model_name and --train_type.",
-        _merge_options,
-        takes_training_options=True,
-    ),
-    "gguf": Command(
-        "write a merged model or an adapter for llama.cpp",
-        _gguf,
-        "Write a merged model as a GGUF file, for llama.cpp and what is built on it. Llama, Mistral, Qwen2, Qwen3 and "
-        "Gemma models with a BPE tokenizer are converted here, in f16, q8_0 or f32; other models and types by "
-        "llama.cpp's own programs, in --llama_cpp. With --adapter instead of --model it is the LoRA adapter alone, for "
-        "a base in GGUF.",
-        _gguf_options,
-    ),
-    "generate": Command(
-        "generate text",
-        _generate,
-        "Generate text with a base and its adapter, in the precision and on the cards of the training: sharded, "
-        "offloaded as they were, one process per GPU, or on a CPU. Prompts get the format of the training. Without "
-        "--prompt and --prompts it is a chat. The base and how it was stored are read from the adapter's folder; every "
-        "option of training may be given too, such as --model_name, --nproc_per_node, --use_cpu_offload, "
-        "--prompt_template and --batch_size (prompts per process at a time).",
-        _generate_options,
-        takes_training_options=True,
-    ),
-    "report": Command(
-        "draw the curves of runs, side by side, in one HTML file",
-        _report,
-        "Draw the curves of runs in one HTML file that needs no network: losses, learning rate, gradient norm, speed, "
-        "memory, time per phase, the data's lengths, samples, settings and what differs between them, environment. "
-        "Several runs are drawn over each other. A run writes its own at its end.",
-        _report_options,
-    ),
-    "quantize": Command(
-        "save a model in 4 bits",
-        _quantize,
-        "Save a model in bitsandbytes' 4-bit format, as a folder that training and transformers load, with or without "
-        "a GPU and a piece of a tensor in memory at a time (a mixture of experts is loaded by training only: "
-        "bitsandbytes has no format for experts).",
-        _quantize_options,
-    ),
-    "expand": Command(
-        "add identity blocks (LLaMA Pro)",
-        _expand,
-        "Add blocks to a model that change nothing until they are trained (LLaMA Pro, Wu et al. 2024), for train types "
-        "bnb_llama_pro and hqq_llama_pro. The result is a model folder; its config.json says which blocks are new.",
-        _expand_options,
-    ),
-    "cache": Command(
-        "list and prune the cache of quantized weights",
-        _cache,
-        "List and prune what --quant_cache of training keeps.",
-        _cache_options,
-    ),
-    "configs": Command(
-        "list the settings that come with the program",
-        _configs,
-        "List the settings that come with the program; `fsdp-qlora train --config NAME` uses them. With NAME they are "
-        "printed, to be kept in a file and changed.",
-        _configs_options,
-    ),
-    "env": Command(
-        "print what a bug report needs",
-        _env,
-        "Print what a bug report needs: versions, machine, GPUs, driver, and the environment variables that change a "
-        "run. Values of secret variables, tokens and passwords in addresses are left out.",
-        _env_options,
-    ),
+    "export": Command("make an adapter of a checkpoint", _export, _export_options),
+    "merge": Command("merge an adapter into its base", _merge, _merge_options, takes_training_options=True),
+    "gguf": Command("write a merged model or an adapter for llama.cpp", _gguf, _gguf_options),
+    "generate": Command("generate text", _generate, _generate_options, takes_training_options=True),
+    "report": Command("draw the curves of runs, side by side, in one HTML file", _report, _report_options),
+    "quantize": Command("save a model in 4 bits", _quantize, _quantize_options),
+    "expand": Command("add identity blocks (LLaMA Pro)", _expand, _expand_options),
+    "cache": Command("list and prune the cache of quantized weights", _cache, _cache_options),
+    "configs": Command("list the settings that come with the program", _configs, _configs_options),
+    "env": Command("print what a bug report needs", _env, _env_options),
 }

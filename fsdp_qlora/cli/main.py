@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     command = COMMANDS[name]
     if command.add_options is None:
         return int(command.run(words) or 0)
-    return _run(command, _Parser(name, command.description), words)
+    return _run(command, _Parser(name, command.run.__doc__ or ""), words)
 
 
 def _run(command: Command, parser: "_Parser", words: list[str]) -> int:
