@@ -12,8 +12,7 @@ from fsdp_qlora.adapters.first_values import start_values
 from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.resume import Start
-from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options, resolved_yaml

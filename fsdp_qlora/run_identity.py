@@ -6,9 +6,9 @@ from typing import Any
 from fsdp_qlora import distributed
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.checkpointing.checkpoint import record_of
+from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import changed_error
 from fsdp_qlora.checkpointing.same_run import StartRequest
-from fsdp_qlora.checkpointing.stores import open_store
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options

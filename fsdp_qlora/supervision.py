@@ -8,8 +8,7 @@ from typing import Any
 
 from fsdp_qlora.checkpointing.mirror import Mirror
 from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.resume import Start
-from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig

@@ -1,23 +1,52 @@
-"""Copies checkpoints to another place in the background, in case this machine is lost; see stores.py."""
+"""Mirrors: copies of a run in another place, made in the background, in case this machine is lost.
 
+A mirror is a folder, a URL that fsspec opens, a remote of rclone, or a private repository on the Hugging Face hub. It
+holds a run folder's run.json, status.json, metrics.jsonl, samples.jsonl and checkpoints/. A checkpoint there is
+complete once its manifest is there, which is copied last (on the hub, in one commit with the rest).
+"""
+
+import contextlib
+import functools
+import json
 import logging
 import queue
+import shutil
+import subprocess
+import tempfile
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from fsdp_qlora.checkpointing.stores import Store
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.checkpoint import MANIFEST
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, RUN, STATUS
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
+from fsdp_qlora.redact import redact
+from fsdp_qlora.storage.files import flush, read_json, staged_file, write_json
+from fsdp_qlora.storage.locations import mirror_error
 
 log = logging.getLogger("fsdp_qlora")
 
+_RECORDS = (METRICS_FILE, SAMPLES_FILE)
+_SMALL_FILES = (*_RECORDS, STATUS, RUN)  # run.json last: it makes a folder a run's
+# A remote that does not answer must not delay the end of a run.
+_RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
+
 
 class Mirror:
-    """Copies each published checkpoint in a background thread; without a target it does nothing.
+    """Copies each published checkpoint in a background thread; without a store it does nothing.
 
-    A mirror that is full or unreachable is reported once, and tried again with the next checkpoint.
+    A store that is full or unreachable is reported once, and tried again with the next checkpoint.
     """
 
-    def __init__(self, output_dir: Path, target: Store | None) -> None:
-        self.output_dir, self.target = output_dir, target
+    def __init__(self, output_dir: Path, store: "Store | None") -> None:
+        self.output_dir, self.store = output_dir, store
         self._queue: queue.Queue[bool] = queue.Queue()
         self._is_failing = False
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -34,16 +63,322 @@ class Mirror:
 
     def _work(self) -> None:
         while self._queue.get():
+            if self.store is None:
+                continue
             try:
-                if self.target is not None:
-                    self.target.update(self.output_dir)
+                self.store.update(self.output_dir)
                 self._is_failing = False
             except OSError as error:
                 if not self._is_failing:
                     log.warning(
                         "The mirror %s has no copy of the last checkpoint: %s. Training continues, and the mirror is "
-                        "tried again at the next checkpoint.",
-                        self.target and self.target.name,
-                        error,
-                    )
+                        "tried again at the next checkpoint.", self.store.name, error,
+                    )  # fmt: skip
                 self._is_failing = True
+
+
+class Store:
+    """A mirror in a folder of any file system that fsspec opens: of this machine, s3://, gcs://, az://, sftp://.
+
+    Paths in the store are relative, with slashes; "" is its root. Every method raises OSError if the store is
+    unreachable or full.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url, redact(url)
+
+    # --- file operations, which other kinds of store override ---
+
+    def files(self, folder: str) -> list[str]:
+        """The paths of all files below a folder, relative to it; empty if there is no such folder."""
+        with _as_os_error():
+            self._system.invalidate_cache()
+            root = self._at(folder)
+            try:
+                return [path[len(root) + 1 :] for path in self._system.find(root)]
+            except FileNotFoundError:
+                return []
+
+    def read(self, file: str) -> str:
+        """The text of a small file. Raises FileNotFoundError if there is none."""
+        with _as_os_error():
+            try:
+                content: bytes = self._system.cat_file(self._at(file))
+            except NotADirectoryError as error:  # a file stands where the mirror should be: no run has begun there
+                raise FileNotFoundError(str(error)) from error
+        return content.decode()
+
+    def put(self, source: Path, folder: str) -> None:
+        """Copy the files of `source` into a folder of the store, a manifest last."""
+        with _as_os_error():
+            self._system.makedirs(self._at(folder), exist_ok=True)
+            for path in sorted(source.iterdir(), key=lambda path: path.name == MANIFEST):
+                target = self._at(folder, path.name)
+                written = target if folder else f"{target}.partial"  # the run's own files are replaced atomically
+                self._system.put_file(str(path), written)
+                if isinstance(self._system, LocalFileSystem):
+                    flush(Path(written))
+                if written != target:
+                    self._system.mv(written, target)
+
+    def get(self, folder: str, root: Path) -> None:
+        """Copy a folder to the same path below `root`, where a part of it may exist already."""
+        for name in self.files(folder):
+            target = root / folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                with staged_file(target) as partial, _as_os_error():
+                    self._system.get_file(self._at(folder, name), str(partial))
+
+    def delete(self, folder: str) -> None:
+        """Delete an existing folder with its content."""
+        with _as_os_error():
+            with contextlib.suppress(FileNotFoundError):
+                self._system.rm_file(self._at(folder, MANIFEST))  # first: what a kill then leaves is no checkpoint
+            self._system.rm(self._at(folder), recursive=True)
+
+    def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
+        """Put folders (path -> source) in order, then delete the outdated ones; in one commit if the store has them."""
+        for folder, source in folders.items():
+            try:
+                self.put(source, folder)
+            except OSError:
+                if source.exists():
+                    raise  # otherwise the run has deleted this old checkpoint meanwhile
+        for folder in outdated:
+            self.delete(folder)
+
+    @functools.cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system, and the store's path in it. To open it may be to connect, so it waits for the first use."""
+        system, root = fsspec.core.url_to_fs(self.url)
+        return system, root.rstrip("/")
+
+    @property
+    def _system(self) -> Any:
+        return self._opened[0]
+
+    def _at(self, *parts: str) -> str:
+        return "/".join([self._opened[1], *filter(None, parts)])
+
+    # --- the same for every kind ---
+
+    def run(self) -> dict[str, Any]:
+        """The content of the store's run.json; empty if there is none."""
+        try:
+            identity: dict[str, Any] = json.loads(self.read(RUN))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise OSError(f"{RUN} there cannot be read ({error})") from error
+        return identity
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, oldest first."""
+        return [step for step, is_complete in self._checkpoints().items() if is_complete]
+
+    def update(self, output_dir: Path) -> None:
+        """Update the checkpoints to those of a run's folder: copy new ones, delete deleted ones.
+
+        Checkpoints later than any in the folder stay: they belong to a start that got further on another machine.
+        """
+        wanted, there = checkpoint.published(output_dir / CHECKPOINTS), self._checkpoints()
+        outdated = [_path(step) for step in there if step not in wanted and step < max(wanted, default=-1)]
+        with tempfile.TemporaryDirectory() as small:
+            _write_small_files(output_dir, Path(small))
+            # run.json first: checkpoints without it would belong to no run.
+            folders = {"": Path(small)}
+            folders |= {_path(step): folder for step, folder in reversed(wanted.items()) if not there.get(step)}
+            self.put_all(folders, outdated, f"Checkpoints up to step {max(wanted, default='none')}")
+
+    def delete_later_than(self, last_step: int) -> None:
+        """Delete the checkpoints later than a step: of another run (-1: all), or of an abandoned branch of this one."""
+        if outdated := [_path(step) for step in self._checkpoints() if step > last_step]:
+            self.put_all({}, outdated, f"Back to step {last_step}" if last_step >= 0 else "Another run")
+
+    def _checkpoints(self) -> dict[int, bool]:
+        """Step -> whether the checkpoint is complete, oldest first."""
+        found: dict[int, bool] = {}
+        for path in self.files(CHECKPOINTS):
+            folder, _, name = path.partition("/")
+            if (step := checkpoint.step_of(Path(folder))) is not None:
+                found[step] = found.get(step, False) or name == MANIFEST
+        return dict(sorted(found.items()))
+
+
+class RcloneStore(Store):
+    """A remote of rclone, such as s3:bucket/run."""
+
+    def __init__(self, remote: str) -> None:
+        if shutil.which("rclone") is None:
+            raise UserError(
+                f"--mirror rclone:{remote} needs the program rclone, which is not installed (rclone.org/install)."
+            )
+        self.remote, self.name = remote.rstrip("/"), f"rclone:{remote}"
+
+    def files(self, folder: str) -> list[str]:
+        return [path for path in self._lines("lsf", "-R", self._at(folder)) if not path.endswith("/")]
+
+    def read(self, file: str) -> str:
+        if file not in self._lines("lsf", self.remote):  # on some remotes `cat` of a missing file succeeds
+            raise FileNotFoundError(f"{self._at(file)} is not there")
+        return self._rclone("cat", self._at(file))
+
+    def put(self, source: Path, folder: str) -> None:
+        self._rclone("copy", "--exclude", MANIFEST, str(source), self._at(folder))
+        if (source / MANIFEST).exists():
+            self._rclone("copyto", str(source / MANIFEST), self._at(folder, MANIFEST))
+
+    def get(self, folder: str, root: Path) -> None:
+        self._rclone("copy", self._at(folder), str(root / folder))
+
+    def delete(self, folder: str) -> None:
+        self._rclone("purge", self._at(folder))
+
+    def _at(self, *parts: str) -> str:
+        separator = "" if self.remote.endswith(":") else "/"
+        return self.remote + separator + "/".join(parts) if any(parts) else self.remote
+
+    def _lines(self, *words: str) -> list[str]:
+        try:
+            return self._rclone(*words).splitlines()
+        except FileNotFoundError:
+            return []
+
+    def _rclone(self, *words: str) -> str:
+        done = subprocess.run(["rclone", *words, *_RCLONE_OPTIONS], capture_output=True, text=True, errors="replace")
+        if done.returncode == 3:  # directory not found
+            raise FileNotFoundError(f"rclone {words[0]}: not there")
+        if done.returncode:
+            raise OSError(redact(f"rclone {words[0]}: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}"))
+        return done.stdout
+
+
+class HubStore(Store):
+    """A private repository on the Hugging Face hub; each change is one commit, as the hub advises."""
+
+    def __init__(self, repo: str) -> None:
+        super().__init__(f"hf://{repo}")
+        self.repo = repo
+
+    def put(self, source: Path, folder: str) -> None:
+        self.put_all({folder: source}, [], f"Add {folder}")
+
+    def delete(self, folder: str) -> None:
+        self.put_all({}, [folder], f"Delete {folder}")
+
+    def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
+        added = [
+            CommitOperationAdd(f"{folder}/{path.name}".lstrip("/"), path)
+            for folder, source in folders.items()
+            for path in source.iterdir()
+        ]
+        gone = [CommitOperationDelete(f"{folder}/", is_folder=True) for folder in outdated]
+        with _as_os_error():
+            HfApi().create_repo(self.repo, private=True, exist_ok=True)
+            HfApi().create_commit(self.repo, [*added, *gone], commit_message=message)
+
+
+def open_store(target: str) -> Store:
+    """The store that `--mirror` names: a folder, a URL, rclone:REMOTE:PATH or hf:OWNER/NAME.
+
+    Raises:
+        UserError: it is none of these, or the program or package that it needs is not installed.
+    """
+    if error := mirror_error(target):
+        raise UserError(error)
+    kind, _, rest = target.partition(":")
+    if kind == "rclone":
+        return RcloneStore(rest)
+    if kind == "hf":
+        return HubStore(rest.removeprefix("//"))
+    if not rest.startswith("//"):
+        return Store(str(Path(target).expanduser().absolute()))
+    try:
+        fsspec.get_filesystem_class(kind)
+    except (ImportError, ValueError) as failure:
+        raise UserError(f"--mirror {kind}://... cannot be opened: {failure}.") from failure
+    return Store(target)
+
+
+def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
+    """Copy the newest verified checkpoint later than a step, and the small files, into a run's folder.
+
+    Files that an interrupted fetch has left in FETCHED are used again.
+
+    Returns:
+        False if there are checkpoints and none passes verification; the folder is then unchanged.
+    """
+    partial = output_dir / FETCHED
+    steps = [step for step in reversed(store.steps()) if step > later_than]
+    if steps and not any(_fetch_step(store, step, partial) for step in steps):
+        shutil.rmtree(partial, ignore_errors=True)
+        return False
+    partial.mkdir(parents=True, exist_ok=True)
+    for name in _SMALL_FILES:
+        with contextlib.suppress(FileNotFoundError):
+            if text := store.read(name):
+                (partial / name).write_text(text)
+    _move_run(partial, output_dir)
+    return True
+
+
+def _fetch_step(store: Store, step: int, partial: Path) -> bool:
+    """Copy a checkpoint, replacing any other; returns whether it passes verification."""
+    folder = partial / _path(step)
+    for other in folder.parent.glob("*"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    store.get(_path(step), partial)
+    try:
+        checkpoint.verify(folder)
+    except checkpoint.DamagedCheckpoint as error:
+        log.warning("The copy of step %d on the mirror %s is damaged (%s).", step, store.name, error)
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
+
+
+def _move_run(fetched: Path, output_dir: Path) -> None:
+    """Move the fetched files into the run's folder; run.json last: it makes the folder a run's."""
+    (output_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    for folder in checkpoint.published(fetched / CHECKPOINTS).values():
+        target = output_dir / CHECKPOINTS / folder.name
+        shutil.rmtree(target, ignore_errors=True)  # left by a start that was killed while it moved files
+        folder.rename(target)
+    for name in _SMALL_FILES:
+        if (fetched / name).is_file():
+            (fetched / name).replace(output_dir / name)
+    flush(output_dir)
+    shutil.rmtree(fetched, ignore_errors=True)
+
+
+def _path(step: int) -> str:
+    """A checkpoint's path in the store."""
+    return checkpoint.step_folder(Path(CHECKPOINTS), step).as_posix()
+
+
+def _write_small_files(output_dir: Path, target: Path) -> None:
+    """Copy run.json, status.json and the run's records."""
+    if run := read_json(output_dir / RUN):  # a damaged one must not replace the good copy
+        write_json(target / RUN, run)
+    for name in _RECORDS:
+        if (output_dir / name).is_file():
+            shutil.copyfile(output_dir / name, target / name)
+        else:
+            (target / name).touch()  # replaces what another run has there
+    # A new machine does not have the results, so the run must not appear finished there.
+    # Nor may it ask there for a checkpoint whose copy has been cut off.
+    write_json(target / STATUS, {**read_json(output_dir / STATUS), "state": "running", "saved_step": -1})
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Turn any error of a store's own library into an OSError of one line."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        lines = [*str(error).strip().splitlines(), ""]
+        raise OSError(redact(f"{type(error).__name__}: {lines[0]}")) from error

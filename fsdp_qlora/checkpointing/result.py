@@ -1,22 +1,81 @@
-"""result.json: the files of a finished run's result, with the size and SHA-256 of each."""
+"""A run's result: written atomically into its folder, and recorded in result.json with each file's size and SHA-256."""
 
 import json
 import logging
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_file, record_of
-from fsdp_qlora.checkpointing.layout import CARD, RESULT
-from fsdp_qlora.storage.files import FileRecord, open_own
+from fsdp_qlora.checkpointing.run_folder import CARD, CHECKPOINTS, RESULT
+from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
+from fsdp_qlora.errors import TrainingError
+from fsdp_qlora.storage.files import FileRecord, flush, flush_files
 
 log = logging.getLogger("fsdp_qlora")
 
 _SAID_FROM = 2**32  # bytes: hashing a whole model takes a minute or more
 # Every result has one of these; earlier versions did not write result.json.
 _WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json")
+
+
+def publish_files(output_dir: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder, flush it to disk, then move its files into `output_dir`.
+
+    A reader sees each file complete or not at all. If the disk is full, the oldest checkpoints are deleted.
+
+    Raises:
+        TrainingError: it could not be written.
+    """
+    error = write_with_room(output_dir, lambda: _move_in(output_dir, write))
+    if error:
+        shutil.rmtree(output_dir / ".saving", ignore_errors=True)
+        raise cannot_save(output_dir, error) from error
+
+
+def write_with_room(output_dir: Path, write: Callable[[], object]) -> Exception | None:
+    """Call `write`, again after each checkpoint deleted from a full disk; returns the error that remains, if any."""
+    while True:
+        try:
+            write()
+            return None
+        except (OSError, SafetensorError) as error:
+            freed = delete_oldest(output_dir / CHECKPOINTS) if is_full(error) else None
+            if freed is None:
+                return error
+            log.warning("The disk is full (%s). To make room for the result, %s was deleted.", error, freed)
+
+
+def cannot_save(output_dir: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"The result cannot be saved in {output_dir} ({error}). The last checkpoint contains it: make room there, and "
+        "the same command saves it without training again."
+    )
+
+
+def _move_in(output_dir: Path, write: Callable[[Path], object]) -> None:
+    staging = output_dir / ".saving"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    write(staging)
+    flush_files(staging)
+    for path in sorted(staging.iterdir(), key=_publishing_order):
+        target = output_dir / path.name
+        if target.is_dir():  # an existing folder (of chat templates) cannot be replaced by a rename
+            shutil.rmtree(target)
+        path.replace(target)
+    staging.rmdir()
+    flush(output_dir)
+
+
+def _publishing_order(path: Path) -> tuple[bool, bool, str]:
+    """Configurations after the weights: readers look for them. result.json, which verifies the others, last."""
+    return path.name == RESULT, path.suffix == ".json", path.name
 
 
 def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
@@ -36,8 +95,7 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
 def result_error(output_dir: Path) -> str | None:
     """How the result in a folder differs from the one that was saved; None if it does not. The card may be edited."""
     try:
-        with open(open_own(output_dir / RESULT, 0), "rb") as file:
-            content: dict[str, Any] = json.loads(file.read().decode())
+        content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
     except FileNotFoundError:
         return None if _has_weights(output_dir) else f"none of {', '.join(_WEIGHTS)} is there"

@@ -1,23 +1,41 @@
 """Decides where a run starts: at step 0, or at the newest verified checkpoint if it is the same run."""
 
+import contextlib
 import dataclasses
+import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpointing.layout import BRING_BACK, CHECKPOINTS, RUN, STATUS, check_reachable
-from fsdp_qlora.checkpointing.records import read_run, read_status, run_error, state_error
-from fsdp_qlora.checkpointing.result import result_error
+from fsdp_qlora.checkpointing.mirror import Store, fetch
+from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.result import publish_files, result_error
+from fsdp_qlora.checkpointing.run_folder import (
+    BRING_BACK,
+    CHECKPOINTS,
+    RUN,
+    RUN_KEYS,
+    STATUS,
+    check_reachable,
+    check_usable,
+    edits_reported,
+    is_run,
+    locked,
+    read_run,
+    read_status,
+    remove_run,
+)
 from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_differences, find_other_options, refuse
-from fsdp_qlora.checkpointing.stores import Store, fetch
-from fsdp_qlora.checkpointing.train_state import contents_error, state_keys_error
+from fsdp_qlora.checkpointing.train_state import DESCRIPTION_KEYS
 from fsdp_qlora.data import schedule
-from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
+from fsdp_qlora.distributed import Ranks, first_failure, gather_texts
+from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
 from fsdp_qlora.redact import redact
 from fsdp_qlora.storage.files import write_json
 
@@ -55,12 +73,103 @@ class Start:
         return self.step if self.folder and not self.is_new else -1
 
 
-def is_run(output_dir: Path) -> bool:
-    """Whether a folder holds a run."""
-    return (output_dir / RUN).is_file()
+class RunFolder:
+    """The folder of one run. Rank 0 alone writes into it."""
+
+    def __init__(self, path: Path, ranks: Ranks, request: StartRequest) -> None:
+        self.path, self.ranks, self.request = path, ranks, request
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator["RunFolder"]:
+        """Refuse a folder that holds something else, before any work, and keep other runs out of it.
+
+        Raises:
+            UserError: the folder is in use, cannot be written, or holds something other than this run.
+        """
+        if self.ranks.rank < self.ranks.local_world_size:  # the ranks of rank 0's machine see the same folder
+            with edits_reported(self.path):
+                check_usable(self.path, overwrite=self.request.overwrite or _continues(self.path, self.request))
+                check_options(self.path, self.request)
+        with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
+            yield self
+
+    def check_keeps_model(self, model_folder: Path) -> None:
+        """Refuse to save the result in the model's folder, which would overwrite the model.
+
+        Raises:
+            UserError: the two folders are the same.
+        """
+        if self.path.resolve() == model_folder.resolve():
+            raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
+
+    def check_contents(self, facts: Mapping[str, Any]) -> None:
+        """Refuse another run's folder before the weights are downloaded. facts: those that are known already.
+
+        Raises:
+            UserError: the same on all ranks of rank 0's machine.
+        """
+        if self.ranks.rank < self.ranks.local_world_size:
+            with edits_reported(self.path):
+                check_contents(self.path, facts, self.request)
+
+    def choose_start(self, identity: Mapping[str, Any]) -> Start:
+        """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.
+
+        Args and Raises: as for `choose_start`.
+        """
+        answer: dict[str, Any] = {}
+        if self.ranks.is_rank_0:
+            try:
+                with edits_reported(self.path):
+                    answer = {"start": dataclasses.asdict(choose_start(self.path, identity, self.request))}
+            except UserError as error:
+                answer = {"error": str(error)}
+            except OSError as error:
+                answer = {"error": f"The run's folder cannot be used: {error}."}
+            except RunStopped as stopped:
+                answer = {"stopped": [stopped.ending.state, str(stopped)]}
+        answer = json.loads(gather_texts(json.dumps(answer), self.ranks.device)[0])
+        if "error" in answer:
+            raise UserError(answer["error"])
+        if "stopped" in answer:
+            raise RunStopped(*answer["stopped"])
+        return Start(**answer["start"])
+
+    def prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
+        """Create the folder, remove an earlier run's results, and write `files` (name -> text). Every rank calls it.
+
+        Called when the model is loaded and verified: a run that cannot load removes nothing.
+
+        Args:
+            identity: for run.json, which is written first and makes the folder this run's.
+            keep_run: remove nothing, since the run in the folder continues.
+        Raises:
+            UserError: the folder cannot be written; the same on every rank.
+        """
+        failure = None
+        if self.ranks.is_rank_0:
+            try:
+                self._prepare(files, identity, keep_run=keep_run)
+            except (OSError, TrainingError) as error:
+                failure = f"output_dir {self.path} cannot be written: {error}"
+        if self.ranks.world_size > 1:
+            failure = first_failure(failure, self.ranks.device)
+        if failure:
+            raise UserError(failure)
+
+    def _prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not keep_run:
+            remove_run(self.path)
+        write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
+        publish_files(self.path, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
 
 
-def continues(output_dir: Path, request: StartRequest) -> bool:
+def _continues(output_dir: Path, request: StartRequest) -> bool:
     """Whether the start resumes the folder's own run, judging by the options alone."""
     if not is_run(output_dir):
         return False
@@ -167,8 +276,8 @@ def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
         return {}
     try:
         copied = mirror.run()
-        if error := run_error(copied) if copied else None:
-            raise UserError(f"--mirror {mirror.name}: its {RUN} cannot be used: {error}. Give another mirror, or none.")
+        if copied and not set(RUN_KEYS) <= copied.keys():
+            raise UserError(f"--mirror {mirror.name}: its {RUN} cannot be used. Give another mirror, or none.")
         return copied
     except OSError as error:
         if not is_run(output_dir):
@@ -282,7 +391,8 @@ def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_s
 
 def _used(status: Mapping[str, Any]) -> dict[str, Any]:
     """The budget used by earlier starts in this folder."""
-    return {"used_seconds": status.get("seconds", 0.0), "reserve_seconds": status.get("reserve_seconds", 0.0)}
+    used, reserve = (float(status.get(key, 0.0)) for key in ("seconds", "reserve_seconds"))
+    return {"used_seconds": used, "reserve_seconds": reserve}
 
 
 def _from_path(run: Run, path: Path) -> Start:
@@ -336,20 +446,20 @@ def _newest_whole(run: Run, root: Path) -> Start | None:
 
 
 def verified_state(folder: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint, after its bytes and the consistency of its parts have been verified.
+    """The state.json of a checkpoint, after its bytes have been verified.
 
     Raises:
         DamagedCheckpoint: says what is wrong.
     """
     state = checkpoint.verify(folder)
-    error = state_error(state, checkpoint.step_of(folder)) or contents_error(folder, state["tensors"])
-    if not error:
-        progress, layout = state["progress"], state["tensors"]["layout"]
-        # In fp16 the first steps may have been left out.
-        has_stepped = progress["step"] > progress.get("num_skipped", 0) and not progress.get("loss_scale")
-        error = state_keys_error(layout, str(state["about"]["options"].get("optimizer")), has_stepped=has_stepped)
-    if error:
-        raise DamagedCheckpoint(f"it contradicts itself: {error}")
+    try:
+        itemgetter(*RUN_KEYS)(state["about"])
+        itemgetter(*DESCRIPTION_KEYS)(state["tensors"])
+        step = Progress.from_dict(state["progress"]).step
+        if step != (checkpoint.step_of(folder) or step):
+            raise ValueError(f"it is of step {step}")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{checkpoint.STATE} makes no sense: {error!r}") from error
     return state
 
 

@@ -1,134 +1,86 @@
-"""The folder of one run: who may use it, where the run in it starts, and its description."""
+"""The folder of one run: the names of its files, run.json and status.json, and the lock that keeps other runs out."""
 
 import contextlib
+import fcntl
 import fnmatch
 import json
+import logging
+import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+import socket
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.checkpointing import resume
-from fsdp_qlora.checkpointing.layout import (
-    CHECKPOINTS,
-    FETCHED,
-    RUN,
-    RUN_FILES,
-    STATUS,
-    is_leftover,
-    locked,
-    refuse_links,
-)
-from fsdp_qlora.checkpointing.publishing import publish_files
-from fsdp_qlora.checkpointing.resume import Start
-from fsdp_qlora.checkpointing.same_run import StartRequest
-from fsdp_qlora.distributed import Ranks, first_failure, gather_texts
-from fsdp_qlora.errors import RunStopped, TrainingError, UserError
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
-from fsdp_qlora.storage.files import why_not_writable, write_json
+from fsdp_qlora.storage.files import is_partial, why_not_writable
+
+log = logging.getLogger("fsdp_qlora")
+
+CHECKPOINTS = "checkpoints"
+CARD, RECORD = "README.md", "training.json"  # what a result says of itself
+BEST = "best"  # the adapter of the lowest held-out loss
+LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
+FETCHED = ".from_mirror"  # files being copied from a mirror
+BRING_BACK = (
+    "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir true."
+)
+# Files that a run leaves in its folder; --overwrite_output_dir removes only these.
+RUN_FILES = (
+    "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
+    "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
+    "samples.jsonl",
+    "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
+    "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, FETCHED,
+)  # fmt: skip
+# Keys that every run.json has.
+RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")
+# Files that a start killed before it has written run.json may leave. They are no results.
+_LEFTOVERS = {LOCK, ".saving", FETCHED}
 
 
-class RunFolder:
-    """The folder of one run. Rank 0 alone writes into it."""
-
-    def __init__(self, path: Path, ranks: Ranks, request: StartRequest) -> None:
-        self.path, self.ranks, self.request = path, ranks, request
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
-
-    @contextlib.contextmanager
-    def claimed(self) -> Iterator["RunFolder"]:
-        """Refuse a folder that holds something else, before any work, and keep other runs out of it.
-
-        Raises:
-            UserError: the folder is in use, cannot be written, or holds something other than this run.
-        """
-        if self.ranks.rank < self.ranks.local_world_size:  # the ranks of rank 0's machine see the same folder
-            refuse_links(self.path)
-            continues = resume.continues(self.path, self.request)
-            check_usable(self.path, overwrite=self.request.overwrite or continues)
-            resume.check_options(self.path, self.request)
-        with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
-            yield self
-
-    def check_keeps_model(self, model_folder: Path) -> None:
-        """Refuse to save the result in the model's folder, which would overwrite the model.
-
-        Raises:
-            UserError: the two folders are the same.
-        """
-        if self.path.resolve() == model_folder.resolve():
-            raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
-
-    def check_contents(self, facts: Mapping[str, Any]) -> None:
-        """Refuse another run's folder before the weights are downloaded. facts: see resume.check_contents.
-
-        Raises:
-            UserError: the same on all ranks of rank 0's machine.
-        """
-        if self.ranks.rank < self.ranks.local_world_size:
-            resume.check_contents(self.path, facts, self.request)
-
-    def choose_start(self, identity: Mapping[str, Any]) -> Start:
-        """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.
-
-        Args and Raises: as for resume.choose_start.
-        """
-        answer: dict[str, Any] = {}
-        if self.ranks.is_rank_0:
-            try:
-                answer = {"start": asdict(resume.choose_start(self.path, identity, self.request))}
-            except UserError as error:
-                answer = {"error": str(error)}
-            except OSError as error:
-                answer = {"error": f"The run's folder cannot be used: {error}."}
-            except RunStopped as stopped:
-                answer = {"stopped": [stopped.ending.state, str(stopped)]}
-        answer = json.loads(gather_texts(json.dumps(answer), self.ranks.device)[0])
-        if "error" in answer:
-            raise UserError(answer["error"])
-        if "stopped" in answer:
-            raise RunStopped(*answer["stopped"])
-        return Start(**answer["start"])
-
-    def prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
-        """Create the folder, remove an earlier run's results, and write `files` (name -> text). Every rank calls it.
-
-        Called when the model is loaded and verified: a run that cannot load removes nothing.
-
-        Args:
-            identity: for run.json, which is written first and makes the folder this run's.
-            keep_run: remove nothing, since the run in the folder continues.
-        Raises:
-            UserError: the folder cannot be written; the same on every rank.
-        """
-        failure = None
-        if self.ranks.is_rank_0:
-            try:
-                self._prepare(files, identity, keep_run=keep_run)
-            except (OSError, TrainingError) as error:
-                failure = f"output_dir {self.path} cannot be written: {error}"
-        if self.ranks.world_size > 1:
-            failure = first_failure(failure, self.ranks.device)
-        if failure:
-            raise UserError(failure)
-
-    def _prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not keep_run:
-            _remove_run(self.path)
-        write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
-        publish_files(self.path, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
+def is_run(output_dir: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (output_dir / RUN).is_file()
 
 
-def _remove_run(output_dir: Path) -> None:
-    """Remove what a run leaves in its folder; of a link the link alone."""
-    for path in list(output_dir.iterdir()):
-        if any(fnmatch.fnmatch(path.name, pattern) for pattern in RUN_FILES):
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+def read_run(output_dir: Path) -> dict[str, Any]:
+    """The content of run.json; empty if there is none. Raises UserError if it is not what a run writes."""
+    advice = "Restore the original, or start from zero with --resume off --overwrite_output_dir true."
+    return _read(output_dir / RUN, RUN_KEYS, advice)
+
+
+def read_status(output_dir: Path) -> dict[str, Any]:
+    """The content of status.json; empty if there is none. Raises UserError if it is not what a run writes."""
+    advice = "Restore the original, or delete it: the run then resumes and counts its hours from zero."
+    return _read(output_dir / STATUS, {"state"}, advice)
+
+
+def _read(path: Path, required: Collection[str], advice: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        if absent := [key for key in required if key not in content]:
+            raise ValueError(f"{absent[0]} is not in it")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} cannot be used: {error}. {advice}") from error
+    return content
+
+
+@contextlib.contextmanager
+def edits_reported(output_dir: Path) -> Iterator[None]:
+    """Say in one sentence that a run's files have been edited: their values are of other types than a run's."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UserError(
+            f"{output_dir / RUN} or {STATUS} beside it makes no sense: {error!r}. Restore the original, or start from "
+            "zero with --resume off --overwrite_output_dir true."
+        ) from error
 
 
 def check_usable(path: Path, *, overwrite: bool) -> None:
@@ -140,7 +92,7 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
     if reason := why_not_writable(path):
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
     entries = list(path.iterdir()) if path.is_dir() else []
-    names, leftovers = {entry.name for entry in entries}, {entry.name for entry in entries if is_leftover(entry)}
+    names, leftovers = {entry.name for entry in entries}, {entry.name for entry in entries if _is_leftover(entry.name)}
     # A start was killed while it moved these here from its mirror; the mirror still has them.
     moving = {CHECKPOINTS, METRICS_FILE, SAMPLES_FILE, STATUS} if FETCHED in names and RUN not in names else set()
     is_used = bool(names - leftovers - moving)
@@ -149,3 +101,84 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
             f"output_dir {path} is not empty: it may hold the results of another run. Give another folder, "
             "or --overwrite_output_dir true to replace them."
         )
+
+
+def _is_leftover(name: str) -> bool:
+    """Whether a start that was killed early leaves a file of this name."""
+    return name in _LEFTOVERS or is_partial(name, RUN)
+
+
+def remove_run(output_dir: Path) -> None:
+    """Remove what a run leaves in its folder; of a link the link alone."""
+    for path in list(output_dir.iterdir()):
+        if any(fnmatch.fnmatch(path.name, pattern) for pattern in RUN_FILES):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def check_reachable(root: Path) -> None:
+    """Refuse to start at step 0 if the folder of the checkpoints exists and cannot be used.
+
+    Raises:
+        UserError: it is a link to nothing, as where a disk is not mounted, a file, or not ours to use.
+    """
+    problem = None
+    if root.is_symlink() and not root.exists():
+        problem = f"is a link to {root.readlink()}, which does not exist"
+    elif root.exists() and not root.is_dir():
+        problem = "is not a folder"
+    elif root.exists() and not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        problem = "cannot be read and written"
+    if problem:
+        raise UserError(f"{root} {problem}. {BRING_BACK}")
+
+
+@contextlib.contextmanager
+def locked(output_dir: Path) -> Iterator[None]:
+    """Keep other runs out of a folder, which is created if needed. For rank 0 only.
+
+    The system releases the lock whenever its holder dies. Folders created for the lock alone are removed.
+
+    Raises:
+        UserError: another process holds the lock, or the folder cannot be created.
+    """
+    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+    descriptor = _take(output_dir)
+    try:
+        yield
+    finally:
+        (output_dir / LOCK).unlink(missing_ok=True)
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # it is not empty
+            for path in made:
+                path.rmdir()
+
+
+def _take(output_dir: Path) -> int:
+    path = output_dir / LOCK
+    while True:
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            where = f" ({path.name})" if output_dir.is_dir() else ""
+            raise UserError(f"output_dir {output_dir} cannot be written{where}: {error.strerror}.") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            os.close(descriptor)
+            raise UserError(
+                f"output_dir {output_dir} is in use by another run ({holder}). Wait for it, stop it, or give another "
+                "folder."
+            ) from None
+        except OSError as error:  # some network disks do not support locks
+            log.warning("%s cannot be locked (%s): make sure that no other run writes there.", output_dir, error)
+            return descriptor
+        # The last holder may have removed the file after we opened it.
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
+                os.ftruncate(descriptor, 0)
+                with contextlib.suppress(OSError):  # a full disk
+                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return descriptor
+        os.close(descriptor)

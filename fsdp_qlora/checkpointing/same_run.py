@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from fsdp_qlora.checkpointing.layout import CHECKPOINTS
-from fsdp_qlora.checkpointing.stores import Store
+from fsdp_qlora.checkpointing.mirror import Store
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import UserError
 

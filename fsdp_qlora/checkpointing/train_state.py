@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -37,14 +36,14 @@ from fsdp_qlora.distributed import (
 )
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.models import canonical_name
-from fsdp_qlora.optimizers.sharded import STATE_KEYS, ShardedOptimizer, averaged_value
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer, averaged_value
 from fsdp_qlora.storage import safetensors_files
 from fsdp_qlora.storage.files import FileRecord
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
 
 # Parameter name -> state key -> description of the stored entry.
 _Layout = dict[str, dict[str, dict[str, Any]]]
-_KINDS = ("rows", "once", "number", "local")
+DESCRIPTION_KEYS = ("files", "is_sharded", "shapes", "layout", "groups")  # of what `TrainState.write` returns
 _PARAMETER = "parameter"  # the key of the parameter itself
 START = "start.safetensors"  # the factors that were subtracted from the base on loading, where there are any
 
@@ -331,71 +330,6 @@ def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any
 def _fits(own: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
     """Whether a group's settings may replace others: text by text, a number by a number."""
     return all(isinstance(own[name], str) == isinstance(stored[name], str) for name in own.keys() & stored.keys())
-
-
-def contents_error(folder: Path, description: Mapping[str, Any]) -> str | None:
-    """How a verified checkpoint's files differ from the description by `TrainState.write`; None if they do not."""
-    try:
-        return next(_contradictions(folder, description), None)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        return f"the description of its tensors cannot be read ({type(error).__name__}: {error})"
-    except (OSError, SafetensorError) as error:
-        return f"its tensors cannot be read ({error})"
-
-
-def state_keys_error(layout: _Layout, optimizer: str, *, has_stepped: bool) -> str | None:
-    """Which optimizer state a verified checkpoint lacks; None if it has all.
-
-    A parameter that never had a gradient, such as that of an expert that was never chosen, has none.
-
-    Args:
-        optimizer: its name; nothing is known of others than those of STATE_KEYS.
-        has_stepped: whether the checkpoint is of a run whose optimizer has certainly made a step.
-    """
-    states = {name: keys.keys() - {_PARAMETER} for name, keys in layout.items()}
-    known = STATE_KEYS.get(optimizer, ())
-    for name, keys in states.items():
-        if known and keys and keys not in known:
-            wanted = min(known, key=lambda them: (len(them ^ keys), -len(them)))
-            words = "lacks" if wanted - keys else "has no use for"
-            return f"the state that {optimizer} keeps of {name} {words} {sorted(wanted ^ keys)[0]}"
-    if has_stepped and known and all(known) and not any(states.values()):
-        return f"it has none of the state that {optimizer} keeps"
-    return None
-
-
-def _contradictions(folder: Path, description: Mapping[str, Any]) -> Iterator[str]:
-    layout, shapes, num_files = description["layout"], description["shapes"], description["files"]
-    if type(num_files) is not int or not 0 < num_files <= len(list(folder.iterdir())):
-        yield f"it does not have the {num_files!r} files that it should have"
-    is_sharded = description["is_sharded"]
-    if type(is_sharded) is not bool or (num_files > 1 and not is_sharded):
-        yield f"is_sharded cannot be {is_sharded!r} with {num_files} files"
-    values = [value for group in description["groups"] for value in group.values()]
-    if not all(isinstance(value, (bool, int, float, str)) for value in values):
-        yield "its optimizer's groups hold values that are not numbers"
-    if layout.keys() != shapes.keys():
-        yield "its lists of parameters differ"
-    for name, keys in layout.items():
-        if keys[_PARAMETER]["kind"] != "rows" or keys[_PARAMETER]["dims"] != shapes[name][1:]:
-            yield f"{name} is stored in another shape"
-        for key, entry in keys.items():
-            if entry["kind"] not in _KINDS or (entry["kind"] == "number" and "value" not in entry):
-                yield f"{_file_name(name, key)} is of an unknown kind"
-            if entry["kind"] != "number" and type(entry["is_on_device"]) is not bool:
-                yield f"{_file_name(name, key)} is on no device"
-    for index in range(num_files):
-        with safe_open(folder / _file(index), framework="pt") as file:
-            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            expected = {_file_name(*entry): entry for entry in _tensors_of_file(layout, index)}
-            if other := sorted(stored.keys() ^ expected.keys()):
-                yield f"{_file(index)} {'lacks' if other[0] in expected else 'has no use for'} {other[0]}"
-            for tensor, (name, key) in expected.items():
-                entry, form = layout[name][key], stored[tensor]
-                start, stop = shard_bounds(shapes[name][0], rank=index, size=num_files)
-                shape = [stop - start] * (entry["kind"] == "rows") + entry.get("dims", [])
-                if entry["kind"] != "local" and (form.get_dtype(), form.get_shape()) != (entry["dtype"], shape):
-                    yield f"{tensor} in {_file(index)} is {form.get_dtype()} {form.get_shape()}"
 
 
 def _describe(value: Any, local: torch.Tensor, kind: str | None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 from fsdp_qlora import distributed, models
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpointing.layout import CHECKPOINTS
 from fsdp_qlora.checkpointing.resume import verified_state
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.commands.model_folder import check_is_new
 from fsdp_qlora.config.options import TrainConfig

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.insert import LoraOptions
-from fsdp_qlora.checkpointing.layout import RECORD
+from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.commands.merging import (
     Changes,
     DequantizedBase,

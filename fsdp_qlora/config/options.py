@@ -305,8 +305,9 @@ class TrainConfig:
     save_total_limit: Annotated[int, at_least(1), MAY_DIFFER] = 3
     """How many of the newest checkpoints are kept, besides the one with the lowest evaluation loss."""
     mirror: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
-    """Where each checkpoint is copied during training: a folder on another disk or machine, rclone:REMOTE:PATH,
-    or hf:OWNER/NAME (a private repository). An empty output_dir, as on a new machine, is filled from it."""
+    """Where each checkpoint is copied during training: a folder on another disk or machine, a URL (s3://, gcs://,
+    az://, sftp://), hf:OWNER/NAME (a private repository), or rclone:REMOTE:PATH. An empty output_dir, as on a new
+    machine, is filled from it."""
     max_hours: Annotated[float | None, POSITIVE, MAY_DIFFER] = None
     """Stop with a checkpoint before the run has taken this many hours, including its earlier starts."""
     max_cost_usd: Annotated[float | None, POSITIVE, MAY_DIFFER] = None

@@ -63,23 +63,6 @@ OPTIMIZER_STATES: dict[str, float] = {
     **{"adafactor": 0, "muon": 1, "schedule_free_adamw": 2},
 }
 
-_ADAM = {"step", "exp_avg", "exp_avg_sq"}
-_8BIT_1, _8BIT_2 = {"state1", "absmax1", "qmap1"}, {"state2", "absmax2", "qmap2"}
-_ADAM_8BIT = ({"step", "state1", "state2"}, {"step", *_8BIT_1, *_8BIT_2})  # of small and of large parameters
-
-# name -> the keys of a parameter's state after a step: one of these sets.
-STATE_KEYS: dict[str, Sequence[set[str]]] = {
-    **dict.fromkeys(("adamw", "adam", "fused_adamw", "fused_adam"), (_ADAM,)),
-    **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit"), _ADAM_8BIT),
-    "sgd": (set(),),
-    "adadelta": ({"step", "square_avg", "acc_delta"},),
-    "lion": ({"step", "state1"},),
-    "lion_8bit": ({"step", "state1"}, {"step", *_8BIT_1}),
-    "adafactor": ({"step", "var"}, {"step", "row_var", "col_var"}),
-    "muon": ({"momentum_buffer"},),
-    "schedule_free_adamw": ({"z", "exp_avg_sq"},),
-}
-
 _PAGED_STATES = ("state1", "state2")  # of bitsandbytes' optimizers
 
 # name -> multiple of the peak learning rate at a progress in [0, 1] after the warm-up.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jinja2
 from huggingface_hub import ModelCardData
 
-from fsdp_qlora.checkpointing.layout import CARD, RECORD
+from fsdp_qlora.checkpointing.run_folder import CARD, RECORD
 from fsdp_qlora.config.text import identity_settings
 from fsdp_qlora.data.rendering import TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name

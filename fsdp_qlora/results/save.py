@@ -21,8 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.core_model_loading import revert_weight_conversion
 
 from fsdp_qlora.adapters.first_values import Values, saved_parameters
-from fsdp_qlora.checkpointing.publishing import cannot_save, publish_files, write_with_room
-from fsdp_qlora.checkpointing.result import record_result
+from fsdp_qlora.checkpointing.result import cannot_save, publish_files, record_result, write_with_room
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters

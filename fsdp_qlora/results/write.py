@@ -11,8 +11,8 @@ from peft import LoraConfig
 from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import LiveValues, Values, reduces_base
 from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.layout import BEST, CHECKPOINTS
 from fsdp_qlora.checkpointing.progress import Progress
+from fsdp_qlora.checkpointing.run_folder import BEST, CHECKPOINTS
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig

@@ -6,7 +6,11 @@ Messages show only the beginning of a refused value: the rest may contain a pass
 import os
 import re
 
-_FORMS = "rclone:REMOTE:PATH (a remote of rclone), hf:OWNER/NAME (a repository on the Hugging Face hub)"
+_URLS = ("s3", "gcs", "gs", "az", "sftp")  # of those that fsspec opens, which can be written to
+_FORMS = (
+    f"{', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the Hugging Face hub), "
+    "rclone:REMOTE:PATH (a remote of rclone)"
+)
 _COLON = "A folder with a colon in its name is given as ./NAME."
 
 
@@ -16,7 +20,10 @@ def mirror_error(target: str) -> str | None:
     if kind == "rclone":
         return None if ":" in rest else "--mirror rclone:REMOTE:PATH needs a remote's name, which ends with a colon."
     if kind == "hf":
-        return None if is_repository(rest) else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
+        is_named = is_repository(rest.removeprefix("//"))
+        return None if is_named else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
+    if kind in _URLS and re.match("//[^/]", rest):
+        return None
     if (begin := _remote(target)) is None:
         return None
     return f"--mirror begins with {begin!r}, which is not a kind of mirror. Give {_FORMS} or a folder. {_COLON}"

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing.mirror import open_store
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, numbers, run, wait_for
 from tests.tiny import make_model, make_rows, write_rows
@@ -126,8 +127,8 @@ def test_a_new_box_starts_from_the_mirror_and_a_mirror_out_of_reach_stops_nobody
     with ended(Job(options, tmp_path / "logs0", fault=die_at_step, arguments=(14,))) as job:
         wait_for(lambda: 9 in checkpoint.published(tmp_path / "mirror" / "checkpoints"))
         job.wait()
-    for folder in checkpoint.published(tmp_path / "mirror" / "checkpoints").values():
-        checkpoint.verify(folder)
+    for step in open_store(str(tmp_path / "mirror")).steps():
+        checkpoint.verify(checkpoint.step_folder(tmp_path / "mirror" / "checkpoints", step))
     shutil.rmtree(tmp_path / "out")
     output = run(options, tmp_path / "logs1")
     assert "is empty: the run is copied from its mirror" in output and "Resuming at step " in output

@@ -326,12 +326,12 @@ def test_a_library_that_crashes_shows_where_it_was_called(reference: Reference, 
 
 def fail_while_the_mirror_is_slow(error: str, mirror_seconds: float) -> None:
     """Let rank 0 fail in the third step, while a copy for the mirror takes longer than its neighbour waits."""
-    from fsdp_qlora.checkpointing.stores import FolderStore
+    from fsdp_qlora.checkpointing.mirror import Store
     from fsdp_qlora.training.trainer import Trainer
 
     be_impatient()
     original = Trainer._loss
-    FolderStore.update = lambda self, output_dir: time.sleep(mirror_seconds)  # type: ignore[method-assign]
+    Store.update = lambda self, output_dir: time.sleep(mirror_seconds)  # type: ignore[method-assign]
 
     def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if on(0) and self.heartbeat.step == 2 and self.model.training:

@@ -21,7 +21,7 @@ import yaml
 
 from fsdp_qlora import distributed
 from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing.resume import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig, option_types

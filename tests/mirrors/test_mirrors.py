@@ -1,6 +1,5 @@
-"""Mirrors on rclone and on the hub: what is there after each update, and what a new box gets from it."""
+"""Mirrors of every kind: what is there after each update, and what a new machine gets from it."""
 
-import fnmatch
 import functools
 import json
 import os
@@ -10,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from huggingface_hub import CommitOperationAdd
-from huggingface_hub.errors import RepositoryNotFoundError
+from fsspec import register_implementation
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub import CommitOperationAdd, HfFileSystem
 
-from fsdp_qlora.checkpointing import checkpoint, stores
-from fsdp_qlora.checkpointing.layout import CHECKPOINTS, FETCHED
-from fsdp_qlora.checkpointing.run_folder import check_usable
-from fsdp_qlora.checkpointing.stores import Store, fetch, open_store
+from fsdp_qlora.checkpointing import checkpoint, mirror
+from fsdp_qlora.checkpointing.mirror import Store, fetch, open_store
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, check_usable
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import write_hashed_json
 
@@ -37,7 +37,7 @@ if command in ("lsf", "cat", "purge") and not paths[0].exists():
     sys.exit(3)
 if command == "lsf":
     found = [str(path.relative_to(paths[0])) for path in paths[0].rglob("*") if path.is_file()]
-    print("\\n".join(name for name in found if not options or fnmatch.fnmatch(name, options[0])))
+    print("".join(name + "\\n" for name in found if not options or fnmatch.fnmatch(name, options[0])), end="")
 elif command == "cat":
     print(paths[0].read_text(), end="")
 elif command == "purge":
@@ -53,21 +53,20 @@ else:
 """
 
 
-class Hub:
+class Hub(LocalFileSystem):
     """The hub's calls that are used, on a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.commits = folder, 0
+    protocol = "hf"
+    cachable = False
+    folder = Path()
+    is_there = False
 
     def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> None:
         assert private and exist_ok
-        self.folder.mkdir(exist_ok=True)
-
-    def list_repo_files(self, repo: str) -> list[str]:
-        return [str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()]
+        type(self).is_there = True
 
     def create_commit(self, repo: str, operations: list, *, commit_message: str) -> None:
-        self.commits += 1
+        assert self.is_there
         for operation in operations:
             path = self.folder / operation.path_in_repo
             if isinstance(operation, CommitOperationAdd):
@@ -76,32 +75,26 @@ class Hub:
             else:
                 shutil.rmtree(path)
 
-    def download(self, repo: str, name: str) -> str:
-        if not self.folder.is_dir():
-            raise RepositoryNotFoundError("no such repository", response=_Response())
-        return str(self.folder / name)
-
-    def snapshot(self, repo: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
-        for name in self.list_repo_files(repo):
-            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
-                (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(self.folder / name, local_dir / name)
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.replace("hf://owner/run", str(cls.folder))
 
 
-class _Response:
-    headers: dict[str, str] = {}  # noqa: RUF012
-    request = None
-
-
-@pytest.fixture(params=["rclone", "rclone's stand-in", "hf"])
+@pytest.fixture(params=["folder", "memory", "rclone", "rclone's stand-in", "hf"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An empty place for copies, tmp_path/there."""
+    """An empty place for copies: tmp_path/there, or in memory, where any URL is represented."""
     there = tmp_path / "there"
+    if request.param == "folder":
+        return open_store(str(there))
+    if request.param == "memory":
+        monkeypatch.setattr(MemoryFileSystem, "store", {})
+        return Store(f"memory:/{there}")
     if request.param == "hf":
-        hub = Hub(there)
-        monkeypatch.setattr(stores, "HfApi", lambda: hub)
-        monkeypatch.setattr(stores, "hf_hub_download", hub.download)
-        monkeypatch.setattr(stores, "snapshot_download", hub.snapshot)
+        monkeypatch.setattr(Hub, "folder", there)
+        monkeypatch.setattr(Hub, "is_there", False)
+        monkeypatch.setattr(mirror, "HfApi", Hub)
+        register_implementation("hf", Hub, clobber=True)
+        request.addfinalizer(lambda: register_implementation("hf", HfFileSystem, clobber=True))
         return open_store("hf:owner/run")
     if request.param == "rclone":
         if shutil.which("rclone") is None:
@@ -134,9 +127,9 @@ def add_step(tmp_path: Path) -> Callable[[int], None]:
     return add
 
 
-def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[int], None], tmp_path: Path) -> None:
-    run, there = tmp_path / "run", tmp_path / "there"
-    assert store.run() == {}
+def test_a_new_machine_gets_what_the_old_one_had(store: Store, add_step: Callable[[int], None], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert store.run() == {} and store.steps() == []
     (run / "samples.jsonl").write_text("of another run\n")
     for step in (1, 2):
         add_step(step)
@@ -144,19 +137,18 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
         (run / "samples.jsonl").unlink(missing_ok=True)
     checkpoint.remove(checkpoint.step_folder(run / CHECKPOINTS, 1))
     add_step(3)
-    # Cut off before its manifest, the copy of a checkpoint is none, and is made whole by the next update.
-    if not isinstance(store, stores.HubStore):
-        (there / CHECKPOINTS / "step_000003").mkdir()
-        (there / CHECKPOINTS / "step_000003" / checkpoint.STATE).write_text("{}")
-        fetch(store, tmp_path / "early")
-        assert list(checkpoint.published(tmp_path / "early" / CHECKPOINTS)) == [2]
+    # Cut off before its manifest, the copy of a checkpoint is none, and is completed by the next update.
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / checkpoint.STATE).write_text("{}")
+    store.put(tmp_path / "part", f"{CHECKPOINTS}/step_000003")
+    assert store.steps() == [1, 2]
     store.update(run)
-    assert store.run() == {"run_id": "abc"}
+    assert store.run() == {"run_id": "abc"} and store.steps() == [2, 3]
     fetch(store, tmp_path / "box")
     found = checkpoint.published(tmp_path / "box" / CHECKPOINTS)
     assert [checkpoint.verify(folder)["step"] for folder in found.values()] == [3]  # no more than is needed
     assert (tmp_path / "box" / "metrics.jsonl").read_text() == "3\n"
-    assert json.loads((tmp_path / "box" / "status.json").read_text()) == {"state": "running"}
+    assert json.loads((tmp_path / "box" / "status.json").read_text())["state"] == "running"
     assert sorted(path.name for path in (tmp_path / "box").iterdir()) == [
         *("checkpoints", "metrics.jsonl", "run.json", "status.json"),
     ]
@@ -164,12 +156,27 @@ def test_a_new_box_gets_what_the_old_one_had(store: Store, add_step: Callable[[i
     store.update(run)
     fetch(store, tmp_path / "next_box")
     assert (tmp_path / "next_box" / "samples.jsonl").read_text() == '{"step": 3}\n'
-    if isinstance(store, stores.RcloneStore):
-        (there / "run.json").write_text('{"run_id"')
-        with pytest.raises(OSError, match=r"run\.json there cannot be read"):
-            store.run()
+    store.delete_later_than(2)
+    assert store.steps() == [2]
+    (tmp_path / "part" / "run.json").write_text('{"run_id"')
+    store.put(tmp_path / "part", "")
+    with pytest.raises(OSError, match=r"run\.json there cannot be read"):
+        store.run()
     store.delete_later_than(-1)
-    assert not list((there / CHECKPOINTS).glob("*"))
+    assert store.files(CHECKPOINTS) == []
+
+
+def test_a_folder_mirror_made_by_an_earlier_version_is_read(add_step: Callable[[int], None], tmp_path: Path) -> None:
+    """Earlier versions copied a checkpoint under a hidden name and renamed it."""
+    for step in (1, 2):
+        add_step(step)
+    shutil.copytree(tmp_path / "run", tmp_path / "there")
+    (tmp_path / "there" / CHECKPOINTS / ".step_000003.writing").mkdir()
+    (tmp_path / "there" / CHECKPOINTS / ".step_000003.writing" / checkpoint.MANIFEST).touch()
+    store = open_store(str(tmp_path / "there"))
+    assert store.steps() == [1, 2]
+    fetch(store, tmp_path / "box")
+    assert list(checkpoint.published(tmp_path / "box" / CHECKPOINTS)) == [2]
 
 
 def test_a_fetch_that_was_killed_is_made_whole_by_the_next(
@@ -178,7 +185,7 @@ def test_a_fetch_that_was_killed_is_made_whole_by_the_next(
     for step in (1, 2):
         add_step(step)
     store, box = open_store(str(tmp_path / "run")), tmp_path / "box"
-    for place in (FETCHED + "/run.json", "metrics.jsonl"):  # while it is copied, and while it is moved
+    for place in (f"{FETCHED}/{CHECKPOINTS}/step_000002/{checkpoint.STATE}", "metrics.jsonl"):  # copied, and moved
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Path, "replace", functools.partialmethod(_die_before, box / place, Path.replace))
             fetch(store, box)
@@ -193,6 +200,21 @@ def _die_before(self: Path, place: Path, original: Callable[..., Path], target: 
     if target == place:
         raise KeyboardInterrupt
     return original(self, target)
+
+
+def test_a_mirror_of_a_package_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(UserError, match="Install s3fs"):
+        open_store("s3://bucket/run")
+
+
+def test_any_error_of_a_store_is_an_os_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise LookupError("no route\nmore")
+
+    monkeypatch.setattr(MemoryFileSystem, "find", fail)
+    with pytest.raises(OSError, match=r"LookupError: no route$"):
+        Store("memory://there").steps()
 
 
 def test_a_mirror_that_cannot_be_is_refused_and_one_out_of_reach_says_why(

@@ -167,6 +167,8 @@ def test_bad_input_on_the_command_line_says_what_to_do(argv, says):
 def test_a_place_elsewhere_is_no_folder_and_its_password_is_not_shown(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for option in ("mirror", "output_dir", "resume", "quant_cache", "profiling_output"):
+        if (option, place[:5]) == ("mirror", "s3://"):
+            continue
         error = error_of(f"--{option}", place)
         assert f"--{option} begins with {place[:3]!r}"[:-2] in error and "rclone:REMOTE:PATH" in error
         assert "PaSs" not in error
@@ -175,9 +177,12 @@ def test_a_place_elsewhere_is_no_folder_and_its_password_is_not_shown(place, tmp
             parse_train_config([f"--{option}", folder])
     (tmp_path / "10:30").mkdir()
     parse_train_config(["--output_dir", "10:30"])
-    for known in ("rclone:s3:bucket", "rclone::sftp,host=box:run", "hf:owner/name"):
+    for known in (
+        *("rclone:s3:bucket", "rclone::sftp,host=box:run", "hf:owner/name", "hf://owner/name", "s3://bucket/run"),
+        *("gs://bucket/run", "sftp://user:PaSs@host/run"),
+    ):
         parse_train_config(["--mirror", known])
-    for unknown in ("rclone:bucket", "hf:name", "hf://owner/name", "RCLONE:s3:bucket", "hf:a:PaSs@owner/name"):
+    for unknown in ("rclone:bucket", "hf:name", "s3://", "RCLONE:s3:bucket", "hf:a:PaSs@owner/name"):
         assert "PaSs" not in error_of("--mirror", unknown)
 
 

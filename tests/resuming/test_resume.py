@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from fsdp_qlora.checkpointing import checkpoint, layout, run_folder
-from fsdp_qlora.checkpointing.resume import Start
-from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
+from fsdp_qlora.checkpointing.mirror import open_store
+from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.same_run import FACTS, StartRequest
-from fsdp_qlora.checkpointing.stores import FolderStore
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.distributed import read_ranks
@@ -36,11 +35,11 @@ DESCRIPTION: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no process group to tell."""
-    monkeypatch.setattr(run_folder, "gather_texts", lambda text, device: [text])
+    monkeypatch.setattr(resume, "gather_texts", lambda text, device: [text])
 
 
 def add_step(run: Path, step: int, run_id: str) -> Path:
-    root = run / layout.CHECKPOINTS
+    root = run / run_folder.CHECKPOINTS
     staging = checkpoint.staging_folder(root, step)
     staging.mkdir(parents=True)
     forms = {name: TensorForm(torch.float32, (2, 3)) for name in ("w/parameter", "w/exp_avg")}
@@ -63,7 +62,7 @@ def begin(out: Path, *, resume_from: str | Path = "auto", unattended: bool = Fal
         "deaths": start.failed_starts,
         "seconds": start.used_seconds + 60,
     }
-    write_json(out / layout.STATUS, status)
+    write_json(out / run_folder.STATUS, status)
     return start
 
 
@@ -79,7 +78,7 @@ def test_a_restart_does_not_begin_from_elsewhere_again(tmp_path: Path) -> None:
 
 
 def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero_again(tmp_path: Path) -> None:
-    out, root = tmp_path / "out", tmp_path / "out" / layout.CHECKPOINTS
+    out, root = tmp_path / "out", tmp_path / "out" / run_folder.CHECKPOINTS
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
     first = begin(out, resume_from=earlier, unattended=True)
@@ -96,7 +95,7 @@ def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero
 
 
 def test_a_folder_that_is_behind_its_mirror_gets_the_mirrors_newest_and_deletes_nothing_there(tmp_path: Path) -> None:
-    box, out, mirror = tmp_path / "other_box", tmp_path / "out", FolderStore(tmp_path / "mirror")
+    box, out, mirror = tmp_path / "other_box", tmp_path / "out", open_store(str(tmp_path / "mirror"))
     run_id = begin(out, mirror=mirror).run_id
     add_step(out, 10, run_id)
     mirror.update(out)
@@ -106,14 +105,14 @@ def test_a_folder_that_is_behind_its_mirror_gets_the_mirrors_newest_and_deletes_
         mirror.update(box)
     mirror.update(out)  # by a start that could not reach the mirror when it began
     assert mirror.steps() == [10, 20, 30]
-    newest = checkpoint.step_folder(mirror.folder / layout.CHECKPOINTS, 30) / checkpoint.STATE
+    newest = checkpoint.step_folder(tmp_path / "mirror" / run_folder.CHECKPOINTS, 30) / checkpoint.STATE
     content = newest.read_bytes()
     newest.write_bytes(b"x" * len(content))  # a damaged copy is passed over
     assert begin(out, mirror=mirror).step == 20
     newest.write_bytes(content)
     assert begin(out, mirror=mirror).step == 30
     # Only who asks for an earlier one gives up what came later.
-    earlier = checkpoint.step_folder(out / layout.CHECKPOINTS, 20)
+    earlier = checkpoint.step_folder(out / run_folder.CHECKPOINTS, 20)
     assert begin(out, resume_from=earlier, mirror=mirror).step == 20
     assert mirror.steps() == [10, 20]
 
@@ -136,7 +135,7 @@ def test_restarts_remember_with_how_much_recompute_memory_ran_out(tmp_path: Path
 
 
 def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Path) -> None:
-    out, mirror = tmp_path / "out", FolderStore(tmp_path / "mirror")
+    out, mirror = tmp_path / "out", open_store(str(tmp_path / "mirror"))
     folder = add_step(out, 10, begin(out, mirror=mirror).run_id)
     (folder / checkpoint.STATE).write_text("{}")
     mirror.update(out)
@@ -177,4 +176,4 @@ def test_a_machine_that_is_taken_away_while_the_model_is_loaded_is_no_failure(tm
         with pytest.raises(RunStopped, match="before training began") as stopped, loading(out):
             os.kill(os.getpid(), signal.SIGTERM)
         assert stopped.value.ending.exit_code == 75
-    assert read_json(out / layout.STATUS)["state"] == "preempted" and begin(out).step == 3
+    assert read_json(out / run_folder.STATUS)["state"] == "preempted" and begin(out).step == 3

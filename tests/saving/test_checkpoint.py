@@ -1,21 +1,17 @@
 """Folders of checkpoints: what is published stays as it is, and which one goes first."""
 
-import json
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from fsdp_qlora.checkpointing import checkpoint, layout, run_folder
-from fsdp_qlora.checkpointing.run_folder import RunFolder
+from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
+from fsdp_qlora.checkpointing.resume import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.metrics.metric_log import JsonlSink, cut_metrics
-from fsdp_qlora.metrics.sinks import SinkOptions
-from fsdp_qlora.storage.files import open_new, write_hashed_json
+from fsdp_qlora.storage.files import write_hashed_json
 
 
 def make(root: Path, step: int, eval_loss: float | None = None) -> Path:
@@ -66,91 +62,36 @@ def test_what_was_edited_is_never_the_best_and_stops_no_save(progress: str, tmp_
 
 def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    with layout.locked(folder):
+    with run_folder.locked(folder):
         refused = pytest.raises(UserError, match=r"in use by another run \(process \d+ on ")
-        with refused, layout.locked(folder):
+        with refused, run_folder.locked(folder):
             pass
         assert folder.is_dir()
     assert not (tmp_path / "a").exists()
 
 
-def test_what_a_start_killed_before_its_first_file_leaves_is_in_nobodys_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run_folder, "publish_files", die)
+        patch.setattr(resume, "publish_files", die)
         folder = RunFolder(out, read_ranks(), StartRequest({}))
         folder.prepare({"config.yaml": "x"}, {"run_id": "abc"}, keep_run=False)
-    assert [path.name for path in out.iterdir()] == [layout.RUN]  # from here on, the same run is resumed
-    (out / layout.RUN).rename(out / ".run.json.partial")
-    for name in (".saving", layout.FETCHED):
+    assert [path.name for path in out.iterdir()] == [run_folder.RUN]  # from here on, the same run is resumed
+    (out / run_folder.RUN).rename(out / ".run.json.partial")
+    for name in (".saving", run_folder.FETCHED):
         (out / name).mkdir()
-    make(out / layout.CHECKPOINTS, 1)  # moved from the mirror's
+    make(out / run_folder.CHECKPOINTS, 1)  # moved from the mirror's
     run_folder.check_usable(out, overwrite=False)
-    (out / layout.FETCHED).rmdir()
+    (out / run_folder.FETCHED).rmdir()
     with pytest.raises(UserError, match="is not empty"):
         run_folder.check_usable(out, overwrite=False)
 
 
-PLANTED = (".lock", "run.json", "status.json", "metrics.jsonl", "metrics.jsonl.set_aside", ".saving", ".saving_weights",
-           layout.FETCHED, "hang_rank_0.txt", "hang_rank_0.json")  # fmt: skip
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_link_in_a_shared_folder_is_never_written_through(name: str, overwrite: bool, tmp_path: Path) -> None:
-    out, outside = tmp_path / "out", tmp_path / "outside"
-    out.mkdir()
-    outside.write_text("precious")
-    folder = RunFolder(out, read_ranks(), StartRequest({}, overwrite=overwrite))
-    for target in (outside, tmp_path / "absent"):
-        (out / name).symlink_to(target)
-        refused = pytest.raises(UserError, match=rf"{name} is a link, and would be written through")
-        with refused, folder.claimed():
-            pass
-        with pytest.raises(UserError, match="is not empty"):  # somebody's link is somebody's
-            run_folder.check_usable(out, overwrite=False)
-        if name == ".lock":
-            with pytest.raises(UserError, match=r"\(.lock\): it is a link"), layout.locked(out):
-                pass
-        (out / name).unlink()
-    assert outside.read_text() == "precious" and not (tmp_path / "absent").exists()
-    os.mkfifo(out / name)
-    with pytest.raises(UserError, match=f"{name} is a pipe"), folder.claimed():
-        pass
-
-
-def test_a_hard_link_in_a_shared_folder_is_never_written_through(tmp_path: Path) -> None:
-    torn = json.dumps({"step": 1, "loss": 1.0}) + '\nno record\n{"step": 2, "lo'
-    for name in (".lock", "metrics.jsonl", "metrics.jsonl.set_aside", "hang_rank_0.txt"):
-        (tmp_path / f"outside {name}").write_text(torn)
-        (tmp_path / name).hardlink_to(tmp_path / f"outside {name}")
-    options = SinkOptions(tmp_path, total_steps=2, config={}, project_name=None, name=None, group=None, entity=None)
-    with layout.locked(tmp_path):
-        cut_metrics(tmp_path, step=1, last_eval_step=-1)
-        sink = JsonlSink(options)
-        sink.step({"step": 2}, None)
-        sink.close(0)
-        os.close(open_new(tmp_path / "hang_rank_0.txt"))
-    assert (tmp_path / "metrics.jsonl").read_text() == torn.splitlines()[0] + '\n{"step": 2}\n'
-    assert (tmp_path / "metrics.jsonl.set_aside").read_text() == torn + "no record\n"
-    assert {path.read_text() for path in tmp_path.glob("outside *")} == {torn}
-    (tmp_path / "more").hardlink_to(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match="it is a hard link"):
-        JsonlSink(options)
-
-
-def test_leftovers_of_killed_starts_are_in_nobodys_way_unless_they_are_links(tmp_path: Path) -> None:
+def test_leftovers_of_killed_starts_are_ignored(tmp_path: Path) -> None:
     for name in (".run.json.partial", ".run.json.0123456789abcdef.partial"):
         (tmp_path / name).write_text("{")
         run_folder.check_usable(tmp_path, overwrite=False)
-        (tmp_path / name).unlink()
-        (tmp_path / name).symlink_to(tmp_path / "absent")
-        with pytest.raises(UserError, match="is not empty"):
-            run_folder.check_usable(tmp_path, overwrite=False)
-        (tmp_path / name).unlink()
