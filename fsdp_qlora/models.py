@@ -26,9 +26,8 @@ from transformers import (
 from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.attention import choose_sdpa
-from fsdp_qlora.config_sizes import find_wrong_size
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import find_special, why_not_writable
+from fsdp_qlora.storage.files import why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -96,8 +95,6 @@ def _needs_own_code(name: str, folder: Path) -> UserError:
 
 def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None:
     """Refuse models for which transformers would guess from the folder name or ask at the terminal."""
-    if special := find_special(path.parent):
-        raise UserError(f"model_name {name}: {special} is not a regular file. Remove it from the model's folder.")
     if not path.is_file():
         raise UserError(
             f"model_name {name}: {path.parent} has no config.json, so it is not a model folder. Give a folder "
@@ -105,11 +102,8 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        wrong = find_wrong_size(content)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"model_name {name}: {path} is not valid JSON ({error}). Download it again.") from error
-    if wrong:
-        raise UserError(f"model_name {name}: {path} {wrong}. Download it again.")
     model_type = content.get("model_type") if isinstance(content, dict) else None
     if str(model_type) in CONFIG_MAPPING:
         return

@@ -21,7 +21,6 @@ import torch
 from fsdp_qlora.control.heartbeat import PHASES, Heartbeat
 from fsdp_qlora.control.presence import PAUSE_SECONDS, POLL_SECONDS, Presence
 from fsdp_qlora.errors import ENDINGS, RunStopped, note_reason, write_line
-from fsdp_qlora.storage.files import open_new
 
 _ANSWER_SECONDS = 5.0  # for the other ranks to report their positions
 
@@ -79,15 +78,14 @@ class Watchdog:
         stacks = self.output_dir / f"hang_rank_{self.ranks.rank}.txt"
         with contextlib.suppress(OSError):
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            with open(open_new(stacks), "w") as file:
+            with stacks.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
         everyone = self._ask_where_all_are()
         with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
             bindings = torch._C._distributed_c10d
             # torch 2.13 has the second only.
             dump = getattr(bindings, "_dump_nccl_trace_json", None) or getattr(bindings, "_dump_fr_trace_json")  # noqa: B009
-            with open(open_new(stacks.with_suffix(".json")), "wb") as record:
-                record.write(dump())
+            stacks.with_suffix(".json").write_bytes(dump())
         message = _describe_hang(everyone, self.ranks.world_size, self.hang_seconds)
         if self.ranks.rank == min(everyone):  # one message, from the first rank that still answers
             write_line(f"error: {message} Stacks: {stacks.with_name('hang_rank_*.txt')}")

@@ -23,7 +23,7 @@ from fsdp_qlora.models import can_skip_logits
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.redact import redact_values
 from fsdp_qlora.sharding.parallelize import reshard_all
-from fsdp_qlora.storage.files import read_regular, staged_file
+from fsdp_qlora.storage.files import staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -223,7 +223,7 @@ class Samples:
         earlier = []
         if self._path.exists():
             with contextlib.suppress(OSError, ValueError):
-                found = read_regular(self._path).splitlines()  # of bytes, see sinks.read_records
+                found = self._path.read_bytes().splitlines()  # of bytes, see sinks.read_records
                 earlier = [line.decode() for line in found if line and json.loads(line)["step"] < step]
         try:
             with staged_file(self._path) as partial:

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from fsdp_qlora.metrics.sinks import (
 )
 from fsdp_qlora.metrics.trackers import TensorBoardSink, TrackioSink
 from fsdp_qlora.metrics.wandb_sink import WandbSink
-from fsdp_qlora.storage.files import copy_regular, open_own, read_regular, staged_file
+from fsdp_qlora.storage.files import staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -222,7 +223,7 @@ class JsonlSink(Sink):
     def __init__(self, options: SinkOptions) -> None:
         path = options.output_dir / METRICS_FILE
         _cut_torn_line(path)
-        self._descriptor = open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = b""
 
     def step(self, record: Record, eta_seconds: float | None) -> None:
@@ -261,7 +262,7 @@ def copy_records(source: Path, output_dir: Path) -> None:
     for name in (METRICS_FILE, SAMPLES_FILE):
         if (source / name).is_file():
             with staged_file(output_dir / name) as partial:
-                copy_regular(source / name, partial)
+                shutil.copyfile(source / name, partial)
 
 
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
@@ -276,7 +277,7 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     if not path.exists():
         return
     kept, bad = [], {}
-    for number, line in enumerate(read_regular(path).split(b"\n")[:-1], 1):  # without what a crash has left unfinished
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):  # without what a crash has left unfinished
         record = _record(line)
         if record is None:
             bad[number] = line
@@ -301,7 +302,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 def _set_aside(output_dir: Path, lines: Mapping[int, bytes]) -> None:
     """Append lines, by their numbers, to METRICS_SET_ASIDE."""
     path = output_dir / METRICS_SET_ASIDE
-    earlier = read_regular(path) if path.exists() else b""
+    earlier = path.read_bytes() if path.exists() else b""
     with staged_file(path) as partial:
         partial.write_bytes(earlier + b"".join(line + b"\n" for line in lines.values()))
     shown = ", ".join(map(str, list(lines)[:5])) + ", ..." * (len(lines) > 5)
@@ -312,7 +313,7 @@ def _set_aside(output_dir: Path, lines: Mapping[int, bytes]) -> None:
 
 def _cut_torn_line(path: Path) -> None:
     """Remove an incomplete last line, left by a crash in the middle of a write."""
-    if path.exists() and not (content := read_regular(path)).endswith(b"\n"):
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
         with staged_file(path) as partial:
             partial.write_bytes(content[: content.rfind(b"\n") + 1])
 

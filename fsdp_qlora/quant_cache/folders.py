@@ -9,7 +9,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fsdp_qlora.storage.files import cache_folder, read_regular
+from fsdp_qlora.storage.files import cache_folder
 
 CHECKSUMS = "checksums.json"
 
@@ -25,7 +25,7 @@ def cache_root(option: str) -> Path | None:
 
 def read_description(folder: Path) -> dict[str, Any]:
     """The description of an entry, as its writer left it. Raises ValueError if it has changed."""
-    description = json.loads(read_regular(folder / CHECKSUMS))
+    description = json.loads((folder / CHECKSUMS).read_bytes())
     if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(description):
         raise ValueError(f"{folder / CHECKSUMS} has changed")
     return description

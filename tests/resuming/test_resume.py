@@ -122,14 +122,14 @@ def test_restarts_remember_with_how_much_recompute_memory_ran_out(tmp_path: Path
     run_id, found = begin(out).run_id, []
     ends = [{"recompute": 3, "state": "out_of_memory"}, {"recompute": 6}, {"state": "out_of_memory"}]
     for step, end in enumerate(ends, start=1):
-        status = read_json(out / layout.STATUS)
+        status = read_json(out / run_folder.STATUS)
         add_step(out, step, run_id)
-        write_json(out / layout.STATUS, {**status, "too_few": found[-1] if found else 0, **end})
+        write_json(out / run_folder.STATUS, {**status, "too_few": found[-1] if found else 0, **end})
         start = begin(out)
         found.append(start.too_few)
         assert start.failed_starts == 0
     assert found == [3, 3, 3]  # the last one did not come to a step
-    write_json(out / layout.STATUS, {"state": "out_of_memory", "start_step": 3, "recompute": 6})
+    write_json(out / run_folder.STATUS, {"state": "out_of_memory", "start_step": 3, "recompute": 6})
     start = begin(out)
     assert (start.too_few, start.failed_starts) == (6, 1)
 
