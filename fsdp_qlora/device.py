@@ -1,12 +1,15 @@
-"""Chooses a rank's device, and explains why a GPU that exists cannot be used."""
+"""Chooses a rank's device, explains why a GPU that exists cannot be used, and copies a batch to it."""
 
 import os
 import subprocess
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from fsdp_qlora.errors import UserError
 
+_ALIGNMENT = 64  # bytes, of a tensor in a buffer of several
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
 
@@ -63,3 +66,25 @@ def _listed_cards() -> list[tuple[str, str]]:
         return []
     pairs = [line.rpartition(",") for line in listed.splitlines() if "," in line]
     return [(name.strip(), driver.strip()) for name, _, driver in pairs]
+
+
+def to_device(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The same values, with the CPU's tensors among them on the device.
+
+    They go there in one copy from pinned memory, so that the host never waits: from ordinary memory the driver stages
+    at most 64 KiB without waiting. torch's allocator gives the pinned memory to nobody else before the copy is done.
+    """
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    if device.type != "cuda":
+        return {**values, **{name: tensor.to(device) for name, tensor in tensors.items()}}
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+    pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for part, tensor in zip(pinned.split(sizes), tensors.values(), strict=True):
+        _like(tensor, part).copy_(tensor)
+    parts = pinned.to(device, non_blocking=True).split(sizes)
+    return {**values, **{name: _like(tensors[name], part) for name, part in zip(tensors, parts, strict=True)}}
+
+
+def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """The beginning of uint8 memory as a tensor of this dtype and shape."""
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from fsdp_qlora.collectives import all_gather, reduce_scatter
+from fsdp_qlora.device import to_device
 from fsdp_qlora.distributed import gather_numbers, local_part, own_rows, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
@@ -238,21 +239,22 @@ class Lookup(_Rows):
         used = tokens[self.rank][: self.first]
         assert used.numel() == ids.numel(), "the model looks up other tokens than those of its batch"
         wanted = find_wanted(tokens, len(module.weight), self.rank)  # type: ignore[arg-type]
-        rows = self._own(wanted.rows, ids.device)
+        copied = to_device({"rows": wanted.rows, "places": wanted.places[: self.first].view(ids.shape)}, ids.device)
+        rows = self._own(wanted.rows, copied["rows"])
         if self.size > 1:
             given, rows = rows, rows.new_empty(sum(wanted.taken), rows.shape[1])
             dist.all_to_all_single(rows, given, wanted.taken, wanted.given, group=self.group)
         self._replace(rows)
-        places = wanted.places[: self.first].view(ids.shape)
-        return places.to(ids.device, non_blocking=True), *args[1:]
+        return copied["places"], *args[1:]
 
-    def _own(self, numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """These of the rank's rows, on the device."""
+    def _own(self, on_host: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """The rank's rows of these numbers, which are on the host and on the device; on the device."""
         rows = self.own_rows()
-        if rows.device.type == device.type:
-            return rows.index_select(0, numbers.to(device, non_blocking=True))
-        found = torch.empty(len(numbers), rows.shape[1], dtype=rows.dtype, pin_memory=device.type == "cuda")
-        return torch.index_select(rows, 0, numbers, out=found).to(device, non_blocking=True)
+        if rows.device.type == numbers.device.type:
+            return rows.index_select(0, numbers)
+        pinned = numbers.device.type == "cuda"
+        found = torch.empty(len(on_host), rows.shape[1], dtype=rows.dtype, pin_memory=pinned)
+        return torch.index_select(rows, 0, on_host, out=found).to(numbers.device, non_blocking=True)
 
     def _ask(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' tokens, from the ranks; the host waits for the device."""

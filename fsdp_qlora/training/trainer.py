@@ -17,6 +17,7 @@ from fsdp_qlora.control.stops import NUM_FLAGS, Control
 from fsdp_qlora.data.batches import collate, describe_documents, join
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.device import to_device
 from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.documents import attending
 from fsdp_qlora.errors import NotFinite
@@ -297,21 +298,18 @@ class Trainer:
 
     def _loss(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Sum of the micro-batch's token losses, float32 scalar."""
-        device, inputs = self.ranks.device, self._inputs(micro_batch)
-        tokens, number = micro_batch.get("tokens_of_ranks"), micro_batch["input_ids"].numel()
-        with self._autocast(), tokens_known(self.model, tokens, first=number):
+        labels, tokens = micro_batch["labels"], micro_batch.get("tokens_of_ranks")
+        if self.head_loss:
+            rows, targets = learned_rows(labels, at_least=micro_batch.get("most_learned", 1))
+        else:
+            rows, targets = target_positions(labels), labels
+        inputs = self._inputs(micro_batch, rows=rows, targets=targets)
+        rows, targets = inputs.pop("rows"), inputs.pop("targets")
+        with self._autocast(), tokens_known(self.model, tokens, first=micro_batch["input_ids"].numel()):
             if self.head_loss:
-                learned = learned_rows(micro_batch["labels"], at_least=micro_batch.get("most_learned", 1))
-                rows, targets = (part.to(device, non_blocking=True) for part in learned)
                 return self.head_loss(inputs, rows, targets)
-            return summed_loss(
-                self.model,
-                inputs.pop("input_ids"),
-                micro_batch["labels"].to(device, non_blocking=True),
-                target_positions(micro_batch["labels"]).to(device, non_blocking=True),
-                skip=self.skip_logits,
-                documents=inputs,
-            )
+            ids = inputs.pop("input_ids")
+            return summed_loss(self.model, ids, targets, rows, skip=self.skip_logits, documents=inputs)
 
     def _few_tokens(self) -> dict[str, Any]:
         """A batch to try the model with, laid out as in a step."""
@@ -319,13 +317,10 @@ class Trainer:
         documents = {} if self.schedule.padding else {"documents": describe_documents([input_ids.shape[1]])}
         return {"input_ids": input_ids, **documents}
 
-    def _inputs(self, micro_batch: dict[str, Any]) -> dict[str, Any]:
-        """The model's arguments, on its device."""
-        values = {"input_ids": micro_batch["input_ids"], **micro_batch.get("documents", {})}
-        return {
-            name: value.to(self.ranks.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in values.items()
-        }
+    def _inputs(self, micro_batch: dict[str, Any], **others: torch.Tensor) -> dict[str, Any]:
+        """The model's arguments, and others, on its device."""
+        values = {"input_ids": micro_batch["input_ids"], **micro_batch.get("documents", {}), **others}
+        return to_device(values, self.ranks.device)
 
     def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
         """In forward and backward passes, of which the latter may recompute."""

@@ -18,8 +18,8 @@ from tests.reference import encode
 from tests.tiny import flags, make_rows, write_rows
 
 ROW, BATCH = make_rows(1)[0], 2  # all rows are equal, so that each micro-batch has as many tokens and targets
-# float64 of each rank in a step: loss, norm, lack of memory, three flags of `control`, memory allocated and reserved
-NUMBERS = 8
+# float64 of each rank in a step: loss, norm, three flags of `control`, memory allocated and reserved
+NUMBERS = 7
 ADAPTER_TENSORS = 2 * 7 * 2  # of 2 blocks
 PER_STEP = {"fsdp_qlora/distributed.py": 1}  # all ranks' numbers come back
 # With padding transformers asks the device whether a mask is needed.
@@ -35,12 +35,11 @@ def step(models, tmp_path_factory):
     def summary(ranks, machines, settings, max_steps, options):
         run_folder = tmp_path_factory.mktemp("run")
         arguments = flags(
-            dataset=dataset,
             output_dir=run_folder / "output",
             max_steps=max_steps,
             **{"train_type": "qlora", "batch_size": BATCH, "context_length": 256, "seed": 0, "lr_scheduler": "constant"}
             | {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup_steps": 0}
-            | {"sharding_strategy": "full_shard", "recompute": "all", "model_name": model}
+            | {"sharding_strategy": "full_shard", "recompute": "all", "model_name": model, "dataset": dataset}
             | options,
         )
         by_rank = {rank: {"GROUP_RANK": rank * machines // ranks} for rank in range(ranks)}
@@ -199,6 +198,16 @@ def test_the_host_waits_once_and_only_inputs_and_numbers_are_copied_where_the_de
     assert inputs > 0
     aligned = 64 * 100 * micro_batches  # bytes between the parameters
     assert 0 <= moved["host_to_device", "beside"] - weights - inputs * (len(blocks) - 1) // len(blocks) < aligned
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, {"use_cpu_offload": True}), (2, {}), (2, {"padding": True})])
+def test_long_rows_are_copied_from_pinned_memory_alone(step, models, tmp_path, ranks, options):
+    row = {"instruction": "write", "input": "", "output": "water river " * 6000}
+    dataset = write_rows(tmp_path / "rows.jsonl", [row] * 8)
+    model = models(max_position_embeddings=16384)
+    counts = step(ranks, dataset=dataset, model_name=model, context_length=16384, batch_size=1, **options)
+    batch = [each for each in counts["copies"] if each["kind"] == "host_to_device" and each["bytes"] > 65536]
+    assert batch and all(each["pinned"] for each in batch), counts["copies"]
 
 
 def test_with_padding_the_host_waits_once_in_each_micro_batch(step):
