@@ -88,7 +88,7 @@ class Trainer:
         self.sharing_ranks = sharing_ranks(model)
         self.memory_watch: MemoryWatch | None = None
         few = self._few_tokens()
-        with self._documents_apart(), self._autocast(), same_tokens(model, few["input_ids"]):
+        with self._attention(), self._autocast(), same_tokens(model, few["input_ids"]):
             self.head_loss = find_head_loss(model, self._inputs(few))
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
@@ -103,71 +103,65 @@ class Trainer:
         """
         started = time.perf_counter()
         self.heartbeat.beat(step, "rows")
-        num_targets = int(self.data.num_targets[rows].sum())
+        num_targets, scale = int(self.data.num_targets[rows].sum()), self.loss_scale.scale
         pieces = self.schedule.micro_batches(rows, self.data.lengths)
-        with self._documents_apart():
-            losses = self._forward_backward(step, num_targets, self._micro_batches(pieces))
+        micro_batches = self._micro_batches(pieces)
+        losses = []
+        self.model.train()
+        with self._attention():
+            for index, micro_batch in enumerate(micro_batches):
+                self._prepare(step, index, is_last=index == len(micro_batches) - 1)
+                loss = self._loss(micro_batch)
+                # FSDP2 averages gradients over ranks; the factor turns that into a sum.
+                (loss * (scale * self.ranks.world_size / num_targets)).backward()
+                losses.append(loss.detach())
         self.optimizer.take_gradients()
-        self.heartbeat.beat(step, "exchange")
         loss_sum, grad_norm, memory = self._exchange(step, losses)
         self.heartbeat.beat(step, "update")
-        lr, scale = self.options.learning_rate(step), self.loss_scale.scale
-        overflowed = not math.isfinite(grad_norm)
-        is_finite = math.isfinite(loss_sum) and (not overflowed or self.loss_scale.can_fall)
-        if not is_finite:
-            self._not_finite(step, rows, losses, grad_norm)
-        elif overflowed:
-            log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
-        else:
-            limit = self.options.max_grad_norm
-            clip = limit / grad_norm if grad_norm > limit > 0 else 1.0
-            if clip / scale != 1.0:
-                self.optimizer.scale_gradients(clip / scale)
+        lr, is_finite = self.options.learning_rate(step), self._is_finite(step, rows, losses, loss_sum, grad_norm)
+        if is_finite and math.isfinite(grad_norm):
+            self._clip_and_unscale(grad_norm)
             self.optimizer.step(lr)
-        if is_finite:
-            self.loss_scale.update(overflowed=overflowed)
         self.optimizer.zero_grad()
+        if is_finite:
+            self.loss_scale.update(overflowed=not math.isfinite(grad_norm))
         if self.memory_watch:
             self.memory_watch.stepped(memory[:, -1].max().item())
-        seconds = time.perf_counter() - started
-        num_tokens = int(self.data.lengths[rows].sum())
-        of_computed, of_lock_step = self.schedule.useful_shares(pieces, self.data.lengths)
         return {
-            "step": step + 1,
-            "epoch": (step + 1) / self.schedule.steps_per_epoch,
-            "loss": loss_sum / num_targets,
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "num_target_tokens": num_targets,
-            "num_tokens": num_tokens,
-            "useful_of_computed": round(of_computed, 4),
-            "useful_of_lock_step": round(of_lock_step, 4),
-            "tokens_per_second": num_tokens / seconds,
-            "step_seconds": seconds,
+            **{"step": step + 1, "epoch": (step + 1) / self.schedule.steps_per_epoch},
+            **{"loss": loss_sum / num_targets, "grad_norm": grad_norm, "lr": lr, "num_target_tokens": num_targets},
+            **self._size_and_speed(rows, pieces, time.perf_counter() - started),
             "memory_gib": self._memory_record(memory),
             **({} if is_finite else {"skipped": True}),
             **({"loss_scale": scale} if self.loss_scale.enabled else {}),
             **({"recompute": self.memory_watch.number} if self.memory_watch else {}),
         }
 
-    def _forward_backward(
-        self, step: int, num_targets: int, micro_batches: Sequence[dict[str, Any]]
-    ) -> list[torch.Tensor]:
-        """Accumulate the gradients of this rank's micro-batches; returns their summed losses, still on the device."""
-        self.model.train()
-        losses = []
-        for index, micro_batch in enumerate(micro_batches):
-            self.heartbeat.beat(step, "compute")
-            is_last = index == len(micro_batches) - 1
-            self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
-            # Randomness depends on the micro-batch alone, so that a run can be repeated and resumed.
-            global_index = index * self.ranks.world_size + self.ranks.rank
-            torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
-            loss = self._loss(micro_batch)
-            # FSDP2 averages gradients over ranks; the factor turns that into a sum.
-            (loss * (self.loss_scale.scale * self.ranks.world_size / num_targets)).backward()
-            losses.append(loss.detach())
-        return losses
+    def _prepare(self, step: int, index: int, *, is_last: bool) -> None:
+        """Before this rank's micro-batch: signs of life, gradient synchronization and randomness."""
+        self.heartbeat.beat(step, "compute")
+        self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
+        # Randomness depends on the micro-batch alone, so that a run can be resumed.
+        global_index = index * self.ranks.world_size + self.ranks.rank
+        torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
+
+    def _clip_and_unscale(self, grad_norm: float) -> None:
+        limit = self.options.max_grad_norm
+        factor = (limit / grad_norm if grad_norm > limit > 0 else 1.0) / self.loss_scale.scale
+        if factor != 1.0:
+            self.optimizer.scale_gradients(factor)
+
+    def _size_and_speed(self, rows: np.ndarray, pieces: list[np.ndarray], seconds: float) -> dict[str, Any]:
+        """Entries of a step's record that follow from its rows and time."""
+        num_tokens = int(self.data.lengths[rows].sum())
+        of_computed, of_lock_step = self.schedule.useful_shares(pieces, self.data.lengths)
+        return {
+            "num_tokens": num_tokens,
+            "useful_of_computed": round(of_computed, 4),
+            "useful_of_lock_step": round(of_lock_step, 4),
+            "tokens_per_second": num_tokens / seconds,
+            "step_seconds": seconds,
+        }
 
     def _exchange(self, step: int, losses: list[torch.Tensor]) -> Exchanged:
         """The step's only communication besides FSDP2's.
@@ -175,6 +169,7 @@ class Trainer:
         It also carries the flags by which the ranks of `control` agree whether to stop or save. Only at its end does
         the host wait for the device, once in a step.
         """
+        self.heartbeat.beat(step, "exchange")
         loss_sum, squared_norm = torch.stack(losses).double().sum(), sum(self.optimizer.squared_norms())
         local = [loss_sum, squared_norm, *self.control.flags(step), *self._memory_gib()]
         numbers = gather_numbers(local, self.ranks.device)
@@ -204,7 +199,7 @@ class Trainer:
         held = 0
         for is_last in (False, True) if num_turns > 1 else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
-            with self._documents_apart():
+            with self._attention():
                 loss = self._loss(self._batch([micro_batch] * self.ranks.world_size, self.data))
                 held = max(held, torch.cuda.memory_allocated())
                 loss.backward()
@@ -247,7 +242,7 @@ class Trainer:
         """
         self.model.eval()
         local_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        with self.optimizer.averaged(), self._documents_apart():
+        with self.optimizer.averaged(), self._attention():
             for turn in self._eval_turns(rows, data):
                 self.heartbeat.beat(step, "evaluate")
                 local_sum += self._loss(self._batch(turn, data))
@@ -322,16 +317,30 @@ class Trainer:
         values = {"input_ids": micro_batch["input_ids"], **micro_batch.get("documents", {}), **others}
         return to_device(values, self.ranks.device)
 
-    def _documents_apart(self) -> contextlib.AbstractContextManager[None]:
-        """In forward and backward passes, of which the latter may recompute."""
+    def _attention(self) -> contextlib.AbstractContextManager[None]:
+        """Attention that does not cross rows, in forward and in backward passes, which may recompute."""
         return attending(self.model, self.options.attention)
 
     def _autocast(self) -> torch.autocast:
         precision = self.options.precision
         return torch.autocast(self.ranks.device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
 
-    def _not_finite(self, step: int, rows: np.ndarray, local_losses: list[torch.Tensor], grad_norm: float) -> None:
-        """Skip the step or end the run, and name the samples. Called on every rank."""
+    def _is_finite(
+        self, step: int, rows: np.ndarray, local_losses: list[torch.Tensor], loss_sum: float, grad_norm: float
+    ) -> bool:
+        """Whether the step's numbers are finite; a gradient's overflow that a smaller loss scale avoids is no fault.
+
+        Called on every rank.
+
+        Raises:
+            NotFinite: they are not, and the run halts; the samples are named.
+        """
+        if math.isfinite(loss_sum) and math.isfinite(grad_norm):
+            return True
+        if math.isfinite(loss_sum) and self.loss_scale.can_fall:
+            scale = self.loss_scale.scale
+            log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
+            return True
         losses = gather_numbers(local_losses, self.ranks.device)
         bad_rows: list[int] = []
         for rank, index in (~losses.isfinite()).nonzero().tolist():
@@ -348,6 +357,7 @@ class Trainer:
                 "skips such steps."
             )
         log.warning("%s It is skipped.", message)
+        return False
 
     def sample_numbers(self, rows: Sequence[int] | np.ndarray) -> str:
         """The rows' numbers in the dataset, as text."""
