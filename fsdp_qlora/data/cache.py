@@ -98,9 +98,7 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         tokenized, metadata = _map_rows(path)
         fields = json.loads(metadata["report"])
         parts = [SourceFile(**part) for part in fields.pop("parts")]
-        report = DataReport(**fields, parts=parts)
-        _check_cached(tokenized, report)
-        return tokenized, report
+        return tokenized, DataReport(**fields, parts=parts)
 
     return _unless_damaged(path, checked)
 
@@ -144,14 +142,6 @@ def _unless_damaged(path: Path, read: Callable[[], Found]) -> Found | None:
     except (DamagedFile, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         warn_from_any_rank(f"The tokenized rows in {path} are damaged ({error}): making them anew.")
         return None
-
-
-def _check_cached(tokenized: TokenizedRows, report: DataReport) -> None:
-    sizes = (len(tokenized), len(tokenized.offsets) - 1, len(tokenized.input_ids), len(tokenized.learned))
-    if sizes != (report.num_used, report.num_used, report.num_tokens, report.num_tokens):
-        raise DamagedFile(f"array sizes {sizes} do not match the report")
-    if tokenized.offsets[0] != 0 or tokenized.offsets[-1] != report.num_tokens:
-        raise DamagedFile("the offsets do not match the tokens")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Sequence[np.ndarray]], metadata: dict[str, str]) -> None:

@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from fsdp_qlora.data.encoding import encode
 from fsdp_qlora.data.formats import FORMATS, choose_format
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
+from fsdp_qlora.data.tokenization import encode
 from tests.data.conftest import WORKER
 from tests.tiny import ROOT, spelled_tokenizer
 
