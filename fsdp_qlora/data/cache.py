@@ -87,7 +87,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_cache(path: Path, pieces: Sequence[TokenizedRows], report: DataReport) -> None:
-    """Keep rows and their report in one file; a folder that is full or may only be read is gone without."""
+    """Keep rows and their report in one file; a full or read-only folder disables the cache."""
     _keep(path, pieces, {"report": json.dumps(redact_values(dataclasses.asdict(report)))})
 
 
@@ -140,7 +140,7 @@ def _unless_damaged(path: Path, read: Callable[[], Found]) -> Found | None:
     except FileNotFoundError:
         return None
     except (DamagedFile, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        warn_from_any_rank(f"The tokenized rows in {path} are damaged ({error}): making them anew.")
+        warn_from_any_rank(f"The tokenized rows in {path} are damaged ({error}): making them again.")
         return None
 
 
@@ -148,7 +148,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Sequence[np.ndarray]], metadat
     """Write a file atomically: it is complete or absent, whenever the process or machine stops.
 
     Args:
-        arrays: each in pieces, which are written one behind the other and not joined in memory.
+        arrays: each in pieces, which are written in turn and not joined in memory.
     """
     by_size = sorted(arrays, key=lambda name: -arrays[name][0].itemsize)  # so that each begins at a multiple of its own
     dtypes = {name: torch.from_numpy(np.empty(0, arrays[name][0].dtype)).dtype for name in by_size}

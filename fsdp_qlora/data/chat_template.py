@@ -1,6 +1,6 @@
-"""Chats become text through the tokenizer's chat template, filled in a process that a template can only end itself.
+"""Chats become text through the tokenizer's chat template, which a process of its own fills.
 
-A template comes with the model, from people one does not know. transformers renders it in jinja2's sandbox, which keeps
+A template comes with the model, from strangers. transformers renders it in jinja2's sandbox, which keeps
 it from reading and writing, but bounds neither its time nor its memory: the kernel does, in the worker. It is no
 `ProcessPoolExecutor`: that one imports the main module again (a script without a guard would train in each worker) and
 modules of the current folder, and does not end a call that takes too long.
@@ -101,14 +101,14 @@ class ChatTemplate:
     def fill(self, chat: Chat, worker: TemplateWorker, *, learn: str) -> tuple[list[list[Segment]], tuple[str, ...]]:
         """The text of a chat, and what of it is learned: mostly as one row. And notes on it.
 
-        Turns that the template writes in another way when others follow are rows of their own, which end with them.
+        Turns that the template renders differently when others follow are rows of their own, which end with them.
 
         Args:
             learn: "assistant" for the assistant's turns, "last" for the last of them, "all" for all text; without
                 those of weight 0.
         Raises:
-            BadRow: the template refuses the chat or takes too long or too much memory, or what is learned cannot be
-                told.
+            BadRow: the template refuses the chat or takes too long or too much memory, or what is learned is
+                unknown.
             UserError: there is no template, or it is not valid.
         """
         turns = chat.learned_turns(learn)
@@ -144,7 +144,7 @@ def _split(text: str, spans: list[list[int]], *, inside: bool) -> list[Segment]:
 # --- in the worker ---
 
 # Notes on rows that are used.
-APART = "chats of which turns are rows of their own: the chat template writes these in another way when others follow"
+APART = "turns that are rows of their own: the chat template renders them differently when other turns follow"
 CUT = "the chat template leaves out a part of what the assistant says, such as its reasoning"
 LEFT_OUT = "the chat template leaves out what the row has for: {}"
 

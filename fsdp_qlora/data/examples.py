@@ -61,7 +61,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens as they stand in the row."""
+    """Tokens as the row has them."""
 
     ids: Sequence[int]
     learned: Sequence[bool]

@@ -168,7 +168,7 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
                     yield count, dict.fromkeys(schema.names) | without_nulls(row)
     except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
         place = f"{path} row {count + 1}" if isinstance(error, Malformed) else str(path)
-        behind = f"behind row {count}, " if count and place == str(path) else ""
+        behind = f"after row {count}, " if count and place == str(path) else ""
         raise UserError(
             f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it again."
         ) from error
@@ -255,7 +255,7 @@ FILE_KINDS: dict[str, FileKind] = {
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """How to read a file, told from its name, which may end in .gz."""
+    """How to read a file, by its name, which may end in .gz."""
     name = path.name.lower().removesuffix(".gz")
     return FILE_KINDS.get(Path(name).suffix)
 
@@ -311,7 +311,7 @@ def file_parts(path: Path, files: Sequence[Path]) -> list[Part]:
 
 
 class Entry(NamedTuple):
-    """A row as it stands in a dataset: in which part, the rows before that part, its number in it, its content."""
+    """A row of a dataset: its part, the number of rows before that part, its number in the part, its content."""
 
     part: int
     offset: int

@@ -102,8 +102,8 @@ def _data_files(folder: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"dataset: {folder} cannot be listed ({error.strerror or error}).") from error
     texts = [file for file in files if file.name.lower().removesuffix(".gz").endswith(".txt")]
-    if texts and len(texts) < len(files):  # a licence or notes beside the rows
-        log.info("%s: text files beside rows are not read: %s.", folder, _names(texts, folder))
+    if texts and len(texts) < len(files):  # a licence or notes
+        log.info("%s: text files in a folder of rows are not read: %s.", folder, _names(texts, folder))
         return [file for file in files if file not in texts]
     return files
 

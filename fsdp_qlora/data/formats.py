@@ -91,7 +91,7 @@ def read_text(row: Row) -> Text:
 
 
 def read_prompt_completion(row: Row) -> Content:
-    """Text, or messages in both columns, of which the completion's are learned."""
+    """Text, or messages in both columns; the completion's are learned."""
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
         return chats.read_prompted(row, "completion")
     return _prompted_text(row, "completion")
@@ -162,7 +162,7 @@ def read_preference(row: Row) -> Preference:
     return Preference(_prompted_text(row, "chosen"), _prompted_text(row, "rejected"))
 
 
-# With dataset_format auto the first that fits is used, so a format stands before those that need only some of its
+# With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
 # columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
 FORMATS: dict[str, Format] = {
     "alpaca": Format(("instruction", "output"), ("input", "system", "history"), read_alpaca),

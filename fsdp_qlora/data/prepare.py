@@ -270,8 +270,8 @@ class DatasetPipeline:
         first, report = self._tokenize_block(rows, vocab_size=vocab_size)
         if report.num_apart and options.max_steps < 0:
             raise UserError(
-                "--streaming true: turns of these chats become rows of their own, since the chat template writes them "
-                "in another way when others follow, so the number of rows is unknown. Give --max_steps."
+                "--streaming true: turns of these chats become rows of their own, since the chat template renders them "
+                "differently when others follow, so the number of rows is unknown. Give --max_steps."
             )
         check_report(report, options)
         log.info(
@@ -320,7 +320,7 @@ def _format_of(rows: Rows, renames: Mapping[str, str], dataset_format: str, orig
 def check_report(report: DataReport, options: DataOptions) -> None:
     """Log what became of the rows, and refuse a dataset with too many unusable ones.
 
-    A row without room for its response is no bad row: it is told apart, with the context that would do.
+    A row without room for its response is not counted as bad: a line names the context that it needs.
 
     Raises:
         UserError: no row is left, or too many were rejected. The message names the first of them with their places.

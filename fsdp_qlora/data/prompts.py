@@ -20,7 +20,7 @@ _VARIANTS = re.compile(r"^===+ *\n", re.MULTILINE)  # the line between the two v
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """The text around the fields of a row. The response follows, unless the template says where it stands."""
+    """The text around the fields of a row. The response follows, unless the template has a place for it."""
 
     with_context: str
     without_context: str
@@ -30,7 +30,7 @@ class PromptTemplate:
     """The value of {system} in rows without a system prompt."""
 
     def fill(self, fields: Fields, *, learn: str) -> list[Segment]:
-        """The row's text: prompts, responses, and what the template has behind a response, which is learned with it.
+        """The row's text: prompts, responses, and what the template has after a response, which is learned with it.
 
         Args:
             learn: "assistant" for all responses, "last" for the last one, "all" for the prompts too.
@@ -50,7 +50,7 @@ class PromptTemplate:
         return segments
 
     def _split(self, template: str, values: dict[str, str], *, is_first: bool) -> tuple[str, str]:
-        """(the text before the response, the text after it); the system prompt stands in the first turn alone."""
+        """(the text before the response, the text after it); the system prompt is in the first turn only."""
         head, _, tail = template.partition("{response}")
         if is_first and values["system"] and "{system}" not in template:
             head = "{system}\n\n" + head
@@ -143,7 +143,7 @@ def find_template(name: str | None) -> ChosenTemplate:
         reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         names = ", ".join([*TEMPLATES, *CHAT_TEMPLATES, CHAT])
         raise UserError(
-            f"prompt_template: {name} is none of {names}, and no file that can be read ({reason})."
+            f"prompt_template: {name} is neither one of {names} nor a file that can be read ({reason})."
         ) from error
     return ChosenTemplate(name, chat=text) if path.suffix in (".jinja", ".j2") else _parse_template(text, name)
 
@@ -151,7 +151,7 @@ def find_template(name: str | None) -> ChosenTemplate:
 def _parse_template(text: str, name: str) -> ChosenTemplate:
     """A template's file: text with {instruction} and so on; what follows a line of === is for rows without context."""
     if len(variants := _VARIANTS.split(text)) > 2:
-        raise UserError(f"prompt_template {name}: at most one line of === may stand in it, between two variants.")
+        raise UserError(f"prompt_template {name}: it may have at most one line of ===, between two variants.")
     for variant in variants:
         names = {PLACEHOLDERS.get(word) for word in _PLACEHOLDER.findall(variant)}
         unknown = [word for word in _PLACEHOLDER.findall(variant) if word not in PLACEHOLDERS]
@@ -167,7 +167,7 @@ def _parse_template(text: str, name: str) -> ChosenTemplate:
 
 
 def as_chat(fields: Fields) -> Chat:
-    """An instruction as a conversation, for a chat template; the context stands under the instruction."""
+    """An instruction as a conversation, for a chat template; the context follows the instruction."""
     messages = [{"role": "system", "content": fields.system}] if fields.system else []
     last = (f"{fields.instruction}\n\n{fields.context}" if fields.context else fields.instruction, fields.response)
     for instruction, response in (*fields.history, last):

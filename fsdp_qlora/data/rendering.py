@@ -114,12 +114,12 @@ def _learns(row: Rendered) -> bool:
 
 
 def prompt_record(dataset_format: str, chosen: ChosenTemplate) -> dict[str, Any]:
-    """What stands around the rows of a dataset, as JSON.
+    """The text around the rows of a dataset, as JSON.
 
     Returns:
         kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
-        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added. What a format's rows
-        hold is told from the annotation of its `read`.
+        `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added. The annotation of
+        a format's `read` says what its rows hold.
     """
     row_format = FORMATS.get(dataset_format)
     content = get_type_hints(row_format.read).get("return") if row_format else None

@@ -119,7 +119,7 @@ NO_ROWS = TokenizedRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1
 
 
 def arrays_in_pieces(pieces: Sequence[TokenizedRows]) -> dict[str, list[np.ndarray]]:
-    """The arrays of rows that are in several pieces, one behind the other, as `TokenizedRows` names them.
+    """The arrays of rows that are in several pieces, in order, as `TokenizedRows` names them.
 
     The small ones, with an entry for each row, are in one piece.
     """
@@ -158,26 +158,26 @@ def digest_of(pieces: Sequence[TokenizedRows]) -> str:
     return total.hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataReport:
-    """What became of a dataset's rows. It is kept in the cache beside them."""
+    """What became of a dataset's rows. The cache keeps it with them."""
 
     origin: str
     """The path or name of the dataset."""
     dataset_format: str
     num_rows: int
     """Rows that were read, malformed ones included."""
-    num_used: int
-    """Rows to train on, those of `num_apart` included."""
-    num_tokens: int
-    num_targets: int
-    num_truncated: int
-    """Rows cut at context_length."""
-    num_tokens_cut: int
-    rejected: dict[str, list[int]]
-    """The reason -> the numbers of the rows that were left out for it."""
     parts: list[SourceFile]
     """The files of the dataset, in the order in which they were read."""
+    num_used: int = 0
+    """Rows to train on, those of `num_apart` included."""
+    num_tokens: int = 0
+    num_targets: int = 0
+    num_truncated: int = 0
+    """Rows cut at context_length."""
+    num_tokens_cut: int = 0
+    rejected: dict[str, list[int]] = field(default_factory=dict)
+    """The reason -> the numbers of the rows that were left out for it."""
     notes: dict[str, list[int]] = field(default_factory=dict)
     """What is odd -> the numbers of the rows, which are used."""
     unused_columns: list[str] = field(default_factory=list)
@@ -185,6 +185,18 @@ class DataReport:
     """The tokens that 99% of the rows have at most, before any is cut."""
     num_apart: int = 0
     """Turns of chats that are rows of their own, besides one for each chat."""
+
+    def reject(self, number: int, reason: str) -> None:
+        self.rejected.setdefault(reason, []).append(number)
+
+    def note(self, number: int, what: str) -> None:
+        self.notes.setdefault(what, []).append(number)
+
+    def count(self, pieces: Sequence[TokenizedRows]) -> None:
+        """Count the rows that are used, and their tokens."""
+        self.num_used = sum(map(len, pieces))
+        self.num_tokens = sum(len(piece.input_ids) for piece in pieces)
+        self.num_targets = sum(int(piece.num_targets.sum()) for piece in pieces)
 
     @property
     def num_rejected(self) -> int:

@@ -43,7 +43,7 @@ class Mixture:
     """Of each dataset, together in the shares of the weights to within one row."""
 
     def rows_of_epoch(self, rows: np.ndarray, epoch: int, shuffled: Sequence[np.ndarray]) -> np.ndarray:
-        """The rows of one epoch, each at most once: the next ones of each dataset, which begins anew at its end.
+        """The rows of one epoch, each at most once: the next ones of each dataset, which then repeats.
 
         Args:
             rows: indices of the rows to train on, sorted.
@@ -78,7 +78,7 @@ class Schedule:
     mixture: Mixture | None = None
     """The datasets' parts in an epoch; without it an epoch takes every row once."""
     padding: bool = False
-    """Pad the rows of a micro-batch to the longest of them; otherwise they lie in one row, one behind the other."""
+    """Pad the rows of a micro-batch to the longest of them; otherwise they are concatenated (padding-free)."""
     packing: bool = False
     """Take as many rows into a micro-batch as fit batch_size x context_length tokens. Not with padding."""
     context_length: int = 0

@@ -62,7 +62,7 @@ class DatasetName:
 
 
 def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
-    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7` behind it.
+    """Read `NAME`, `owner/name:config[split][start:stop]` or `rows.jsonl[:1000]`, and a `:0.7` after it.
 
     Args:
         weighted: whether a weight may follow.
@@ -163,7 +163,7 @@ def find_source(dataset: str | DatasetName) -> Source:
     if _looks_local(name):
         if wanted.config is not None:
             raise UserError(f"dataset: {name} is a path, and only datasets of the hub have configurations.")
-        return _part(local_source(Path(name).expanduser(), wanted.split), wanted)
+        return _part(local_source(_existing(name), wanted.split), wanted)
     if is_hub_name(name):
         return _part(hub_source(name, config=wanted.config, split=wanted.split or "train"), wanted)
     close = difflib.get_close_matches(name, dataset_names(), n=1)
@@ -180,10 +180,7 @@ def find_parts(dataset: DatasetName) -> tuple[list[Part], str]:
     if dataset.start or dataset.stop is not None:
         raise UserError(f"dataset: --streaming true reads all of {dataset.name}. Leave out the slice of its rows.")
     if dataset.name == "alpaca_demo" or _looks_local(dataset.name):
-        demo = importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl"
-        path = Path(str(demo)) if dataset.name == "alpaca_demo" else Path(dataset.name).expanduser()
-        if not path.exists():
-            raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
+        path = _demo_path() if dataset.name == "alpaca_demo" else _existing(dataset.name)
         if is_saved(path):
             raise UserError(f"dataset: --streaming true does not read folders of datasets.save_to_disk ({path}).")
         files = find_files(path, dataset.split)
@@ -258,17 +255,26 @@ def dataset_names() -> list[str]:
 
 def demo_source(wanted: DatasetName) -> Source:
     """The rows that ship with the package. They need no network."""
-    return local_source(Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl")))
+    return local_source(_demo_path())
+
+
+def _demo_path() -> Path:
+    return Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl"))
+
+
+def _existing(name: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
+    return path
 
 
 def local_source(path: Path, split: str | None = None) -> Source:
     """A file, or all files of the known kinds in a folder, sorted by name, that belong to the split.
 
     Raises:
-        UserError: the path does not exist, or has no file of a known kind.
+        UserError: it has no file of a known kind, or none of the split.
     """
-    if not path.exists():
-        raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
     if is_saved(path):
         return saved_source(path, split)
     files = find_files(path, split)

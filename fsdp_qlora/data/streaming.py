@@ -165,7 +165,7 @@ def pick_rows(chosen: Sequence[tuple[TokenizedRows, int]]) -> TokenizedRows:
 
 
 def read_ahead(items: Iterator[Item], *, num: int) -> Iterator[Item]:
-    """The items, up to `num` of which a thread reads ahead. What it raises is raised here."""
+    """The items, up to `num` of which a thread reads ahead. Its exceptions are raised here."""
     ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(num)
     stopped = threading.Event()
 

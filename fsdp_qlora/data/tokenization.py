@@ -1,7 +1,6 @@
-"""Tokenization: rows of text become flat arrays of token ids, and of which of them are learned."""
+"""Tokenization: rows of text become flat arrays of token ids, and of the mask of those that are learned."""
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -63,65 +62,43 @@ def tokenize_rows(
         The tokenized rows, in pieces.
     """
     row_format = FORMATS[dataset_format]
-    rejected: defaultdict[str, list[int]] = defaultdict(list)
+    report = DataReport(origin, dataset_format, len(rows.rows) + len(rows.malformed), rows.files)
+    report.unused_columns = rows.unused_columns
     for number, reason in rows.malformed.items():
-        rejected[reason].append(number)
-    kept, pieces = _Kept(rejected), []
+        report.reject(number, reason)
+    pieces, lengths = [_flatten([])], [0]
     with tqdm(total=len(rows.rows), desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
         for start in range(0, len(rows.rows), TEXTS_PER_BATCH):
             batch = slice(start, start + TEXTS_PER_BATCH)
-            rendered = _render(rows.rows[batch], rows.numbers[batch], row_format, renderer, rejected)
-            pieces.append(_flatten(kept.choose(encode(rendered, tokenizer, context_length))))
+            rendered = _render(rows.rows[batch], rows.numbers[batch], row_format, renderer, report)
+            encoded = list(encode(rendered, tokenizer, context_length))
+            lengths += [len(row.ids) + row.num_cut for row in encoded]
+            pieces.append(_flatten(_choose(encoded, report)))
             rows.rows[batch] = [{}] * len(rows.rows[batch])
             bar.update(len(rows.rows[batch]))
-    pieces = pieces or [_flatten([])]
-    num_used = sum(map(len, pieces))
-    report = DataReport(
-        origin=origin,
-        dataset_format=dataset_format,
-        num_rows=len(rows.rows) + len(rows.malformed),
-        num_used=num_used,
-        num_apart=num_used - kept.num_rows,
-        num_tokens=sum(len(piece.input_ids) for piece in pieces),
-        num_targets=sum(int(piece.num_targets.sum()) for piece in pieces),
-        num_truncated=kept.num_truncated,
-        num_tokens_cut=kept.num_tokens_cut,
-        rejected=dict(rejected),
-        parts=rows.files,
-        notes=dict(kept.notes),
-        unused_columns=rows.unused_columns,
-        length_of_99_percent=int(np.quantile(kept.lengths, 0.99, method="higher")) if kept.lengths else 0,
-    )
+    pieces = pieces[1:] or pieces
+    report.length_of_99_percent = int(np.quantile(lengths[1:] or lengths, 0.99, method="higher"))
+    report.count(pieces)
     return pieces, report
 
 
-class _Kept:
-    """Chooses the encoded rows that can be learned from, and counts."""
-
-    def __init__(self, rejected: defaultdict[str, list[int]]) -> None:
-        self.rejected = rejected
-        self.notes: defaultdict[str, list[int]] = defaultdict(list)
-        self.lengths: list[int] = []
-        self.num_rows = self.num_truncated = self.num_tokens_cut = 0
-
-    def choose(self, encoded: Iterable[EncodedRow]) -> list[EncodedRow]:
-        """Those that can be learned from, in their order."""
-        chosen: list[EncodedRow] = []
-        for number, group in itertools.groupby(encoded, key=lambda row: row.number):
-            of_row = list(group)
-            learning = [row for row in of_row if row.learned[1:].any()]  # the first token has nothing to predict it
-            chosen += learning
-            self.lengths += [len(row.ids) + row.num_cut for row in of_row]
-            self.num_rows += bool(learning)
-            for note in dict.fromkeys(note for row in of_row for note in row.notes):
-                self.notes[note].append(number)
-            if not learning:
-                self.rejected[NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET].append(number)
-            elif len(learning) < len(of_row):
-                self.notes[NO_ROOM_FOR_TURN].append(number)
-        self.num_truncated += sum(row.num_cut > 0 for row in chosen)
-        self.num_tokens_cut += sum(row.num_cut for row in chosen)
-        return chosen
+def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
+    """The rows that can be learned from, in their order; the others are in the report."""
+    chosen: list[EncodedRow] = []
+    for number, group in itertools.groupby(encoded, key=lambda row: row.number):
+        of_row = list(group)
+        learning = [row for row in of_row if row.learned[1:].any()]  # the first token has nothing to predict it
+        chosen += learning
+        report.num_apart += max(0, len(learning) - 1)
+        for note in dict.fromkeys(note for row in of_row for note in row.notes):
+            report.note(number, note)
+        if not learning:
+            report.reject(number, NO_ROOM if any(row.num_cut for row in of_row) else NO_TARGET)
+        elif len(learning) < len(of_row):
+            report.note(number, NO_ROOM_FOR_TURN)
+    report.num_truncated += sum(row.num_cut > 0 for row in chosen)
+    report.num_tokens_cut += sum(row.num_cut for row in chosen)
+    return chosen
 
 
 def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int) -> tuple[TokenizedRows, DataReport]:
@@ -129,39 +106,25 @@ def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int
     ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, context_length), dtype=np.int32)
     learned = np.ones(context_length, dtype=np.bool_)
     tokenized = _flatten([EncodedRow(number, row, learned) for number, row in enumerate(ids, start=1)])
-    report = DataReport(
-        origin=DUMMY,
-        dataset_format=DUMMY,
-        num_rows=num_rows,
-        num_used=num_rows,
-        num_tokens=ids.size,
-        num_targets=int(tokenized.num_targets.sum()),
-        num_truncated=0,
-        num_tokens_cut=0,
-        rejected={},
-        parts=[SourceFile(DUMMY, "row")],
-    )
+    report = DataReport(DUMMY, DUMMY, num_rows, [SourceFile(DUMMY, "row")])
+    report.count([tokenized])
     return tokenized, report
 
 
 def _render(
-    rows: Sequence[Row],
-    numbers: Sequence[int],
-    row_format: Format,
-    renderer: Renderer,
-    rejected: defaultdict[str, list[int]],
+    rows: Sequence[Row], numbers: Sequence[int], row_format: Format, renderer: Renderer, report: DataReport
 ) -> list[tuple[int, Rendered]]:
-    """(number, text or tokens) of the rows that can be used. The others are added to `rejected`."""
+    """(number, text or tokens) of the rows that can be used. The others are in the report."""
     read = []
     for number, row in zip(numbers, rows, strict=True):
         try:
             read.append((number, row_format.read(row)))
         except BadRow as reason:
-            rejected[str(reason)].append(number)
+            report.reject(number, str(reason))
     rendered: list[tuple[int, Rendered]] = []
     for (number, _), made in zip(read, renderer.render_all([content for _, content in read]), strict=True):
         if isinstance(made, BadRow):
-            rejected[str(made)].append(number)
+            report.reject(number, str(made))
         else:
             rendered += [(number, row) for row in made]
     return rendered
@@ -238,7 +201,7 @@ def encode(
 
 
 def _is_joint(row: Rendered, tokenizer: PreTrainedTokenizerBase) -> bool:
-    # A tokenizer in Python does not say where its tokens stand in the text; it is given segments apart.
+    # A tokenizer in Python gives no offsets of its tokens in the text; it gets segments one by one.
     return row.is_joint and not row.tokens and (tokenizer.is_fast or row.is_templated)
 
 

@@ -1,4 +1,4 @@
-"""Where the assistant's turns stand in a rendered conversation, told by rendering parts of it."""
+"""Finds the assistant's turns in a rendered conversation, by rendering parts of it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class NotSplit(ValueError):
-    """What is learned of a turn cannot be told from the rendered text. The message is the reason."""
+    """What is learned of a turn is unknown from the rendered text. The message is the reason."""
 
 
 class Conversation:
     """A rendered conversation.
 
     Args:
-        end_tokens: tokens after which a model stops; white space that the template writes behind one is not learned.
+        end_tokens: tokens after which a model stops; white space that the template writes after one is not learned.
     """
 
     def __init__(self, render: Render, messages: list[Message], end_tokens: Sequence[str]) -> None:
@@ -40,17 +40,17 @@ class Conversation:
         return Conversation(self._render, self.messages[: turn + 1], self._end_tokens)
 
     def written(self, turn: int) -> tuple[str, Span | None, int]:
-        """The text, where a turn stands in it, and how much of what the turn says is not written there."""
+        """The text, a turn's place in it, and how much of what the turn says the text lacks."""
         span, pieces = self.span(turn), _pieces(self.messages[turn])
         text = _squeezed(self.text[slice(*span)]) if span else ""
         return self.text, span, sum(piece not in text for piece in pieces) if span else len(pieces) + 1
 
     def span(self, turn: int) -> Span | None:
-        """Where the model writes the turn; None if that cannot be told.
+        """Where the model writes the turn; None if that is unknown.
 
-        A turn begins behind the text of the messages before it with the prompt for a generation, and ends where the
-        text of the messages up to it ends. If the template writes these in another way here, the turn is as it is
-        where the conversation ends with it.
+        A turn begins after the text of the messages before it with the generation prompt, and ends where the text of
+        the messages up to it ends. If the template renders these differently here, the turn is searched for as it is in
+        the conversation that ends with it.
         """
         if turn in self._blocks:
             first, last = self._blocks[turn]
@@ -73,8 +73,8 @@ class Conversation:
             return None
         if prompts and prompts[0].startswith(self.text[:content]):
             return content  # the prompt opens a block that this turn does not have
-        # The messages before are written in another way here. What stands before the turn is as where it is the last,
-        # or as a prompt follows a question.
+        # The messages before are rendered differently here. The text before the turn is as where the turn is the last,
+        # or as a generation prompt follows a question.
         before = self.text[:content]
         start, place = (alone._start(turn, None), alone._place(turn)) if alone is not None else (None, None)
         if alone is not None and start is not None and place is not None:
@@ -88,7 +88,7 @@ class Conversation:
         return content - (len(opening) - len(openings[0]) if opening.startswith(openings[0]) else 0)
 
     def _prompts(self, messages: list[Message]) -> list[str]:
-        """The text of messages with a prompt for a generation, in the ways in which it may stand in a conversation."""
+        """The text of messages with a generation prompt, in the variants that a conversation may have."""
         ways: tuple[dict[str, bool], ...] = ({}, THINKING, NO_THINKING)
         found = [self._try(messages, add_generation_prompt=True, **variables) for variables in ways]
         prompts, asked = [prompt for prompt in found if prompt is not None], self._try(messages)
@@ -100,7 +100,7 @@ class Conversation:
         return prompts
 
     def _openings(self) -> list[str]:
-        """What prompts for a generation add to a question."""
+        """What generation prompts add to a question."""
         question = [{"role": "user", "content": "a"}]
         asked = self._try(question) or ""
         return [prompt.removeprefix(asked) for prompt in self._prompts(question) if prompt != asked]
@@ -133,7 +133,7 @@ class Conversation:
         return behind if any(token in opening for token in self._end_tokens) else end
 
     def _place(self, turn: int) -> int | None:
-        """Where the content of a turn begins in the text, found by a mark in it; None if it cannot be told."""
+        """Where the content of a turn begins in the text, found by a mark in it; None if it is unknown."""
         content = str(self.messages[turn].get("content") or "")
         for begins in (0, content.rfind(ENDS) + len(ENDS)):
             inside = len(content) - len(content[begins:].lstrip())
@@ -166,7 +166,7 @@ def learned_rows(
 ) -> tuple[list[tuple[str, list[Span]]], int, bool]:
     """The conversation with the spans of these turns, and turns that are rows of their own.
 
-    A turn is in a row of its own, which ends with it, where the template writes it in another way when others follow:
+    A turn is in a row of its own, which ends with it, if the template renders it differently when others follow:
     without its reasoning, as a rule. So it is learned as the model writes it.
 
     Args:
@@ -187,8 +187,8 @@ def learned_rows(
                 text, span, missing = own
         if span is None:
             raise NotSplit(
-                f"turn {turn + 1}: the chat template writes this turn in another way than its prompt begins it, so "
-                "what is learned cannot be told. Use another with --prompt_template, or --learn all"
+                f"turn {turn + 1}: the rendered turn does not start with the generation prompt, so what is learned "
+                "of it is unknown. Use another chat template with --prompt_template, or --learn all"
             )
         _check_written(turn, whole.messages[turn], text[slice(*span)])
         num_cut += missing > 0

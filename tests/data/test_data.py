@@ -142,21 +142,14 @@ def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: An
     (folder / "notes.txt").write_text("not data")
     (folder / ".hidden.json").write_text("not data")
     source = sources.find_source(str(folder)).read(None)
-    assert [row["instruction"] for row in source.rows] == [
-        *(ROWS[1]["instruction"], ROWS[2]["instruction"], "Say nothing."),
-        *(ROWS[0]["instruction"], "Say nothing.", "Now?"),
-    ]
+    expected = [*ROWS[1:], bad, ROWS[0], bad, {"instruction": "Now?"}]
+    assert [row["instruction"] for row in source.rows] == [row["instruction"] for row in expected]
     assert len(sources.find_source(str(folder)).read(4).rows) == 4  # of both files together
     tokenized, report = prepare(folder, max_bad_rows=0.5)
     assert tokenized.row_numbers.tolist() == [1, 2, 4]
-    assert report.describe_rejected() == [
-        f"3 x empty output: {folder}/a.json row 3; {folder}/b.jsonl:2; {folder}/c.csv:2"
-    ]
-    assert [place for place, _ in report.places()] == [
-        f"{folder}/a.json row 3",
-        f"{folder}/b.jsonl:2",
-        f"{folder}/c.csv:2",
-    ]
+    assert len(report.describe_rejected()) == 1
+    places = [f"{folder}/a.json row 3", f"{folder}/b.jsonl:2", f"{folder}/c.csv:2"]
+    assert [place for place, _ in report.places()] == places
 
 
 GOOD = json.dumps(ROWS[0])
@@ -178,17 +171,11 @@ MALFORMED = {
     "no_text.jsonl": (f'{GOOD}\n{{"instruction": "a", "output": 7}}\n'.encode(), ":2: output is not text but int"),
     "null.jsonl": (f'{GOOD}\n{{"instruction": null, "output": "b"}}\n'.encode(), ":2: empty instruction"),
     "blank.jsonl": (b"\n\n", ": the dataset is empty"),
-    "columns.jsonl": (
-        b'{"ask": "a", "tell": "b"}\n',
-        ": missing columns. It has: ask, tell. Needed",
-    ),
+    "columns.jsonl": (b'{"ask": "a", "tell": "b"}\n', ": missing columns. It has: ask, tell"),
     # JSON
     "comma.json": (f"[{GOOD},\n {GOOD}\n {GOOD}]".encode(), ":3: Expecting ',' delimiter (column 2)"),
     "cut.json": (f"[{GOOD},\n {GOOD}".encode(), ":2: Expecting ',' delimiter"),
-    "lines.json": (
-        f"{GOOD}\n{GOOD}\n".encode(),
-        ":2: Extra data (column 1). A file with one object per line",
-    ),
+    "lines.json": (f"{GOOD}\n{GOOD}\n".encode(), ":2: Extra data (column 1)"),
     "object.json": (GOOD.encode(), ": expected an array of objects, found an object"),
     "element.json": (f"[{GOOD}, 7]".encode(), " row 2: expected an object with columns, found a number"),
     "deep.json": (DEEP.encode(), ": nested too deeply"),
@@ -200,10 +187,7 @@ MALFORMED = {
     "after_lines.csv": (b'instruction,output\n"a\nb",c\nd\n', ":4: 1 values, but the header has 2"),
     "quote.csv": (b'instruction,output\na,"b\n', ": unexpected end of data"),
     "twice.csv": (b"output,output\na,b\n", ":1: a column name occurs twice"),
-    "latin.csv": (
-        "instruction,output\na,é\n".encode("latin-1"),
-        ":2: not UTF-8 text (invalid continuation byte). Save",
-    ),
+    "latin.csv": ("instruction,output\na,é\n".encode("latin-1"), ":2: not UTF-8 text"),
     "header.csv": (b"instruction,output\n", ": the dataset is empty"),
     # Others
     "random.parquet": (b"PAR1 is not enough", ": not a parquet file"),
@@ -223,64 +207,58 @@ def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_p
     assert message in str(error.value)
 
 
-def make_parquet(rows: int = 5000, **more: object) -> bytes:
-    """A file of 5,000 rows whose columns may be replaced or added to."""
+def make_parquet(rows: int = 500, **more: object) -> bytes:
+    """A file of 500 rows whose columns may be replaced or added to."""
     columns = {"instruction": [f"Say {n}." for n in range(rows)], "output": [f"{n}" * 4 for n in range(rows)]}
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({**columns, **more}), buffer, row_group_size=2000)
+    pyarrow.parquet.write_table(pyarrow.table({**columns, **more}), buffer, row_group_size=200)
     return buffer.getvalue()
 
 
-def not_utf8(rows: int = 5000) -> pyarrow.Array:
-    """Texts of which the 4,001st is not UTF-8: a writer that does not look leaves such."""
-    made = pyarrow.array([b"text"] * 4000 + [b"\xff\xfe"] + [b"text"] * (rows - 4001))
+def not_utf8(rows: int = 500) -> pyarrow.Array:
+    """Texts of which the 401st is not UTF-8: a writer that does not look leaves such."""
+    made = pyarrow.array([b"text"] * 400 + [b"\xff\xfe"] + [b"text"] * (rows - 401))
     return pyarrow.Array.from_buffers(pyarrow.string(), len(made), made.buffers())
 
 
-def encrypted() -> bytes:
-    return make_parquet()[:-4] + b"PARE"
-
-
 def broken_page() -> bytes:
-    whole = bytearray(make_parquet())
-    whole[len(whole) // 2 : len(whole) // 2 + 200] = b"\xff" * 200
-    return bytes(whole)
+    whole = make_parquet()
+    middle = len(whole) // 2
+    return whole[:middle] + b"\xff" * 200 + whole[middle + 200 :]
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (lambda: make_parquet()[:-100], "rows.parquet: not a parquet file that can be read"),
-        (encrypted, "rows.parquet: not a parquet file that can be read"),
-        (broken_page, "rows.parquet: not a parquet file that can be read (behind row "),
-        (lambda: make_parquet(output=not_utf8()), "rows.parquet row 4001: not a parquet file that can be read"),
-    ],
-)
-def test_a_damaged_parquet_file_is_refused_with_its_place(
-    content: Callable[[], bytes], words: str, prepare: Any, tmp_path: Path
-) -> None:
+DAMAGED_PARQUET = {
+    "cut": (lambda: make_parquet()[:-100], "rows.parquet: not a parquet file"),
+    "encrypted": (lambda: make_parquet()[:-4] + b"PARE", "rows.parquet: not a parquet file"),
+    "broken page": (broken_page, "rows.parquet: not a parquet file"),
+    "not UTF-8": (lambda: make_parquet(output=not_utf8()), "rows.parquet row 401: not a parquet file"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_PARQUET)
+def test_a_damaged_parquet_file_is_refused_with_its_place(damage: str, prepare: Any, tmp_path: Path) -> None:
+    content, words = DAMAGED_PARQUET[damage]
     (tmp_path / "rows.parquet").write_bytes(content())
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=words):
         prepare(tmp_path / "rows.parquet")
-    assert words in str(error.value) and "Copy or download it again" in str(error.value)
 
 
 def test_a_parquet_column_that_holds_no_text_is_not_read(prepare: Any, tmp_path: Path) -> None:
-    times = pyarrow.array([2**62] * 5000, pyarrow.timestamp("us"))  # more than Python's datetime holds
+    times = pyarrow.array([2**62] * 500, pyarrow.timestamp("us"))  # more than Python's datetime holds
     (tmp_path / "rows.parquet").write_bytes(make_parquet(time=times))
     found = sources.find_source(str(tmp_path / "rows.parquet")).read(2)
     assert found.columns == ["instruction", "output", "time"] and found.rows[0]["time"] is None
-    assert len(prepare(tmp_path / "rows.parquet")[0]) == 5000
+    assert len(prepare(tmp_path / "rows.parquet")[0]) == 500
 
 
 def test_a_parquet_column_that_the_format_does_not_use_is_not_read(prepare: Any, tmp_path: Path) -> None:
-    made = make_parquet(note=not_utf8(), Input=["blue"] * 5000, wish=["say"] * 5000)
+    made = make_parquet(note=not_utf8(), Input=["blue"] * 500, wish=["say"] * 500)
     (tmp_path / "rows.parquet").write_bytes(made)
     tokenized, report = prepare(tmp_path / "rows.parquet")
-    assert len(tokenized) == 5000 and report.unused_columns == ["note", "wish"]
+    assert len(tokenized) == 500 and report.unused_columns == ["note", "wish"]
     tokenized, report = prepare(tmp_path / "rows.parquet", columns=("instruction=wish",))
-    assert len(tokenized) == 5000 and report.unused_columns == ["instruction", "note"]
-    with pytest.raises(UserError, match=r"rows.parquet row 4001: not a parquet file .*column 'note'"):
+    assert len(tokenized) == 500 and report.unused_columns == ["instruction", "note"]
+    with pytest.raises(UserError, match=r"rows.parquet row 401: .*'note'"):
         prepare(tmp_path / "rows.parquet", columns=("output=note",))
 
 
@@ -536,14 +514,13 @@ def test_sample_shows_its_masked_and_learned_text(
 
 
 def test_second_call_maps_the_cached_rows_without_tokenizing(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS * 50, {}])
     first, first_report = prepare(path)
     monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_, **__: pytest.fail("tokenized again"))
-    with caplog.at_level(logging.INFO, "fsdp_qlora"):
-        second, second_report = prepare(path)
-    assert "Tokenized rows are read from" in caplog.text
+    second, second_report = prepare(path)
+    assert any("Tokenized rows are read from" in line for line in lines)
     assert second_report == first_report
     for name in ("input_ids", "learned", "offsets", "row_numbers"):
         assert np.array_equal(getattr(first, name), getattr(second, name))
@@ -587,33 +564,24 @@ def test_tokenizer_identity_does_not_depend_on_what_was_tokenized_before() -> No
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "foreign", "mixed", "bit"])
-def test_damaged_cache_file_is_made_anew(
-    damage: str, prepare: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path: Path, lines: list[str]) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     expected = prepare(path)[0].input_ids.tolist()
     [file] = (tmp_path / "cache" / "tokenized").glob("*.safetensors")
     data = file.read_bytes()
     arrays, metadata = cache.map_arrays(file)
     file.unlink()  # the first call's rows are still mapped
+    bit = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+    content = {"cut": data[:-7], "empty": b"", "noise": b"\xff" * len(data), "bit": bit}
     if damage == "foreign":
         cache.write_arrays(file, {"input_ids": [np.zeros(3, dtype=np.int32)]}, {})
     elif damage == "mixed":
-        cache.write_arrays(
-            file, {name: [array[:-1] if name == "input_ids" else array] for name, array in arrays.items()}, metadata
-        )
+        mixed = {name: [array[:-1] if name == "input_ids" else array] for name, array in arrays.items()}
+        cache.write_arrays(file, mixed, metadata)
     else:
-        file.write_bytes(
-            {
-                "cut": data[:-7],
-                "empty": b"",
-                "noise": b"\xff" * len(data),
-                "bit": data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
-            }[damage]
-        )
-    with caplog.at_level(logging.WARNING, "fsdp_qlora"):
-        assert prepare(path)[0].input_ids.tolist() == expected
-    assert "damaged" in caplog.text
+        file.write_bytes(content[damage])
+    assert prepare(path)[0].input_ids.tolist() == expected
+    assert any("damaged" in line for line in lines)
     assert file.read_bytes() == data
 
 
@@ -652,32 +620,27 @@ def test_process_killed_while_it_writes_the_cache_leaves_nothing_in_the_way(
     assert len(prepare(path)[0]) == len(ROWS)
 
 
-def test_a_cache_folder_that_cannot_be_made_is_gone_without(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_cache_that_cannot_be_written_is_optional(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     (tmp_path / "file").touch()
     expected, _ = prepare("alpaca_demo")
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "file" / "cache"))
-    with caplog.at_level(logging.INFO, "fsdp_qlora"):
-        found, _ = prepare("alpaca_demo")
-    assert found.digest == expected.digest
-    assert f"{tmp_path}/file/cache/tokenized cannot be written" in caplog.text
-    assert "FSDP_QLORA_CACHE names another folder" in caplog.text
+    assert prepare("alpaca_demo")[0].digest == expected.digest
+    assert any("file/cache/tokenized cannot be written" in line and "FSDP_QLORA_CACHE" in line for line in lines)
 
 
 def test_a_filled_cache_that_may_only_be_read_is_used(
     prepare: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected, _ = prepare("alpaca_demo")
-
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
+    expected, _ = prepare("alpaca_demo")
     monkeypatch.setattr(cache.FileLock, "acquire", refuse)
     monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_: pytest.fail("tokenized again"))
-    with caplog.at_level(logging.INFO, "fsdp_qlora"):
-        found, _ = prepare("alpaca_demo")
-    assert found.digest == expected.digest
+    caplog.clear()
+    assert prepare("alpaca_demo")[0].digest == expected.digest
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
@@ -723,14 +686,10 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
         assert sorted(seen) == rows.tolist()
 
 
-def test_ranks_compute_rows_of_like_length_at_the_same_time_longest_first() -> None:
+def test_ranks_compute_equally_much_at_the_same_time() -> None:
     lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
     pieces = split_by_length(np.arange(8), lengths, world_size=2, batch_size=2)
     assert [lengths[rows].tolist() for rows in pieces] == [[80, 70], [60, 50], [40, 30], [20, 10]]
-
-
-def test_without_padding_ranks_compute_equally_many_tokens_at_the_same_time() -> None:
-    lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
     pieces = split_by_tokens(np.arange(8), lengths, world_size=2, batch_size=2)
     assert [lengths[rows].tolist() for rows in pieces] == [[80, 10], [70, 20], [60, 30], [50, 40]]
     schedule = Schedule(8, 2, 2, 2, num_epochs=1, max_steps=-1, seed=0)
@@ -771,22 +730,16 @@ def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() ->
 
 
 @pytest.mark.parametrize(("fraction", "num_eval"), [(0.0, 0), (0.001, 1), (0.1, 10), (0.5, 50)])
-def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(fraction: float, num_eval: int, prepare: Any) -> None:
-    tokenized, _ = prepare("dummy", context_length=4, dataset_samples=100)
-    train, held_out = split_eval(len(tokenized), fraction=fraction, seed=1)
+def test_held_out_rows_are_fixed_by_the_seed_and_never_trained_on(fraction: float, num_eval: int) -> None:
+    train, held_out = split_eval(100, fraction=fraction, seed=1)
     assert len(held_out) == num_eval
     assert sorted([*train, *held_out]) == list(range(100))
-    again = split_eval(len(tokenized), fraction=fraction, seed=1)
-    assert np.array_equal(again[0], train)
-    assert np.array_equal(again[1], held_out)
+    again = split_eval(100, fraction=fraction, seed=1)
+    assert np.array_equal(again[0], train) and np.array_equal(again[1], held_out)
     if num_eval:
-        assert not np.array_equal(split_eval(len(tokenized), fraction=fraction, seed=2)[1], held_out)
-
-
-def test_holding_out_the_only_row_is_refused(prepare: Any) -> None:
-    tokenized, _ = prepare("dummy", context_length=4, dataset_samples=1)
-    with pytest.raises(UserError, match=r"eval_fraction: 0.1 of 1 rows"):
-        split_eval(len(tokenized), fraction=0.1, seed=0)
+        assert not np.array_equal(split_eval(100, fraction=fraction, seed=2)[1], held_out)
+        with pytest.raises(UserError, match="eval_fraction"):
+            split_eval(1, fraction=fraction, seed=0)
 
 
 def test_batch_is_padded_on_the_right_and_labels_only_what_is_learned() -> None:

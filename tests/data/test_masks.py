@@ -349,7 +349,7 @@ def test_a_template_file_fills_the_fields_and_learns_what_stands_behind_the_resp
     file.write_text("Q {ask}")
     with pytest.raises(UserError, match=r"mine.txt: \{ask\} is not known. Known: \{instruction\}"):
         find_template(str(file))
-    with pytest.raises(UserError, match=r"no_such is none of alpaca, .*chatml, .*chat, and no file"):
+    with pytest.raises(UserError, match=r"no_such .*alpaca, .*chatml, .*chat"):
         find_template("no_such")
 
 
