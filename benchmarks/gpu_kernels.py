@@ -13,12 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.gpu_rows import ALPACA_LENGTHS, peak, ratio_of, reset_peak, row
 from benchmarks.gpu_steps import GIB, synchronize
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.lean.rotary import Rotary
 from fsdp_qlora.precision import PRECISIONS, choose_precision
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear, elements
 from fsdp_qlora.quantizers.bnb_statistics import BlockStatistics, Latest, decode_absmax
@@ -133,20 +131,6 @@ def measure_attention(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 def measure_block_functions(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """What a block of the 8B shape does besides its products: by functions of its own, and as before."""
     device, dtype = ranks.device, PRECISIONS[choose_precision(args.precision, ranks.device)].compute_dtype
-    tokens, heads, groups, width = (64, 4, 2, 16) if args.tiny else (4096, 32, 8, 128)
-    query, key = (
-        torch.randn(1, number, tokens, width, device=device, dtype=dtype, requires_grad=True)
-        for number in (heads, groups)
-    )
-    cos, sin = torch.randn(2, 1, tokens, width, device=device, dtype=dtype)
-    grads = [torch.randn_like(query), torch.randn_like(key)]
-
-    def of_the_model() -> None:
-        torch.autograd.grad(apply_rotary_pos_emb(query, key, cos, sin), (query, key), grads)
-
-    def ours() -> None:
-        torch.autograd.grad(Rotary.apply(query, key, cos.unsqueeze(1), sin.unsqueeze(1)), (query, key), grads)
-
     layers = _quantized_block(256 if args.tiny else 4096, 512 if args.tiny else 12288, device, dtype)
 
     def each() -> None:
@@ -158,7 +142,6 @@ def measure_block_functions(args: argparse.Namespace, ranks: Ranks) -> dict[str,
         BlockStatistics(layers, Latest()).absmax(0)
 
     kinds = {
-        "rotary embeddings, forward and backward": {"the model's": of_the_model, "one function": ours},
         "statistics of a block's weights": {"a layer at a time": each, "together": together},
     }
     rows = []

@@ -16,8 +16,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.lean.compiled import compile_gates
-from fsdp_qlora.lean.insert import describe_lean
+from fsdp_qlora.lean.modules import compile_gates, describe_fused
 from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
 from fsdp_qlora.loading.pretrained_adapter import fill_from, load_subtracted_part
@@ -50,7 +49,7 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
     log.debug("%s", model)
     if config.compile and (reason := compile_gates(model, ranks.device, plan.precision.compute_dtype)):
         log.warning("--compile true: nothing is compiled, since it does not work here (%s).", reason)
-    log.info("Blocks: %s.", describe_lean(model))
+    log.info("Blocks: %s.", describe_fused(model))
     materialize(model, ranks.device, cpu_offload=cpu_offload)
     fill(config, plan, weights, mesh, ranks)
     check_byte_account(model, mesh)

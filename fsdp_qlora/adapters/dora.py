@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_qlora.adapters.dora_product import DoraOperands, dora_product
 from fsdp_qlora.adapters.lora import LoraAdapter
-from fsdp_qlora.lean.functions import remaking
+from fsdp_qlora.lean.functions import recompute_source
 from fsdp_qlora.quantizers.base import QuantizedWeight, frozen_product
 
 
@@ -68,7 +68,7 @@ class DoraLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lora(x, self.base_layer, remaking(x))
+        result: torch.Tensor = self.lora(x, self.base_layer, recompute_source(x))
         return result
 
     @torch.no_grad()

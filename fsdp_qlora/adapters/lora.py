@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.adapters.lora_product import Dropout, Product, lora_product
 from fsdp_qlora.distributed import as_shard_of
-from fsdp_qlora.lean.functions import remaking
+from fsdp_qlora.lean.functions import recompute_source
 from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
 
@@ -39,7 +39,7 @@ class LoraAdapter(nn.Module):
         """base_layer(x) + scaling * B A x, [.., out].
 
         Args:
-            source: `remaking(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
+            source: `recompute_source(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
         """
         base = frozen_product(base_layer, x)
         if base is None:
@@ -94,7 +94,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         modules: Any = self._modules  # see LoraAdapter.matrices
-        result: torch.Tensor = modules["lora"](x, modules["base_layer"], remaking(x))
+        result: torch.Tensor = modules["lora"](x, modules["base_layer"], recompute_source(x))
         return result
 
 

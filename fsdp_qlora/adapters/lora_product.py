@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.lean.functions import differentiated_once, remade
+from fsdp_qlora.lean.functions import differentiated_once, recompute_output
 from fsdp_qlora.quantizers.base import FrozenProduct
 
 
@@ -115,7 +115,7 @@ def _keep(ctx: Any, x: torch.Tensor, low: torch.Tensor, source: Any) -> None:
 def kept(keeper: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """x, as [N, in], and u of the node that keeps them."""
     *x, low = keeper.saved_tensors
-    return as_rows(x[0] if x else in_dtype(remade(keeper.source), keeper.dtype)), low
+    return as_rows(x[0] if x else in_dtype(recompute_output(keeper.source), keeper.dtype)), low
 
 
 class _LoraProduct(torch.autograd.Function):

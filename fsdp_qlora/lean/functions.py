@@ -1,6 +1,6 @@
 """Elementwise functions of a block that keep their inputs alone, and whose output is computed again where it is needed.
 
-A function that takes such an output, and would keep it, can ask for it again in the backward pass (`remade`).
+A function that takes such an output, and would keep it, can ask for it again in the backward pass (`recompute_output`).
 """
 
 from collections.abc import Callable
@@ -32,23 +32,23 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def remaking(x: torch.Tensor) -> Any:
+def recompute_source(x: torch.Tensor) -> Any:
     """The node of autograd's graph that can compute x again; None if x must be kept."""
-    return x.grad_fn if getattr(x.grad_fn, "is_lean", False) else None
+    return x.grad_fn if getattr(x.grad_fn, "recomputes", False) else None
 
 
-def remade(node: Any) -> torch.Tensor:
-    """The output of a node that `remaking` found, without gradient. Before the node's own backward pass."""
-    output: torch.Tensor = node.remake(node)
+def recompute_output(node: Any) -> torch.Tensor:
+    """The output of a node that `recompute_source` found, without gradient. Before the node's own backward pass."""
+    output: torch.Tensor = node.recompute(node)
     return output
 
 
-class Remade(torch.autograd.Function):
+class RecomputedFunction(torch.autograd.Function):
     """y = function(x), differentiable in x alone."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Function) -> torch.Tensor:
-        ctx.is_lean, ctx.remake = True, lambda node: _once(node, function, *node.saved_tensors)[1].detach()
+        ctx.recomputes, ctx.recompute = True, lambda node: _once(node, function, *node.saved_tensors)[1].detach()
         ctx.function, ctx.again = function, None
         ctx.save_for_backward(x)
         return function(x)
@@ -65,12 +65,12 @@ class Gated(torch.autograd.Function):
     """activation(gate) * up, of which gate and up are kept.
 
     Args:
-        activation: must return a new tensor. is_lean: let the next function ask for the output, and not keep it.
+        activation: must return a new tensor. recomputes: let the next function ask for the output, and not keep it.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, is_lean: bool) -> torch.Tensor:
-        ctx.is_lean, ctx.remake = is_lean, _gated_again
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, recomputes: bool) -> torch.Tensor:
+        ctx.recomputes, ctx.recompute = recomputes, _gated_again
         ctx.activation, ctx.again = activation, None
         ctx.save_for_backward(gate, up)
         return _times(activation(gate), up)
@@ -98,8 +98,8 @@ class CompiledGated(torch.autograd.Function):
     """`Gated` by compiled functions."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, compiled: Compiled, is_lean: bool) -> torch.Tensor:
-        ctx.is_lean, ctx.remake = is_lean, lambda node: compiled.multiply(*node.saved_tensors)
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, compiled: Compiled, recomputes: bool) -> torch.Tensor:
+        ctx.recomputes, ctx.recompute = recomputes, lambda node: compiled.multiply(*node.saved_tensors)
         ctx.compiled = compiled
         ctx.save_for_backward(gate, up)
         return compiled.multiply(gate, up)

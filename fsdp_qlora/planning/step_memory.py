@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.lean.functions import PIECE
-from fsdp_qlora.lean.gated_mlp import GatedMlp
-from fsdp_qlora.lean.rms_norm import RmsNorm
+from fsdp_qlora.lean.modules import GatedMlp, RmsNorm
 from fsdp_qlora.models import canonical_name, find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
@@ -135,7 +134,7 @@ def _kept(block: nn.Module, model: PreTrainedModel, step: Step, *, is_lean: bool
     """About what a block keeps for its backward pass: the inputs and outputs of its matrices.
 
     Args:
-        is_lean: without recompute, when what follows a norm and what is gated is not kept (lean/insert.py).
+        is_lean: without recompute, when what follows a norm and what is gated is not kept (lean/modules.py).
     """
     config = model.config.get_text_config()
     # Of a mixture's experts [experts, out, in] some work on a token.

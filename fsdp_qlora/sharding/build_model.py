@@ -13,7 +13,7 @@ from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lo
 from fsdp_qlora.adapters.peft_format import check_fits_peft
 from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.lean.insert import make_lean
+from fsdp_qlora.lean.modules import fuse_modules
 from fsdp_qlora.models import build_meta_model, find_blocks
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit import share_statistics
@@ -80,7 +80,7 @@ def build_model(
         experts_implementation="eager" if train_type.quantizer or layers.lora.target_parameters else None,
         trust_remote_code=trust_remote_code,
     )
-    make_lean(model)
+    fuse_modules(model)
     meta = _choose(model, config, train_type, layers)
     if train_type.quantizer:
         _quantize(meta, train_type.quantizer, layers, precision.compute_dtype)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.lean.insert import keep_little
+from fsdp_qlora.lean.modules import set_save_inputs_only
 from fsdp_qlora.models import find_blocks
 from fsdp_qlora.sharding.activation_offload import InputStore
 from fsdp_qlora.sharding.recomputation import Recomputation
@@ -51,7 +51,7 @@ def set_recompute(model: nn.Module, number: int) -> None:
     """
     for index, block in enumerate(recomputed_blocks(model)):
         block.is_on = index < number
-        keep_little(block, not block.is_on)
+        set_save_inputs_only(block, not block.is_on)
 
 
 def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:

@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and rotary embeddings by our functions: found by what they compute, same values, less kept."""
+"""Norms and gated MLPs by our functions: found by what they compute, same values, less kept."""
 
 import copy
 from typing import Any
@@ -9,11 +9,17 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_qlora.lean import functions
-from fsdp_qlora.lean.compiled import compile_gates
-from fsdp_qlora.lean.gated_mlp import GatedMlp, as_gated_mlp
-from fsdp_qlora.lean.insert import describe_lean, keep_little, make_lean
-from fsdp_qlora.lean.rms_norm import FORMS, RmsNorm, as_rms_norm
-from fsdp_qlora.lean.rotary import use_rotary
+from fsdp_qlora.lean.modules import (
+    FORMS,
+    GatedMlp,
+    RmsNorm,
+    as_gated_mlp,
+    as_rms_norm,
+    compile_gates,
+    describe_fused,
+    fuse_modules,
+    set_save_inputs_only,
+)
 from tests.layers.shards import relative_error
 from tests.layers.test_lora_product import IN, adapted, results
 
@@ -45,18 +51,18 @@ def logits_and_gradient(model: PreTrainedModel) -> list[torch.Tensor]:
     return [logits.detach(), *torch.autograd.grad(logits, embedded, grad)]
 
 
-@pytest.mark.parametrize("is_lean", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("model_type", MODELS)
-def test_a_model_computes_what_it_did_with_the_same_roundings(model_type: str, is_lean: bool) -> None:
+def test_a_model_computes_what_it_did_with_the_same_roundings(model_type: str, recomputes: bool) -> None:
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         model = model_of(model_type, dtype)
         lean = copy.deepcopy(model)
-        make_lean(lean)
-        keep_little(lean, is_lean)
+        fuse_modules(lean)
+        set_save_inputs_only(lean, recomputes)
         norms = of_kind(lean, RmsNorm)
         assert len(norms) >= 5 and {norm.form for norm in norms} == {MODELS[model_type]}
         assert len(of_kind(lean, GatedMlp)) == 1
-        assert "by one function, rotary embeddings of 1 attention modules by another" in describe_lean(lean)
+        assert "1 gated MLPs by one function" in describe_fused(lean)
         assert [name for name, _ in lean.named_parameters()] == [name for name, _ in model.named_parameters()]
         for own, expected in zip(logits_and_gradient(lean), logits_and_gradient(model), strict=True):
             assert own.dtype == expected.dtype and relative_error(own.float(), expected.double()) < tolerance
@@ -67,8 +73,8 @@ def test_a_norm_that_trains_gets_its_gradient() -> None:
     for lean in (False, True):
         model = model_of("qwen3")
         if lean:
-            make_lean(model)
-            keep_little(model, True)
+            fuse_modules(model)
+            set_save_inputs_only(model, True)
         norm = model.model.layers[0].post_attention_layernorm.requires_grad_(True)
         model(input_ids=TOKENS).logits.square().sum().backward()
         found.append(norm.weight.grad)
@@ -107,51 +113,6 @@ def test_modules_that_compute_something_else_are_left_alone() -> None:
     assert not as_gated_mlp(nn.TransformerEncoderLayer(8, 2, 24))
 
 
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-def rotate_pairs(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-
-
-def halves(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-
-
-def pairs(q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + rotate_pairs(q) * sin, k * cos + rotate_pairs(k) * sin
-
-
-class Halves(nn.Module):
-    def forward(self, q: Any, k: Any, cos: Any, sin: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return halves(q, k, cos, sin, **kwargs)
-
-
-class Pairs(nn.Module):
-    def forward(self, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]:
-        return pairs(q, k, cos, sin)
-
-
-def test_only_rotary_embeddings_of_halves_are_replaced_and_where_their_shapes_fit() -> None:
-    module, other = Halves(), Halves()
-    assert use_rotary(module) and not use_rotary(Pairs()) and not use_rotary(nn.Linear(2, 2))
-    q, k = (torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, 2))
-    cos, sin = torch.randn(2, 2, 6, 8)
-    swapped = [each.detach().transpose(1, 2) for each in (q, k)]
-    for inputs, kwargs in (([q, k], {}), (swapped, {"unsqueeze_dim": 2})):
-        for own, reference in zip(module(*inputs, cos, sin, **kwargs), other(*inputs, cos, sin, **kwargs), strict=True):
-            assert own.dtype == reference.dtype and relative_error(own, reference.double()) < 1e-6
-    found = [torch.autograd.grad(sum(map(torch.sum, each(q, k, cos, sin))), (q, k)) for each in (module, other)]
-    assert all(relative_error(own, reference.double()) < 1e-6 for own, reference in zip(*found, strict=True))
-    wide = torch.cat((cos, cos), -1).double()  # a shape and a dtype that it is not for
-    with pytest.raises(RuntimeError, match="must match"):
-        module(q, k, wide, wide)
-
-
 def kept_by(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The output, and what is kept of it in memory of its own, weights apart."""
     kept: dict[int, torch.Tensor] = {}
@@ -173,7 +134,7 @@ def test_a_lean_block_keeps_neither_what_follows_a_norm_nor_what_is_gated(kind: 
     model = nn.Sequential(norm, GatedMlp({"gate": gate, "up": up, "down": down}, ("gate", "up", "down"), nn.SiLU()))
     x = torch.randn(18, IN).requires_grad_()
     expected = results(model(x), x, down)
-    keep_little(model, True)
+    set_save_inputs_only(model, True)
     y, kept = kept_by(model, x)
     # The norm's input, the outputs of gate and up, and three products of rank 4.
     assert sum(tensor.numel() for tensor in kept) == 18 * (3 * IN + 3 * 4)
@@ -181,27 +142,27 @@ def test_a_lean_block_keeps_neither_what_follows_a_norm_nor_what_is_gated(kind: 
         assert relative_error(own, reference.double()) < 1e-6
 
 
-@pytest.mark.parametrize("is_lean", [False, True])
-def test_compiled_gates_compute_the_same_for_any_number_of_tokens(is_lean: bool) -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_compiled_gates_compute_the_same_for_any_number_of_tokens(recomputes: bool) -> None:
     model = model_of("gemma2")
-    make_lean(model)
-    keep_little(model, is_lean)
+    fuse_modules(model)
+    set_save_inputs_only(model, recomputes)
     expected = logits_and_gradient(model)
     # Without a C++ compiler's half a minute: the graph is captured whole, and runs as it was captured.
     assert compile_gates(model, torch.device("cpu"), torch.float32, backend="eager") == ""
-    assert "1 MLPs with a gate by one compiled function" in describe_lean(model)
+    assert "1 gated MLPs by one compiled function" in describe_fused(model)
     for own, reference in zip(logits_and_gradient(model), expected, strict=True):
         assert relative_error(own, reference.double()) < 1e-6
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("is_lean", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_long_rows_are_computed_in_pieces_with_the_same_bits(
-    is_lean: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+    recomputes: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of("qwen3", torch.bfloat16)
-    make_lean(model)
-    keep_little(model, is_lean)
+    fuse_modules(model)
+    set_save_inputs_only(model, recomputes)
     if is_compiled:
         assert compile_gates(model, torch.device("cpu"), torch.bfloat16, backend="eager") == ""
     expected = logits_and_gradient(model)
@@ -215,6 +176,6 @@ def test_where_nothing_can_be_compiled_the_reason_is_given() -> None:
         raise RuntimeError("there is no compiler")
 
     model = model_of("qwen3")
-    make_lean(model)
+    fuse_modules(model)
     reason = compile_gates(model, torch.device("cpu"), torch.float32, backend=backend)
-    assert "there is no compiler" in reason and "compiled" not in describe_lean(model)
+    assert "there is no compiler" in reason and "compiled" not in describe_fused(model)

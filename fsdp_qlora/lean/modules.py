@@ -1,0 +1,266 @@
+"""RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one of functions.py.
+
+A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate is
+down(activation(gate(x)) * up(x)); its elementwise part can be compiled by torch, one kernel forward and one backward.
+"""
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_qlora.lean.functions import Compiled, CompiledGated, Gated, RecomputedFunction
+
+Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+Activation = Callable[[torch.Tensor], torch.Tensor]
+Backend = str | Callable[..., Any]  # torch.compile's
+_HIDDEN, _INNER = 8, 12  # of the layers that a module is tried with
+
+
+def fuse_modules(model: nn.Module) -> None:
+    """Replace the norms and gated MLPs of a model on the meta device, wherever ours compute the same.
+
+    Names and parameters stay.
+    """
+    for path, module in list(model.named_modules()):
+        replaced = as_rms_norm(module) or as_gated_mlp(module)
+        if replaced is not None:
+            model.set_submodule(path, replaced)
+
+
+def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
+    """Let a block keep less for its backward pass: norms and products of gates are computed again there."""
+    for module in block.modules():
+        if isinstance(module, RmsNorm | GatedMlp):
+            module.recomputes = enabled
+
+
+def describe_fused(model: nn.Module) -> str:
+    """What computes the blocks' norms and gates, for a line of the log."""
+    modules = list(model.modules())
+    norms, mlps = ([module for module in modules if isinstance(module, kind)] for kind in (RmsNorm, GatedMlp))
+    compiled = " compiled" if mlps and all(mlp.compiled for mlp in mlps) else ""
+    by = f"{len(norms)} norms by torch's rms_norm, {len(mlps)} gated MLPs by one{compiled} function"
+    return f"{by}, the rest by the model's code"
+
+
+def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+
+
+# Where models round to 16 bits, and how their weight counts: functions of x, the weight and epsilon.
+FORMS: dict[str, Form] = {
+    "rounded, then weighted": lambda x, weight, eps: weight * _normalized(x, eps),
+    "weighted, then rounded": lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype),
+    "weighted by 1 + weight": lambda x, weight, eps: (_normalized(x.float(), eps) * (1 + weight.float())).to(x.dtype),
+}
+
+
+class RmsNorm(nn.Module):
+    """A model's own norm, with its weight.
+
+    recomputes: in the backward pass its output is computed again, so that nobody keeps it.
+    """
+
+    recomputes = False
+
+    def __init__(self, weight: nn.Parameter, form: str, eps: float) -> None:
+        super().__init__()
+        self.weight, self.form, self.eps = weight, form, eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        form, weight, eps = FORMS[self.form], self.weight, self.eps
+        if not self.recomputes or weight.requires_grad or not x.requires_grad:
+            # The gradients of x by its parts are added up before others' are, so that recomputing changes no bit.
+            return form(x.view_as(x), weight, eps)
+        y: torch.Tensor = RecomputedFunction.apply(x, lambda x: form(x, weight, eps))
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, {self.form}"
+
+
+def as_rms_norm(module: nn.Module) -> RmsNorm | None:
+    """The same norm by torch's function; None if the module, on the meta device, computes something else."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or len([*module.parameters(), *module.buffers(), *module.children()]) != 1:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    for eps in {value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1}:
+        for form in FORMS:
+            if _is_rms_norm(module, form, eps):
+                return RmsNorm(weight, form, eps)
+    return None
+
+
+@torch.no_grad()
+def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
+    """Whether the module computes this, by random numbers of very different sizes, with the same rounding."""
+    random = torch.Generator("cpu").manual_seed(0)
+    width = module.weight.shape[0]  # type: ignore[index]
+    weight = torch.rand(width, generator=random) + 0.5  # type: ignore[arg-type]
+    x = torch.randn(8, width, generator=random) * torch.logspace(-4, 2, 8)[:, None]  # type: ignore[arg-type]
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = nn.Parameter(weight.to(dtype), requires_grad=False)
+        try:
+            found = clone_with(module, parameters={"weight": parameter})(x.to(dtype))
+        except (RuntimeError, TypeError, AttributeError):
+            return False
+        expected = FORMS[form](x.to(dtype), parameter, eps)
+        if not isinstance(found, torch.Tensor) or found.dtype != expected.dtype or found.shape != expected.shape:
+            return False
+        is_near = torch.allclose(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=0)
+        if not is_near or (found != expected).float().mean() > (0.01 if dtype == torch.bfloat16 else 1):
+            return False
+    return True
+
+
+class Roles(NamedTuple):
+    """Names of an MLP's linear layers."""
+
+    gate: str
+    up: str
+    down: str
+
+
+class GatedMlp(nn.Module):
+    """A model's own MLP, with its children under their names.
+
+    recomputes: in the backward pass the input of `down` is computed again, so that nobody keeps it.
+    compiled: what to compute with instead of the activation (`compile_gates`).
+    """
+
+    recomputes = False
+    compiled: Compiled | None = None
+
+    def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Activation) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+        self.roles, self.activation = roles, (activation,)  # in a tuple it is not registered a second time
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (self._modules[name] for name in self.roles)
+        assert gate and up and down
+        if self.compiled:
+            inner = CompiledGated.apply(gate(x), up(x), self.compiled, self.recomputes)
+        else:
+            inner = Gated.apply(gate(x), up(x), self.activation[0], self.recomputes)
+        y: torch.Tensor = down(inner)
+        return y
+
+
+def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
+    """The same MLP with its elementwise part in one function; None if the module computes something else."""
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    linears = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
+    if len(linears) != 3 or len(children) > 4 or len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    if len([*module.parameters()]) != sum(len([*linear.parameters()]) for linear in linears.values()):
+        return None
+    activations = [each for each in (*children.values(), *vars(module).values()) if _is_activation(each)]
+    for roles, activation in itertools.product(_possible_roles(linears), activations):
+        if _is_gated_mlp(module, children, roles, activation):
+            return GatedMlp(children, roles, activation)
+    return None
+
+
+def _possible_roles(linears: dict[str, nn.Linear]) -> Iterator[Roles]:
+    for gate, up, down in itertools.permutations(linears):
+        shapes = [linears[name].weight.shape for name in (gate, up, down)]
+        if shapes[0] == shapes[1] == shapes[2][::-1] != shapes[2]:
+            yield Roles(gate, up, down)
+
+
+def _is_activation(value: object) -> bool:
+    """Whether it is a function of one tensor that returns a new one."""
+    if isinstance(value, nn.Linear) or not callable(value):
+        return False
+    x = torch.linspace(-2, 2, 8)
+    try:
+        y = value(x)
+    except Exception:  # it may be anything
+        return False
+    return isinstance(y, torch.Tensor) and y.shape == x.shape and y.data_ptr() != x.data_ptr()
+
+
+@torch.no_grad()
+def _is_gated_mlp(module: nn.Module, children: dict[str, nn.Module], roles: Roles, activation: Activation) -> bool:
+    """Whether the module computes this with small random layers, to the bit."""
+    random = torch.Generator("cpu").manual_seed(0)
+    small: dict[str, nn.Module] = dict(children)
+    for name in roles:
+        bias = children[name].bias is not None
+        sizes = (_INNER, _HIDDEN) if name == roles.down else (_HIDDEN, _INNER)
+        small[name] = linear = nn.Linear(*sizes, bias=bias, device="cpu", dtype=torch.float32)
+        for parameter in linear.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random))
+    x = torch.randn(3, _HIDDEN, generator=random)
+    try:
+        found = clone_with(module, children=small)(x)
+    except (RuntimeError, TypeError, AttributeError):
+        return False
+    gate, up, down = (small[name] for name in roles)
+    return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
+
+
+def compile_gate(activation: Callable[[torch.Tensor], torch.Tensor], *, backend: Backend = "inductor") -> Compiled:
+    """Compiled when they are first called, for any number of tokens."""
+
+    def multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return activation(gate) * up
+
+    def gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        activated, pull_back = torch.func.vjp(activation, gate)  # type: ignore[misc]
+        return pull_back(grad * up)[0], grad * activated
+
+    options = {"dynamic": True, "fullgraph": True, "backend": backend}
+    return Compiled(torch.compile(multiply, **options), torch.compile(gradients, **options))  # type: ignore[call-overload]
+
+
+def compile_gates(model: nn.Module, device: torch.device, dtype: torch.dtype, *, backend: Backend = "inductor") -> str:
+    """Compile the gated MLPs' elementwise parts, each kind of activation once, and try them on a few numbers.
+
+    Returns:
+        Why they are not compiled; then they stay as they were.
+    """
+    compiled: dict[str, Compiled] = {}
+    mlps = [module for module in model.modules() if isinstance(module, GatedMlp)]
+    gate, up = torch.linspace(-3, 3, 64, device=device, dtype=dtype).view(2, 4, 8)
+    for mlp in mlps:
+        if (kind := _kind_of_activation(mlp)) not in compiled:
+            compiled[kind] = made = compile_gate(mlp.activation[0], backend=backend)
+            try:
+                with torch.no_grad():
+                    made.gradients(made.multiply(gate, up), gate, up)
+            except Exception as error:  # of many kinds: no compiler, no Triton, an operator it does not know
+                return " ".join(str(error).splitlines()[:2])
+    for mlp in mlps:
+        mlp.compiled = compiled[_kind_of_activation(mlp)]
+    return ""
+
+
+def _kind_of_activation(mlp: GatedMlp) -> str:
+    (activation,) = mlp.activation
+    return f"{type(activation)} {activation if isinstance(activation, nn.Module) else id(activation)}"
+
+
+def clone_with(
+    module: nn.Module,
+    *,
+    parameters: Mapping[str, nn.Parameter] | None = None,
+    children: Mapping[str, nn.Module] | None = None,
+) -> nn.Module:
+    """A shallow copy of the module whose own parameters, or children, are these."""
+    copied = copy.copy(module)  # which shares its dicts
+    if parameters is not None:
+        copied._parameters = dict(parameters)
+    if children is not None:
+        copied._modules = dict(children)
+    return copied
