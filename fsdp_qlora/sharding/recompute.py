@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.lean.modules import set_save_inputs_only
 from fsdp_qlora.models import find_blocks
 from fsdp_qlora.sharding.activation_offload import InputStore
-from fsdp_qlora.sharding.recomputation import Recomputation
 
 
 class RecomputedBlock(ActivationWrapper):
@@ -30,8 +31,11 @@ class RecomputedBlock(ActivationWrapper):
         block = self._checkpoint_wrapped_module
         if not self.is_on or not torch.is_grad_enabled():
             return block(*args, **kwargs)
-        with Recomputation(block, args, kwargs, self.store).forgetting():
-            return block(*args, **kwargs)
+        if self.store is None:
+            return checkpoint(block, *args, use_reentrant=False, **kwargs)
+        # Inside, the checkpoint's own hooks apply: the store gets the block's inputs alone.
+        with saved_tensors_hooks(self.store.keep, self.store.give_back):
+            return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
 
 def wrap_blocks(model: nn.Module, *, number: int | None = None, offload: bool) -> None:
