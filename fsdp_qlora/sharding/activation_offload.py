@@ -5,7 +5,7 @@ import weakref
 import torch
 
 from fsdp_qlora.sharding.host_arena import split_arena
-from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
+from fsdp_qlora.sharding.side_stream import SideStream
 
 
 class InputStore:
@@ -37,7 +37,7 @@ class InputStore:
         if isinstance(kept, torch.Tensor):
             return kept
         tensor = kept.come_back()
-        compute_waits(kept.copied)
+        kept.side.compute_waits(kept.copied)
         if kept.before is not None and (before := kept.before()) is not None:
             before.come_back()
         kept.on_device = None  # autograd has it now
@@ -75,7 +75,7 @@ class _Kept:
 
     def leave_device(self) -> None:
         if self.on_device is not None:
-            compute_waits(self.copied)
+            self.side.compute_waits(self.copied)
             self.on_device = None
 
     def come_back(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ from fsdp_qlora.collectives import all_gather, reduce_scatter
 from fsdp_qlora.device import to_device
 from fsdp_qlora.distributed import gather_numbers, local_part, own_rows, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
-from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
+from fsdp_qlora.sharding.side_stream import SideStream
 
 
 def is_shared(model: PreTrainedModel, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:
@@ -295,7 +295,8 @@ class SharedHead(_Rows):
         if self._copied is None:
             return self.own_rows()
         (rows, copied), self._copied = self._copied, None
-        compute_waits(copied)
+        assert self._side is not None
+        self._side.compute_waits(copied)
         return rows
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.models import find_blocks
 from fsdp_qlora.sharding.recompute import unwrapped
-from fsdp_qlora.sharding.side_stream import SideStream, compute_waits
+from fsdp_qlora.sharding.side_stream import SideStream
 
 
 def streamed_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -125,7 +125,7 @@ class _Part:
         if self.is_used or not self.parameters:
             return
         assert self.on_device is not None
-        compute_waits(self.copied)
+        self.side.compute_waits(self.copied)
         start = self.host[0].data_ptr()
         for parameter, host in zip(self.parameters, self.host, strict=True):
             first = host.data_ptr() - start
@@ -138,7 +138,7 @@ class _Part:
         if self.on_device is None:
             return
         if not self.is_used:
-            compute_waits(self.copied)  # the memory is free for the compute stream's next tensor
+            self.side.compute_waits(self.copied)  # the memory is free for the compute stream's next tensor
         for parameter, host in zip(self.parameters, self.host, strict=True):
             parameter.data = host
         self.on_device, self.is_used = None, False

@@ -122,6 +122,7 @@ class Trainer:
         if is_finite and math.isfinite(grad_norm):
             self._clip_and_unscale(grad_norm)
             self.optimizer.step(lr)
+        # The gradients' memory is of FSDP2's reduction stream, which waits for this one before it writes there again.
         self.optimizer.zero_grad()
         if is_finite:
             self.loss_scale.update(overflowed=not math.isfinite(grad_norm))
