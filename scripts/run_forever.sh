@@ -3,7 +3,7 @@
 # newest checkpoint. Errors that would repeat are not retried.
 #
 #     bash scripts/run_forever.sh OUTPUT_DIR COMMAND...
-#     bash scripts/run_forever.sh output torchrun train.py --train_type qlora --dataset alpaca --output_dir output
+#     bash scripts/run_forever.sh output torchrun -m fsdp_qlora train --train_type qlora --dataset alpaca --output_dir output
 #
 # Exit status: 0 when the run is finished, else that of the last start. Ctrl-C or SIGTERM ends the run, with a
 # checkpoint, and this script.

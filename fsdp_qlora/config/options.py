@@ -47,9 +47,9 @@ class TrainConfig:
     """The same as world_size under torchrun's name; 1 keeps a run to one process on a machine with several
     GPUs."""
     master_addr: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "localhost"
-    """Address where the processes meet when train.py starts them itself; under torchrun, torchrun's."""
+    """Address where the processes meet when the program starts them itself; under torchrun, torchrun's."""
     master_port: Annotated[int, between(0, 65535), MAY_DIFFER, PER_NODE] = 0
-    """Port where the processes meet when train.py starts them itself; 0 takes a free one."""
+    """Port where the processes meet when the program starts them itself; 0 takes a free one."""
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_DIFFER] = "auto"
     """Where to compute; auto takes the visible GPUs, or the CPU of a machine that has none. A dry run without a GPU
     plans for one, unless this is cpu."""
@@ -58,8 +58,8 @@ class TrainConfig:
     model_name: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
     trust_remote_code: Annotated[bool, MAY_DIFFER] = False
-    """Run the Python code that a model or tokenizer brings along, with your permissions; models that transformers does
-    not know need it. Read that code first."""
+    """Run Python code from the model's files, with your permissions; models that transformers does not know need it.
+    Read that code first."""
     llama_pro_path: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Folder that scripts/block_expansion.py made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
     model_name."""
@@ -80,8 +80,8 @@ class TrainConfig:
     block_expansion.py added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
     names of the 2024 program mean the same as those without it."""
     adapter: Annotated[str | None, OF_ADAPTER, MAY_DIFFER, PER_NODE] = None
-    """Folder of an adapter in PEFT's format to start from, of an earlier run or another trainer. Its rank, scale and
-    layers are taken; optimizer and rows are new. To resume an interrupted run, leave it as it was: see resume."""
+    """Folder of a PEFT adapter to train further, from an earlier run or another trainer. Its rank, scale and layers are
+    kept; optimizer and rows start anew. To resume an interrupted run, leave this option as it was: see resume."""
     lora_rank: Annotated[int, at_least(1), OF_ADAPTER] = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: Annotated[float, POSITIVE, OF_ADAPTER] = 32
@@ -116,8 +116,9 @@ class TrainConfig:
     gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
     padding: Annotated[bool, MAY_DIFFER] = False
-    """Pad the rows of a micro-batch to its longest row. Otherwise they lie one behind the other in one row, no token
-    sees another row, and ranks get about equally many tokens; models that this would change are padded anyway."""
+    """Pad the rows of a micro-batch to its longest row. By default rows are concatenated without padding
+    (padding-free), attention does not cross rows, and ranks get about equally many tokens; a model that computes
+    something else without padding is padded anyway."""
     packing: Annotated[bool, MAY_DIFFER] = False
     """Put as many rows into a micro-batch as fit batch_size x context_length tokens: the same rows per optimizer step
     in fewer and larger micro-batches. It saves time when gradient_accumulation_steps is above 1."""
@@ -169,11 +170,11 @@ class TrainConfig:
     use_gradient_checkpointing: Annotated[bool | None, MAY_DIFFER] = None
     """The older name of recompute: true is all, false is none."""
     compile: Annotated[bool, MAY_DIFFER] = False
-    """Let torch.compile make one kernel of what MLPs compute between their matrices; nothing else is compiled. Less to
-    read for a GPU, and in 16 bits one rounding less. It needs Triton, or a C++ compiler on a CPU."""
+    """Fuse the elementwise part of gated MLPs into one kernel with torch.compile; nothing else is compiled. It needs
+    Triton, or a C++ compiler on a CPU."""
     use_cpu_offload: Annotated[Literal["auto"] | bool | int, SOME_BLOCKS, MAY_DIFFER] = "auto"
     """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
-    to the GPU when it is needed. A number above 1 means so many decoder blocks; the rest stays on the GPU. On GPUs
+    to the GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs
     auto offloads all if the model does not fit otherwise."""
     use_activation_cpu_offload: Annotated[bool, MAY_DIFFER] = False
     """Keep the checkpointed activations in host memory; for long contexts that do not fit otherwise."""
@@ -209,8 +210,8 @@ class TrainConfig:
     """Rows to train on, one or more of: alpaca, alpaca_sample, alpaca_demo (no network needed), guanaco, sql,
     orca_math, dummy (to measure speed), owner/name:config[split][:1000] on the Hugging Face hub, a .json, .jsonl,
     .csv, .tsv, .parquet or .txt file (or one of these with .gz), or a folder of them or of datasets.save_to_disk.
-    Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has as many rows in these shares as
-    there are before a dataset would repeat one, and the next epoch takes the next rows of each."""
+    Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has these
+    shares and ends before a dataset would repeat a row; the next epoch continues with the next rows of each."""
     dataset_samples: Annotated[int | None, at_least(1)] = None
     """Use only the first rows of each dataset, this many; by default all of them (alpaca_sample, orca_math and dummy
     have sizes of their own)."""
@@ -225,7 +226,7 @@ class TrainConfig:
     ] = "auto"  # fmt: skip
     """Format of the rows; auto detects it from the names of the columns (docs/data.md)."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER] = ()
-    """Names of the dataset's columns where they differ from the format's, as FORMAT'S=DATASET'S, such as
+    """The dataset's columns whose names differ from the format's, as FORMAT'S=DATASET'S, such as
     instruction=task,output=result."""
     prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat
@@ -269,7 +270,7 @@ class TrainConfig:
     default model_name's, which loaders do not find if it is a local folder."""
     push_to_hub: Annotated[str | None, MAY_DIFFER] = None
     """Upload the result to this repository on the Hugging Face hub, OWNER/NAME, which is made if it is not there, at
-    the end of the run or of its budget; it stays in output_dir whatever comes of that."""
+    the end of the run or of its budget; it is kept in output_dir even if the upload fails."""
     push_public: Annotated[bool, MAY_DIFFER] = False
     """Make the repository of push_to_hub public; by default it is private."""
     log_to: Annotated[
