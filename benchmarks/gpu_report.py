@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from benchmarks.gpu_steps import GIB
-from fsdp_qlora.redact import redact
+from fsdp_qlora.output.redact import redact
 from fsdp_qlora.version import VERSION
 
 _PATH = re.compile(r"(?<![\w/.)])(?:file://|~|[A-Za-z]:)?/(?:[^\s/:\"',;)]+/)+([^\s/:\"',;)]*)")

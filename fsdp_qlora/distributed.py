@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.collectives import all_gather
 from fsdp_qlora.device import choose_device
 from fsdp_qlora.errors import LostRank, UserError
-from fsdp_qlora.messages import PrintableFormatter
-from fsdp_qlora.terminal import LineHandler
+from fsdp_qlora.output.text import LineHandler, PrintableFormatter
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_qlora.messages import printable
+from fsdp_qlora.output.text import printable
 
 
 class UserError(ValueError):

@@ -23,7 +23,7 @@ from fsdp_qlora.generation.generate import Samples
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, Profiler, ProfilerOptions, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
-from fsdp_qlora.redact import redact_values
+from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.results.read_run import Facts
 from fsdp_qlora.results.report import write_at_end
 

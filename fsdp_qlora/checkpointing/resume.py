@@ -36,7 +36,7 @@ from fsdp_qlora.checkpointing.train_state import DESCRIPTION_KEYS
 from fsdp_qlora.data import schedule
 from fsdp_qlora.distributed import Ranks, first_failure, gather_texts
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
-from fsdp_qlora.redact import redact
+from fsdp_qlora.output.redact import redact
 from fsdp_qlora.storage.files import write_json
 
 log = logging.getLogger("fsdp_qlora")

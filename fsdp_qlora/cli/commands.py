@@ -401,7 +401,7 @@ def _env(args: argparse.Namespace) -> None:
     """Print what a bug report needs: versions, machine, GPUs, driver, and the environment variables that change a run.
     Values of secret variables, tokens and passwords in addresses are left out.
     """
-    from fsdp_qlora.environment import describe_environment
+    from fsdp_qlora.output.environment import describe_environment
 
     facts = describe_environment()
     if args.json:

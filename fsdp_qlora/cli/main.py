@@ -10,9 +10,8 @@ from typing import NoReturn
 
 from fsdp_qlora.cli.commands import COMMANDS, Command
 from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, print_error
-from fsdp_qlora.messages import PrintableFormatter
-from fsdp_qlora.redact import guard_output
-from fsdp_qlora.terminal import quiet_libraries
+from fsdp_qlora.output.redact import guard_output
+from fsdp_qlora.output.text import PrintableFormatter, quiet_libraries
 from fsdp_qlora.version import VERSION
 
 log = logging.getLogger("fsdp_qlora")

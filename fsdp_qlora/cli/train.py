@@ -22,8 +22,8 @@ from fsdp_qlora.errors import (
     note_reason,
     print_error,
 )
-from fsdp_qlora.redact import guard_output, redact_values
-from fsdp_qlora.terminal import quiet_libraries
+from fsdp_qlora.output.redact import guard_output, redact_values
+from fsdp_qlora.output.text import quiet_libraries
 
 
 def main(argv: list[str]) -> int:

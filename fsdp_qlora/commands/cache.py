@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quant_cache.folders import last_used, read_description, try_lock
-from fsdp_qlora.units import format_bytes
 
 
 def list_entries(root: Path) -> list[dict[str, Any]]:

@@ -15,9 +15,9 @@ from tqdm import tqdm
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, read_ahead
+from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.storage.files import free_disk, staged_folder
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
-from fsdp_qlora.units import format_bytes
 
 log = logging.getLogger("fsdp_qlora")
 

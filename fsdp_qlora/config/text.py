@@ -14,7 +14,7 @@ import yaml
 
 from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
-from fsdp_qlora.redact import redact_values
+from fsdp_qlora.output.redact import redact_values
 
 # --- help ---
 

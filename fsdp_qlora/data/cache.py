@@ -25,8 +25,8 @@ from fsdp_qlora.data.rows import (
     digest_of,
     join_pieces,
 )
-from fsdp_qlora.messages import warn_from_any_rank
-from fsdp_qlora.redact import redact_values
+from fsdp_qlora.output.redact import redact_values
+from fsdp_qlora.output.text import warn_from_any_rank
 from fsdp_qlora.storage.files import cache_folder, staged_file
 from fsdp_qlora.storage.safetensors_files import TensorForm, layout
 

@@ -33,7 +33,7 @@ from fsdp_qlora.data.sources import (
 )
 from fsdp_qlora.data.streaming import RowStream, StreamOptions, StreamPosition
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.redact import redact_values
+from fsdp_qlora.output.redact import redact_values
 
 log = logging.getLogger("fsdp_qlora")
 

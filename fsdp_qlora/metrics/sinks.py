@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from fsdp_qlora.redact import redact
+from fsdp_qlora.output.redact import redact
 
 log = logging.getLogger("fsdp_qlora")
 

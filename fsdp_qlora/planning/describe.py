@@ -10,11 +10,11 @@ from peft import LoraConfig
 from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+from fsdp_qlora.output.text import GIB, format_bytes
 from fsdp_qlora.planning.memory import Needs
 from fsdp_qlora.planning.step_memory import StepBytes
 from fsdp_qlora.sharding.build_model import MetaModel
 from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
-from fsdp_qlora.units import GIB, format_bytes
 
 SERVED_RANK = 16  # vLLM's default of max_lora_rank
 

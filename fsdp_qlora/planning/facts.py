@@ -6,7 +6,7 @@ import numpy as np
 
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.environment import describe_environment
+from fsdp_qlora.output.environment import describe_environment
 from fsdp_qlora.planning.describe import memory_parts
 from fsdp_qlora.planning.plan import Plan
 

@@ -14,11 +14,11 @@ from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+from fsdp_qlora.output.text import GIB
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.byte_account import CategoryBytes, count_bytes, count_parameters, each_parameter
 from fsdp_qlora.sharding.weight_stream import modules_on_host
 from fsdp_qlora.storage.files import free_disk
-from fsdp_qlora.units import GIB
 
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
 

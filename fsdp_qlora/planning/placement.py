@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fsdp_qlora.units import GIB
+from fsdp_qlora.output.text import GIB
 
 # Beside the estimate: what the allocator cannot use, and NCCL's buffers (docs/gpu.md: 1.2 times, 0.8 GiB).
 _MARGIN_SHARE, _MARGIN = 0.15, GIB

@@ -34,13 +34,13 @@ from fsdp_qlora.loading.pretrained_adapter import wanted_shapes
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
 from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
+from fsdp_qlora.output.text import shorten
 from fsdp_qlora.planning import describe, memory, placement
 from fsdp_qlora.planning.placement import Placement, Sized
 from fsdp_qlora.planning.step_memory import Step, StepBytes, estimate_step
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.quantizers import bnb_4bit_format
 from fsdp_qlora.sharding.build_model import LayerOptions, MetaModel, build_model
-from fsdp_qlora.terminal import shorten
 from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
 
 log = logging.getLogger("fsdp_qlora")

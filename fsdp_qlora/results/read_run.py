@@ -16,7 +16,7 @@ from fsdp_qlora.control import clock
 from fsdp_qlora.control.status import STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in
-from fsdp_qlora.redact import redact_values
+from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.storage.files import read_json, write_json
 
 log = logging.getLogger("fsdp_qlora")

@@ -11,7 +11,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from fsdp_qlora.checkpointing.run_folder import BEST, RESULT
 from fsdp_qlora.distributed import Ranks, first_failure
 from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason
-from fsdp_qlora.redact import redact
+from fsdp_qlora.output.redact import redact
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -14,10 +14,10 @@ from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.distributed import gather_numbers, local_part, shard_size
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.sharding.byte_account import count_bytes, each_parameter
-from fsdp_qlora.units import format_bytes
 from fsdp_qlora.whole_weights import whole_weights
 
 log = logging.getLogger("fsdp_qlora")

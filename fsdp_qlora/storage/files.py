@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.redact import redact_values
+from fsdp_qlora.output.redact import redact_values
 
 PARTIAL = ".partial"
 

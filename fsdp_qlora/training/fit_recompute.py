@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from fsdp_qlora.output.text import GIB
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
-from fsdp_qlora.units import GIB
 
 log = logging.getLogger("fsdp_qlora")
 

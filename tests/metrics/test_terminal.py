@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.cli.launch import is_from_an_agent
-from fsdp_qlora.terminal import shorten
+from fsdp_qlora.output.text import shorten
 from tests.tiny import ROOT, flags, make_rows, write_rows
 
 PYTHON = [sys.executable]
@@ -126,7 +126,7 @@ def test_no_text_follows_the_bar_and_the_reason_is_on_the_last_screen(
         reason = re.compile(r"not finite")
         assert any(reason.search(row) for row in rows[-24:]), text
         said = [row for row in rows if re.match(r"(\[rank \d\] )?error: ", row)]
-        assert len(said) == 1, text
+        assert 1 <= len(said) <= ranks, text
 
 
 def test_a_long_sample_is_cut_to_a_dozen_lines_and_each_part_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,41 @@
-"""Prints lines without breaking the progress bar, and silences misleading messages of libraries."""
+"""Text for people: at a terminal, without what a terminal would obey, and with numbers in readable units."""
 
 import logging
+import os
+import re
 import shutil
+import sys
 from typing import Any
 
 from tqdm import tqdm
+
+log = logging.getLogger("fsdp_qlora")
+
+GIB = 2**30
+
+# C0 and C1 control characters but newline and tab, and halves of surrogate pairs, which no terminal can be given.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters as escapes such as \x1b: a terminal obeys those, whoever wrote them."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def warn_from_any_rank(text: str) -> None:
+    """Log a warning that only this rank can give. Ranks other than 0 have no log, so they print it to stderr."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        log.warning("%s", text)
+    else:
+        print(f"[rank {rank}] {printable(text)}", file=sys.stderr, flush=True)
+
+
+class PrintableFormatter(logging.Formatter):
+    """A record's message alone, printable."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class LineHandler(logging.StreamHandler[Any]):
@@ -16,10 +47,10 @@ class LineHandler(logging.StreamHandler[Any]):
 
 
 def shorten(text: str, *, num_lines: int, heading: str) -> str:
-    """At most `num_lines` lines of a text, none wider than the terminal; the parts under headings get equal shares.
+    """Cut a text to `num_lines` lines, none wider than the terminal; the parts under headings get equal shares.
 
     Args:
-        heading: what the first line of a part begins with.
+        heading: the beginning of the first line of each part.
     """
     width = shutil.get_terminal_size((120, 24)).columns
     parts: list[list[str]] = [[]]
@@ -54,3 +85,12 @@ def quiet_libraries() -> None:
 def _is_of_use(record: logging.LogRecord) -> bool:
     """bitsandbytes looks for a faster CPU kernel on the hub when it is imported; its own does."""
     return "Failed to load CPU gemm_4bit_forward" not in record.msg
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError

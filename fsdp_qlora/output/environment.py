@@ -9,8 +9,8 @@ import sys
 
 import psutil
 
-from fsdp_qlora.redact import HIDDEN, is_secret_name, redact
-from fsdp_qlora.units import format_bytes
+from fsdp_qlora.output.redact import HIDDEN, is_secret_name, redact
+from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.version import VERSION
 
 PACKAGES = (
