@@ -40,7 +40,7 @@ from fsdp_qlora.planning.plan import (
 from fsdp_qlora.results.upload import login_advice, push_result
 from fsdp_qlora.results.write import leave_result, result_form, save_result
 from fsdp_qlora.run_identity import agree, known_facts, start_request
-from fsdp_qlora.supervision import Supervision
+from fsdp_qlora.supervision import Guard
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.trainer import Trainer
 
@@ -95,14 +95,12 @@ def run(config: TrainConfig) -> None:
             else:
                 identity |= {"run_id": start.run_id}
                 helps = memory_settings(config, plan.model, ranks)
-                guard = Supervision(config, folder, start, presence, started=started, memory_settings=helps)
+                guard = Guard(config, folder, start, presence, started=started, memory_settings=helps)
                 train_and_export(config, plan, weights, identity, guard)
     distributed.stop_process_group()
 
 
-def train_and_export(
-    config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Supervision
-) -> None:
+def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Guard) -> None:
     """Load the model, run the remaining steps, and save the result."""
     ranks, start, folder = guard.ranks, guard.start, guard.folder.path
     plan = continued(config, plan, start.global_batch_size)
@@ -127,14 +125,14 @@ def train_and_export(
     guard.folder.prepare(files, identity, keep_run=not start.is_new)
     guard.facts.describe(lambda: run_facts(plan, optimizer=config.optimizer))
     form = result_form(config, plan.model)
-    guard.samples = open_samples(config, plan, trainer, folder)
-    with guard.guarding(state, identity, total_steps=plan.schedule.total_steps):
+    samples = open_samples(config, plan, trainer, folder)
+    with guard.recording(state, identity, samples, total_steps=plan.schedule.total_steps) as recorder:
         progress = restore(state, guard)
         try:
-            with guard.watching():
+            with recorder.watching():
                 if ranks.device.type == "cuda":
                     try_memory(config, plan, trainer, start)
-                train(trainer, plan.data, progress, guard)
+                train(trainer, plan.data, progress, recorder)
         except (RunStopped, NotFinite) as error:
             if config.save_model:
                 leave_result(form, folder, ranks, best=bool(config.eval_dataset or config.eval_fraction))
@@ -142,9 +140,9 @@ def train_and_export(
                 push_result(folder, config.push_to_hub, ranks, public=config.push_public)
             raise
         if config.save_model:
-            save_result(form, trainer, folder, about=guard.identity, progress=progress)
+            save_result(form, trainer, folder, about=identity, progress=progress)
         push_result(folder, config.push_to_hub, ranks, public=config.push_public)
-        guard.finished(progress.summary())
+        recorder.finished(progress.summary())
     log.info(describe.describe_result(progress.summary(), folder, guard.seconds, saved=config.save_model))
 
 
@@ -174,7 +172,7 @@ def memory_settings(config: TrainConfig, plan: ModelPlan, ranks: Ranks) -> str:
     return exits.memory_settings(resolved_options(config) | chosen)
 
 
-def restore(state: TrainState, guard: Supervision) -> Progress:
+def restore(state: TrainState, guard: Guard) -> Progress:
     """Load the checkpoint to start from, if there is one; returns its progress."""
     start = guard.start
     if start.folder:

@@ -1,4 +1,4 @@
-"""What guards a run while it trains: status, signals and budgets, watchdog, metrics, checkpoints and their mirror."""
+"""What surrounds the training of a run: a Guard that ends it in order, and a Recorder that keeps what it makes."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import how_it_ends
 from fsdp_qlora.generation.generate import Samples
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.profiling import MemoryLog, Profiler, ProfilerOptions, open_profiler
+from fsdp_qlora.metrics.profiling import MemoryLog, ProfilerOptions, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.results.read_run import Facts
@@ -30,8 +30,8 @@ from fsdp_qlora.results.report import write_at_end
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
 
 
-class Supervision:
-    """What guards a run; also the training loop's observer (training.loop.Observer).
+class Guard:
+    """Ends a rank in order: its status, signals and budget, its watchdog, and words for what goes wrong.
 
     The rule: a rank that fails tells the others why before it closes anything. They wait for seconds only, while
     closing the mirror (its last copy) or wandb may take minutes. So `exits.reporting_failures` is the innermost block,
@@ -39,8 +39,7 @@ class Supervision:
 
     Attributes:
         control: for the trainer: whether to stop or save, and its heartbeat.
-        samples: texts that are generated at each evaluation; may be set before training.
-        identity: of the run, as in its checkpoints.
+        facts, memory: for the report and --profile_memory, from the start on.
     """
 
     def __init__(
@@ -60,15 +59,17 @@ class Supervision:
             RunStopped: earlier starts of this run have used up its budget.
         """
         self.config, self.folder, self.start, self.ranks = config, folder, start, folder.ranks
-        self.started = started
+        self.started, self.presence, self.memory_settings = started, presence, memory_settings
+        is_rank_0 = self.ranks.is_rank_0
         budget = config.pick(Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds)
         budget.check()
         self.control = Control(
-            is_rank_0=self.ranks.is_rank_0, budget=budget, save_seconds=60 * config.save_minutes, started=self.started
+            is_rank_0=is_rank_0, budget=budget, save_seconds=60 * config.save_minutes, started=started
         )
+        self.control.heartbeat.step = start.step
         self.status = Status(
             folder.path,
-            is_rank_0=self.ranks.is_rank_0,
+            is_rank_0=is_rank_0,
             state="running",
             run_id=start.run_id,
             start_step=start.step,
@@ -80,21 +81,12 @@ class Supervision:
             reason=None,
             exit_code=None,
         )
-        self.presence = presence
         self.watchdog = Watchdog(
             self.control.heartbeat, presence, hang_minutes=config.hang_minutes, output_dir=folder.path
         )
-        self.facts = Facts(folder.path, is_rank_0=self.ranks.is_rank_0, started=started, step=start.step)
+        self.facts = Facts(folder.path, is_rank_0=is_rank_0, started=started, step=start.step)
         self.facts.mark("planning")
-        self.memory_settings = memory_settings
         self.memory = MemoryLog(self.ranks.device, enabled=config.profile_memory)
-        self.control.heartbeat.step = start.step
-        self.profiler = Profiler()
-        self.metrics: MetricLog | None = None
-        self.mirror: Mirror | None = None
-        self.saver: Saver | None = None
-        self.samples: Samples | None = None
-        self.identity: Mapping[str, Any] = {}
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -114,9 +106,11 @@ class Supervision:
             raise
 
     @contextlib.contextmanager
-    def guarding(self, state: TrainState, identity: Mapping[str, Any], *, total_steps: int) -> Iterator["Supervision"]:
-        """Guard the block: training, and saving its result."""
-        config, path, self.identity = self.config, self.folder.path, identity
+    def recording(
+        self, state: TrainState, identity: Mapping[str, Any], samples: Samples | None, *, total_steps: int
+    ) -> Iterator["Recorder"]:
+        """Guard the block: training, and saving its result. identity: of the run, for its checkpoints."""
+        config, path, is_rank_0 = self.config, self.folder.path, self.ranks.is_rank_0
         self.status.update(total_steps=total_steps)
         self.presence.on_end = self.status.end
         sinks = config.pick(
@@ -127,7 +121,7 @@ class Supervision:
             run_id=self.start.run_id,
             **{name: redact_values(getattr(config, name)) for name in ("project_name", "name", "group", "entity")},
         )
-        self.saver = Saver(
+        saver = Saver(
             self.folder.checkpoints,
             state,
             self.ranks,
@@ -136,16 +130,15 @@ class Supervision:
             saved_step=self.start.saved_step,
             max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),
         )
-        target = self.folder.request.mirror if self.ranks.is_rank_0 else None
         reporting = exits.reporting_failures(self.status, self.watchdog, memory_settings=self.memory_settings)
         with self.control.catching_signals(), contextlib.ExitStack() as closed_last, reporting:
             self._continue_metrics()
-            metrics = open_metric_log(config.log_to, sinks, is_rank_0=self.ranks.is_rank_0)
-            self.metrics = closed_last.enter_context(metrics)
-            self.mirror = closed_last.enter_context(contextlib.closing(Mirror(path, target)))
+            metrics = closed_last.enter_context(open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0))
+            store = self.folder.request.mirror if is_rank_0 else None
+            mirror = closed_last.enter_context(contextlib.closing(Mirror(path, store)))
             closed_last.push(self._report)  # first of all: the mirror's last copy may take minutes
             self.facts.mark("loading")
-            yield self
+            yield Recorder(self, saver, metrics, mirror, samples)
         self.status.end("finished", None)
 
     def _report(self, error: object, *_: object) -> None:
@@ -164,33 +157,47 @@ class Supervision:
             copy_records(Path(self.start.folder).parents[1], self.folder.path)
         cut_metrics(self.folder.path, progress.step, progress.last_eval_step)
 
+    def beat_save(self) -> None:
+        """Heartbeat for each tensor written: saving a large state is slow."""
+        self.control.heartbeat.beat(self.control.heartbeat.step, "save")
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since this start began."""
+        return clock.elapsed() - self.started
+
+
+class Recorder:
+    """Keeps what training makes: metrics, samples, checkpoints and their mirror (training.loop.Observer).
+
+    Args:
+        samples: texts that are generated at each evaluation.
+    """
+
+    def __init__(self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, samples: Samples | None) -> None:
+        self.guard, self.saver, self.metrics, self.mirror, self.samples = guard, saver, metrics, mirror, samples
+        self.config, self.control, self.facts = guard.config, guard.control, guard.facts
+        self.profiler = open_profiler(self.config.pick(ProfilerOptions), rank=guard.ranks.rank)
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the training in the block for hangs and lost ranks, and profile it if requested."""
-        if self.mirror is not None and self.start.saved_step >= 0:
+        if self.guard.start.saved_step >= 0:
             self.mirror.copy_later()  # the previous start may have been killed before it was copied
-        self.profiler = open_profiler(self.config.pick(ProfilerOptions), rank=self.ranks.rank)
         self.facts.mark("loading")
-        try:
-            with self.watchdog.watching():
-                yield
-        finally:
-            self.profiler.close()
-
-    # --- called by the training loop ---
+        with contextlib.closing(self.profiler), self.guard.watchdog.watching():
+            yield
 
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
-        assert self.metrics is not None
         self.metrics.step(record)
         self.facts.mark("steps")
         self.profiler.step()
-        self.memory.record(f"after step {progress.step}")
+        self.guard.memory.record(f"after step {progress.step}")
         if "recompute" in record:
-            self.status.values["recompute"] = record["recompute"]
-        self._keep(progress)
+            self.guard.status.values["recompute"] = record["recompute"]
+        self._keep_status(progress)
 
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
-        assert self.metrics is not None
         self.metrics.evaluation(record)
         if self.samples:
             beat = partial(self.control.heartbeat.beat, progress.step, "evaluate")
@@ -201,12 +208,8 @@ class Supervision:
         every = self.config.save_steps
         return self.config.save_model and every > 0 and step % every == 0
 
-    def beat_save(self) -> None:
-        """Heartbeat for each tensor written: saving a large state is slow."""
-        self.control.heartbeat.beat(self.control.heartbeat.step, "save")
-
     def save(self, progress: Progress) -> None:
-        if self.saver is None or self.metrics is None or self.mirror is None or not self.config.save_model:
+        if not self.config.save_model:
             return
         self.control.heartbeat.beat(progress.step, "save")
         before = self.saver.saved_step
@@ -217,27 +220,20 @@ class Supervision:
         self.facts.write()
         if self.saver.saved_step != before:
             self.mirror.copy_later()
-        self._keep(progress)
+        self._keep_status(progress)
 
     def describe_saved(self) -> str:
-        if self.saver is None or not self.config.save_model or self.saver.saved_step < 0:
+        if not self.config.save_model or self.saver.saved_step < 0:
             return "no checkpoint was saved"
         saved, root = self.saver.saved_step, self.saver.root
         return f"the checkpoint of step {saved} is in {root}; the same command resumes from it"
 
     def finished(self, summary: Mapping[str, float]) -> None:
         """Log the run's final values."""
-        assert self.metrics is not None
         self.metrics.summary(summary)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since this start began."""
-        return clock.elapsed() - self.started
-
-    def _keep(self, progress: Progress) -> None:
-        assert self.saver is not None
-        self.status.keep(
+    def _keep_status(self, progress: Progress) -> None:
+        self.guard.status.keep(
             step=progress.step,
             saved_step=self.saver.saved_step,
             seconds=self.control.used_seconds(),

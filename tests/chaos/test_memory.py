@@ -21,16 +21,16 @@ def private_kib() -> int:
 
 def train_and_measure(argv: list[str], folder: Path) -> int:
     import train
-    from fsdp_qlora.supervision import Supervision
+    from fsdp_qlora.supervision import Recorder
 
-    stepped, kib = Supervision.stepped, {}
+    stepped, kib = Recorder.stepped, {}
 
-    def measured(self: Supervision, progress, record) -> None:  # type: ignore[no-untyped-def]
+    def measured(self: Recorder, progress, record) -> None:  # type: ignore[no-untyped-def]
         stepped(self, progress, record)
         if progress.step in (FIRST, LAST):
             kib[progress.step] = private_kib()
 
-    Supervision.stepped = measured  # type: ignore[method-assign]
+    Recorder.stepped = measured  # type: ignore[method-assign]
     status = train.main(argv)
     (folder / f"{os.environ['RANK']}.grown").write_text(str(kib[LAST] - kib[FIRST]))
     return status

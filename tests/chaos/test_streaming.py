@@ -11,16 +11,16 @@ from tests.tiny import make_rows, read_metrics, write_rows
 
 def die_after(step: int) -> None:
     """Let rank 0 be killed after a step, of which there is no checkpoint yet."""
-    from fsdp_qlora.supervision import Supervision
+    from fsdp_qlora.supervision import Recorder
 
-    stepped = Supervision.stepped
+    stepped = Recorder.stepped
 
-    def fatal(self: Supervision, progress, record) -> None:  # type: ignore[no-untyped-def]
+    def fatal(self: Recorder, progress, record) -> None:  # type: ignore[no-untyped-def]
         stepped(self, progress, record)
         if progress.step == step and os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Supervision.stepped = fatal  # type: ignore[method-assign]
+    Recorder.stepped = fatal  # type: ignore[method-assign]
 
 
 def test_a_killed_stream_goes_on_to_the_same_bytes(models: Callable[..., Path], tmp_path: Path) -> None:

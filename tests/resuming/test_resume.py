@@ -20,7 +20,7 @@ from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import RunStopped, UserError
 from fsdp_qlora.storage.files import read_json, write_hashed_json, write_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
-from fsdp_qlora.supervision import Supervision
+from fsdp_qlora.supervision import Guard
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
 ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(FACTS, "x")}
@@ -147,7 +147,7 @@ def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Pat
 def loading(out: Path) -> contextlib.AbstractContextManager[None]:
     """A start that is about to load the model."""
     folder = RunFolder(out, read_ranks(), StartRequest(OPTIONS, is_unattended=True))
-    guard = Supervision(
+    guard = Guard(
         TrainConfig(output_dir=str(out)),
         folder,
         folder.choose_start(ABOUT),
