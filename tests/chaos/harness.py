@@ -14,6 +14,7 @@ from typing import Any
 from tests.tiny import _free_port, _worker, flags, make_rows, write_rows
 
 RANKS = 2
+HANG_SECONDS = 600.0  # a limit against hangs only: the machine may be busy
 # NF4 base, dropout, accumulation, two epochs with a short last step each: 2 x 10 steps.
 OPTIONS = {
     "precision": "fp32",
@@ -81,8 +82,8 @@ class Job:
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
-    def wait(self, seconds: float = 60) -> list[int]:
-        """Exit statuses. When one rank ends the others are given some seconds, as torchrun does."""
+    def wait(self, seconds: float = HANG_SECONDS) -> list[int]:
+        """Exit statuses. When one rank ends the others are given a minute; torchrun gives them some seconds."""
         end = time.monotonic() + seconds
         while self.is_alive() and time.monotonic() < end:
             time.sleep(0.02)
@@ -91,7 +92,7 @@ class Job:
             for process in self.processes:
                 if signal_of_death and process.is_alive():
                     os.kill(process.pid or 0, signal_of_death)
-                process.join(20 if signal_of_death is None else 5)
+                process.join(60 if signal_of_death is None else 5)
         return [process.exitcode if process.exitcode is not None else -1 for process in self.processes]
 
     def output(self) -> str:
@@ -138,7 +139,7 @@ def status(output_dir: Path) -> dict[str, Any]:
     return content
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = HANG_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come about"

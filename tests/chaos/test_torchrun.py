@@ -12,7 +12,7 @@ import pytest
 
 from fsdp_qlora.cli.launch import is_from_an_agent
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import Job, ended, run, status, steps_done, wait_for
+from tests.chaos.harness import HANG_SECONDS, Job, ended, run, status, steps_done, wait_for
 from tests.tiny import ROOT, flags
 
 Same = Callable[[Path], None]
@@ -63,7 +63,7 @@ def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes],
         assert process.poll() is None, log(tmp_path)
         return steps_done(output_dir) >= step
 
-    wait_for(reached, seconds=90)
+    wait_for(reached)
 
 
 def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
@@ -109,7 +109,7 @@ def test_sigterm_to_the_launcher_is_passed_on_and_its_exit_status_is_the_documen
     process = start([sys.executable, str(ROOT / "train.py"), *flags(**options, nproc_per_node=2)])
     wait_for_step(tmp_path / "out", 3, process, tmp_path)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75, log(tmp_path)
+    assert process.wait(HANG_SECONDS) == 75, log(tmp_path)
     about = status(tmp_path / "out")
     assert about["state"] == "preempted" and about["saved_step"] == about["step"] < 20
     stopped = f"Stopped after step {about['step']} (SIGTERM)"
@@ -137,7 +137,7 @@ def test_a_killed_rank_ends_all_where_no_restart_is_allowed(
     wait_for_step(tmp_path / "out", 3, process, tmp_path)
     victims = workers(process)
     victims[1].kill()
-    assert process.wait(60) != 0 and all(map(is_gone, victims))
+    assert process.wait(HANG_SECONDS) != 0 and all(map(is_gone, victims))
     assert "Signal 9 (SIGKILL)" in log(tmp_path)
 
 
