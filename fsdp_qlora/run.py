@@ -77,7 +77,7 @@ def run(config: TrainConfig) -> None:
         timeout_minutes = max(30, 2 * config.hang_minutes)
         store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
         presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
-        with exits.telling_the_others(presence):
+        with exits.aborting_others(presence):
             with distributed.kept_until_all_connect(store, ranks):
                 plan = make_plan(config, ranks, store)
                 folder.check_keeps_model(plan.model.folder)

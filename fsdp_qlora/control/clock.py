@@ -1,8 +1,10 @@
-"""The clocks of a run. None of them is the time of day, which people and NTP change."""
+"""The clocks of a run, and its heartbeat. No clock is the time of day, which people and NTP change."""
 
 import time
 
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux has it
+# In their order within a step: the others wait for a rank in an earlier phase.
+PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
 _FAR = 10.0  # a duration so many times the second longest includes a pause
 
 
@@ -32,3 +34,14 @@ class Longest:
     def seconds(self) -> float:
         second, first = self._two
         return second if 0 < _FAR * second < first else first
+
+
+class Heartbeat:
+    """The step and phase that the training thread has reached, and when."""
+
+    def __init__(self) -> None:
+        self.step, self.phase, self.at = 0, PHASES[0], time.monotonic()
+
+    def beat(self, step: int, phase: str) -> None:
+        """Record that this rank has reached a phase (see PHASES) of a step. Cheap."""
+        self.step, self.phase, self.at = step, phase, time.monotonic()

@@ -62,23 +62,23 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
         raise
     except (UserError, TrainingError) as error:
         if isinstance(error, RankError):
-            watchdog.presence.end_others(str(error))
+            watchdog.presence.abort_or_exit(str(error))
             print_error(error)
         status.end("bad_input" if isinstance(error, UserError) else "failed", str(error))
         raise
     except Exception as error:
         if kind := exhausted_memory(error):
             failure: Exception = OutOfMemory(_describe_out_of_memory(error, kind, watchdog, memory_settings))
-            watchdog.presence.end_others(str(failure), state=how_it_ends(failure).state)
+            watchdog.presence.abort_or_exit(str(failure), state=how_it_ends(failure).state)
             print_error(failure)
         elif _is_lost(error):
-            watchdog.presence.end_if_asked_within(seconds=3)  # the rank with the cause reports it
+            watchdog.presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
             step = watchdog.heartbeat.step + 1
             failure = LostRank(f"The connection to another rank was lost in step {step}: it has ended.")
         else:
             text = _in_one_line(error) if isinstance(error, dist.DistBackendError) else error
             failure = Crashed(f"{type(error).__name__}: {text}")
-            watchdog.presence.end_others(str(failure))
+            watchdog.presence.abort_or_exit(str(failure))
             write_line("".join(traceback.format_exception(error)).rstrip())
             print_error(failure)
         status.end(how_it_ends(failure).state, str(failure))
@@ -86,26 +86,26 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
 
 
 @contextlib.contextmanager
-def telling_the_others(presence: Presence) -> Iterator[None]:
+def aborting_others(presence: Presence) -> Iterator[None]:
     """Before training begins, tell the other ranks why this one ends: they may wait for it until a timeout.
 
     Raises:
         LostRank: instead of an error in a collective or the store; the process ends here if the cause is known.
     """
-    with presence.shown():
+    with presence.announced():
         try:
             yield
         except Exception as error:
             if presence.is_starting and presence.ranks.world_size > 1:
-                _tell_or_learn_why(error, presence)
+                _abort_or_learn_why(error, presence)
             raise
 
 
-def _tell_or_learn_why(error: Exception, presence: Presence) -> None:
+def _abort_or_learn_why(error: Exception, presence: Presence) -> None:
     if not isinstance(error, LostRank) and not _is_lost(error):
-        presence.tell(str(error) or repr(error), state=how_it_ends(error).state)
+        presence.abort_others(str(error) or repr(error), state=how_it_ends(error).state)
         return
-    presence.end_if_asked_within(seconds=3)  # the rank with the cause reports it
+    presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
     if not isinstance(error, LostRank):
         message = "The connection to another rank was lost before training began: it has ended."
         raise LostRank(message) from error

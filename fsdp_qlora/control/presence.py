@@ -1,8 +1,8 @@
-"""Signs of life between the ranks, from the first contact to the end of training, through the store they share.
+"""Heartbeats between the ranks, from the first contact to the end of training, through the store they share.
 
 Before training ranks wait for each other in places that may rightly take long (a download, the reading of a model), in
-collectives and in the store. What ends such a wait, if a rank has failed or was never started, is this: each rank shows
-that it lives and watches one other, and the first one that fails tells all why.
+collectives and in the store. If a rank has failed or was never started, this ends the wait: each rank sends heartbeats
+and watches one other, and the first one that fails tells all why.
 """
 
 import contextlib
@@ -10,26 +10,87 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from fsdp_qlora.control.bounded_store import BoundedStore
 from fsdp_qlora.distributed import MAX_WAIT_MINUTES, Ranks
 from fsdp_qlora.errors import ENDINGS, note_reason, write_line
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 10.0  # between two looks: the whole machine was paused, so all times are too old
-_PULSE_SECONDS = 2.0  # between signs of life
-_SILENT_SECONDS = 30.0  # without a sign of life a rank counts as dead; NCCL alone would wait for many minutes
+_PULSE_SECONDS = 2.0  # between heartbeats
+_SILENT_SECONDS = 30.0  # without a heartbeat a rank counts as dead; NCCL alone would wait for many minutes
 _OWN_REASON_SECONDS = 3.0  # before training most ranks fail for the same reason, and have words of their own for it
 _ABORT = "abort"
-_STARTING, _TRAINING, _GOODBYE = b"starting", b"training", b"done"
+_SLICE_SECONDS = 0.5  # of a request to the store
+_Request = tuple[Callable[..., Any], tuple[Any, ...], "Future[Any]"]
+_STARTING, _TRAINING, _DONE = b"starting", b"training", b"done"
+
+
+class BoundedStore:
+    """A store whose requests end. torch's wait for as long as a host that is stopped, or lost, does not answer.
+
+    For one thread at a time.
+
+    Args:
+        store: used by a thread of this object alone.
+        seconds: for an answer, in slices: while this process or machine stands still none goes by.
+    Raises:
+        TimeoutError: by each request from the first one that is not answered in time.
+        Exception: raised by the store.
+    """
+
+    def __init__(self, store: dist.Store, *, seconds: float) -> None:
+        self._store, self._slices = store, max(1, round(seconds / _SLICE_SECONDS))
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        self._is_stuck = False
+        threading.Thread(target=self._work, name="store", daemon=True).start()
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(self._store.set, key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._ask(self._store.get, key)
+        return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(self._store.check, list(keys)))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        value: bytes = self._ask(self._store.compare_set, key, expected, desired)
+        return value
+
+    def close(self) -> None:
+        """End the thread. The object answers no more."""
+        self._is_stuck = True
+        self._requests.put(None)
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self._is_stuck:
+            raise TimeoutError("the store has not answered")
+        answer: Future[Any] = Future()
+        self._requests.put((function, arguments, answer))
+        for _ in range(self._slices):
+            if wait([answer], _SLICE_SECONDS).done:
+                return answer.result()
+        self._is_stuck = True
+        raise TimeoutError("the store has not answered")
+
+    def _work(self) -> None:
+        while (request := self._requests.get()) is not None:
+            function, arguments, answer = request
+            try:
+                answer.set_result(function(*arguments))
+            except Exception as error:
+                answer.set_exception(error)
 
 
 class Presence:
-    """This rank's signs of life, its neighbour's, and the reason of the first rank that fails.
+    """This rank's heartbeats, its neighbour's, and the reason of the first rank that fails.
 
     Args:
         store: shared by all ranks; this object has a connection of its own.
@@ -53,18 +114,18 @@ class Presence:
         self._neighbour = (ranks.rank + 1) % ranks.world_size  # each rank watches one other
         self._lock = threading.Lock()  # one request to the store at a time
         self._has_lost_store = False
-        self._heard = b""  # the neighbour's last sign of life
+        self._heard = b""  # the neighbour's last heartbeat
         self._pulse_at = self._heard_at = self._looked_at = time.monotonic()
         # Seen when, and which rank ends the run why and how. Kept, since the store may end before this rank does.
-        self._asked: tuple[float, int, str, str] | None = None
+        self._abort: tuple[float, int, str, str] | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="presence", daemon=True)
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show that this rank lives, and end it if another one fails or is missing, until training begins."""
+    def announced(self) -> Iterator[None]:
+        """Send heartbeats, and end this process if another rank fails or is missing, until training begins."""
         if self.ranks.world_size > 1:
-            self._tell()
+            self._announce()
             self._heard_at = self._looked_at = time.monotonic()
             self._thread.start()
         try:
@@ -73,24 +134,24 @@ class Presence:
             self._stop()
             raise
         self._stop()
-        self.say_goodbye()
+        self.mark_done()
         if isinstance(self._store, BoundedStore):
             self._store.close()
 
     def begin_training(self, where: Callable[[], str]) -> None:
-        """From now on another thread calls `look`, and silence counts sooner."""
+        """From now on another thread calls `check_peers`, and silence counts sooner."""
         self._stop()
         self.is_starting, self.where = False, where
         self._heard_at = self._looked_at = time.monotonic()
-        self._tell()
+        self._announce()
 
-    def say_goodbye(self) -> None:
-        """Silence counts no more: all ranks end what they do together."""
-        self._set(f"alive/{self.ranks.rank}", _GOODBYE.decode())
+    def mark_done(self) -> None:
+        """Silence no longer counts: all ranks end what they do together."""
+        self._set(f"alive/{self.ranks.rank}", _DONE.decode())
 
-    def tell(self, reason: str, *, state: str = "failed") -> None:
+    def abort_others(self, reason: str, *, state: str = "failed") -> None:
         """Make all other ranks end with this reason, unless another one was first. state: a key of errors.ENDINGS."""
-        with self.talking() as store:
+        with self.using_store() as store:
             store.compare_set(_ABORT, "", json.dumps([self.ranks.rank, reason, state]))
         if self.ranks.world_size > 1 and self.ranks.is_rank_0:
             time.sleep(2 * POLL_SECONDS)  # the store ends with this process: the others must read it first
@@ -98,32 +159,32 @@ class Presence:
             # Rank 0 may fail as well, and killed by the launcher it would leave the lock of the run's folder behind.
             time.sleep(4 * POLL_SECONDS)
 
-    def end_others(self, reason: str, *, state: str = "failed") -> None:
+    def abort_or_exit(self, reason: str, *, state: str = "failed") -> None:
         """Make all other ranks end quietly, since this one reports why. If another was first, end this one instead."""
-        self.tell(reason, state=state)
-        self._end_if_another_asked()
+        self.abort_others(reason, state=state)
+        self._exit_if_aborted_elsewhere()
 
-    def end_if_asked_within(self, seconds: float) -> None:
+    def exit_if_aborted(self, seconds: float) -> None:
         """End this process if another rank soon reports that it ends the run."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            self._end_if_another_asked()
+            self._exit_if_aborted_elsewhere()
             time.sleep(0.1)
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Check once, by the time at the start of the check: a pause during it is noticed by the next one."""
         now = time.monotonic()
         if now - self._looked_at > PAUSE_SECONDS:
             self._heard_at = now
         self._looked_at = now
-        self._end_if_another_asked(grace=_OWN_REASON_SECONDS if self.is_starting else 0.0)
-        if self.ranks.world_size > 1 and self._asked is None:
-            self._exchange_signs(now)
-            if now - self._heard_at > self._patience():
-                self._end_alone()
+        self._exit_if_aborted_elsewhere(grace=_OWN_REASON_SECONDS if self.is_starting else 0.0)
+        if self.ranks.world_size > 1 and self._abort is None:
+            self._exchange_heartbeats(now)
+            if now - self._heard_at > self._silence_limit():
+                self._exit_for_silence()
 
     @contextlib.contextmanager
-    def talking(self) -> Iterator[dist.Store | BoundedStore]:
+    def using_store(self) -> Iterator[dist.Store | BoundedStore]:
         """Use the store; if it has died with its host, or does not answer, replace it by an empty local one."""
         with self._lock:
             try:
@@ -133,7 +194,7 @@ class Presence:
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
-            self.look()
+            self.check_peers()
 
     def _stop(self) -> None:
         self._stopped.set()
@@ -141,27 +202,27 @@ class Presence:
             self._thread.join(5)
 
     def _set(self, key: str, value: str) -> None:
-        with self.talking() as store:
+        with self.using_store() as store:
             store.set(key, value)
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         self._pulse_at = time.monotonic()
         kind = _STARTING if self.is_starting else _TRAINING
         self._set(f"alive/{self.ranks.rank}", f"{kind.decode()} {self._pulse_at}")
 
-    def _exchange_signs(self, now: float) -> None:
-        """Give a sign of life every few seconds, and listen for the neighbour's."""
+    def _exchange_heartbeats(self, now: float) -> None:
+        """Send a heartbeat every few seconds, and look for the neighbour's."""
         if now - self._pulse_at > _PULSE_SECONDS:
-            self._tell()
-            with self.talking() as store:
+            self._announce()
+            with self.using_store() as store:
                 if store.check([f"alive/{self._neighbour}"]):
                     heard = store.get(f"alive/{self._neighbour}")
                     if heard != self._heard:
                         self._heard, self._heard_at = heard, now
-        if self._heard == _GOODBYE:
+        if self._heard == _DONE:
             self._heard_at = now
 
-    def _patience(self) -> float:
+    def _silence_limit(self) -> float:
         """Seconds that the neighbour may be silent. While it reads a model, Python may stand still for a while."""
         if self._has_lost_store or self._heard.startswith(_TRAINING):
             return _SILENT_SECONDS
@@ -169,21 +230,21 @@ class Presence:
             return self._missing_seconds
         return max(_SILENT_SECONDS, self._missing_seconds)
 
-    def _end_if_another_asked(self, grace: float = 0.0) -> None:
-        if self._asked is None:
-            with self.talking() as store:
+    def _exit_if_aborted_elsewhere(self, grace: float = 0.0) -> None:
+        if self._abort is None:
+            with self.using_store() as store:
                 if store.check([_ABORT]):
-                    self._asked = (time.monotonic(), *json.loads(store.get(_ABORT)))
-        if self._asked is None:
+                    self._abort = (time.monotonic(), *json.loads(store.get(_ABORT)))
+        if self._abort is None:
             return
-        at, rank, reason, state = self._asked
+        at, rank, reason, state = self._abort
         if rank != self.ranks.rank and time.monotonic() - at >= grace:
             self._end(state, f"Ended because of rank {rank}: {reason}", reason)
 
-    def _end_alone(self) -> None:
+    def _exit_for_silence(self) -> None:
         message = self._describe_silence()
         write_line(f"[rank {self.ranks.rank}] error: {message}")
-        self.tell(message)
+        self.abort_others(message)
         self._end("failed", message, message, is_said=True)
 
     def _end(self, state: str, message: str, reason: str, *, is_said: bool = False) -> NoReturn:
@@ -201,7 +262,7 @@ class Presence:
                 "keeps it, has ended, or its machine cannot be reached."
             )
         if not self._heard:
-            with self.talking() as store:
+            with self.using_store() as store:
                 absent = [rank for rank in range(self.ranks.world_size) if not store.check([f"alive/{rank}"])]
             names = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent or [self._neighbour]))}"
             return (
@@ -209,6 +270,6 @@ class Presence:
                 "met the others (its own output says why), or out of reach."
             )
         return (
-            f"Rank {self._neighbour} has given no sign of life for {self._patience():.0f} s, {self.where()}: "
+            f"Rank {self._neighbour} has given no sign of life for {self._silence_limit():.0f} s, {self.where()}: "
             "its process has ended or is stopped, or its machine cannot be reached."
         )

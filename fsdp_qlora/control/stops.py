@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_qlora.control import clock
-from fsdp_qlora.control.heartbeat import Heartbeat
+from fsdp_qlora.control.clock import Heartbeat
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError
 
 

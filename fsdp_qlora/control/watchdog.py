@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdp_qlora.control.heartbeat import PHASES, Heartbeat
+from fsdp_qlora.control.clock import PHASES, Heartbeat
 from fsdp_qlora.control.presence import PAUSE_SECONDS, POLL_SECONDS, Presence
 from fsdp_qlora.errors import ENDINGS, RunStopped, note_reason, write_line
 
@@ -57,20 +57,20 @@ class Watchdog:
             self._stopped.set()
             thread.join(5)
             if is_agreed:
-                self.presence.say_goodbye()
+                self.presence.mark_done()
 
     def _watch(self) -> None:
         self._looked_at = time.monotonic()
         while not self._stopped.wait(POLL_SECONDS):
-            self._look()
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Check once, by the time at the start of the check: a pause during it is noticed by the next one."""
         now = time.monotonic()
         if now - self._looked_at > PAUSE_SECONDS:  # the whole machine was paused
             self.heartbeat.at = now
         self._looked_at = now
-        self.presence.look()
+        self.presence.check_peers()
         if self.hang_seconds and now - self.heartbeat.at > self.hang_seconds:
             self._end_hanging()
 
@@ -80,7 +80,7 @@ class Watchdog:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             with stacks.open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-        everyone = self._ask_where_all_are()
+        everyone = self._gather_positions()
         with contextlib.suppress(Exception):  # NCCL's record of the last collectives, where there is one
             bindings = torch._C._distributed_c10d
             # torch 2.13 has the second only.
@@ -93,14 +93,14 @@ class Watchdog:
             self.presence.on_end("hung", message)
         os._exit(ENDINGS["hung"].exit_code)
 
-    def _ask_where_all_are(self) -> dict[int, dict[str, Any]]:
+    def _gather_positions(self) -> dict[int, dict[str, Any]]:
         """Rank -> its position, for the ranks whose watchdogs have noticed the hang within a few seconds."""
         where, is_waiting = _where(sys._current_frames().get(threading.main_thread().ident or 0))
         beat = self.heartbeat
         own = {"step": beat.step, "phase": beat.phase, "where": where, "is_waiting": is_waiting}
         everyone = {self.ranks.rank: own}
         end = time.monotonic() + _ANSWER_SECONDS
-        with self.presence.talking() as store:
+        with self.presence.using_store() as store:
             store.set(f"hang/{self.ranks.rank}", json.dumps(own))
             while len(everyone) < self.ranks.world_size and time.monotonic() < end:
                 for rank in set(range(self.ranks.world_size)) - everyone.keys():

@@ -34,10 +34,10 @@ class _Alone:
     def presence(self) -> "_Alone":
         return self
 
-    def end_others(self, reason: str, *, state: str = "failed") -> None:
+    def abort_or_exit(self, reason: str, *, state: str = "failed") -> None:
         """There are none."""
 
-    def end_if_asked_within(self, seconds: float) -> None:
+    def exit_if_aborted(self, seconds: float) -> None:
         """Nobody asks."""
 
 

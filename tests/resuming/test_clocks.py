@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fsdp_qlora.control import watchdog
-from fsdp_qlora.control.heartbeat import Heartbeat
+from fsdp_qlora.control.clock import Heartbeat
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.distributed import Ranks
@@ -85,16 +85,16 @@ def test_a_machine_that_stood_still_is_no_hang_and_a_hang_is_found_afterwards(
             guard.heartbeat.beat(1, "compute")
             with monkeypatch.context() as patch:
                 if during == "within a look":
-                    patch.setattr(presence, "look", lambda jump=jump: jump(2 * HOUR))
+                    patch.setattr(presence, "check_peers", lambda jump=jump: jump(2 * HOUR))
                 else:
                     jump(2 * HOUR)
-                guard._look()
+                guard._check()
             for _ in range(1799):  # of half a second each
                 clocks.work(0.5)
-                guard._look()
+                guard._check()
             assert not hanging
     begin = clocks.awake
     while not hanging:
         clocks.work(0.5)
-        guard._look()
+        guard._check()
     assert clocks.awake - begin < 2
