@@ -55,8 +55,9 @@ class FrozenProduct(NamedTuple):
 class QuantizedWeight(nn.Module):
     """One frozen weight of any shape, kept quantized. Base of the layers in QUANTIZERS.
 
-    Its parameters are frozen and hold bytes viewed as the compute dtype, so that FSDP2 gathers them unchanged.
-    `weight` holds the codes. Each row codes `row_weights` consecutive weights, so a shard can be quantized alone.
+    Its parameters are frozen. `weight` holds the codes, packed bytes viewed as the compute dtype. Each row codes
+    `row_weights` consecutive weights, so a shard can be quantized alone. At least one of the statistics is float32, so
+    that FSDP2 gathers a decoder block as bytes (see `sharding.parallelize.check_gathered_as_bytes`).
     """
 
     shape: tuple[int, ...]
@@ -74,10 +75,12 @@ class QuantizedWeight(nn.Module):
     # Bytes of its statistics that stay decoded while its decoder block is at work.
     decoded_statistics: int = 0
 
-    def _storage(self, rows: int, row_bytes: int) -> nn.Parameter:
-        """A parameter of `rows` times `row_bytes` (a multiple of the compute dtype's size), on the meta device."""
-        shape = (rows, row_bytes // self.compute_dtype.itemsize)
-        return nn.Parameter(torch.empty(shape, dtype=self.compute_dtype, device="meta"), requires_grad=False)
+    def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """A frozen parameter of `rows` times `row_bytes` on the meta device, viewed as `dtype` (the compute dtype)."""
+        dtype = dtype or self.compute_dtype
+        return nn.Parameter(
+            torch.empty(rows, row_bytes // dtype.itemsize, dtype=dtype, device="meta"), requires_grad=False
+        )
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the weight is decoded from, while they are gathered."""

@@ -60,11 +60,12 @@ class _Bnb4bitFormat(MatrixFormat):
 class Bnb4bitWeight(QuantizedWeight):
     """NF4 or FP4 weights in bitsandbytes' packing.
 
-    Parameters (frozen, quant_storage = compute dtype so that FSDP2 gathers their bytes unchanged):
-        weight: two codes per byte, [blocks, blocksize / 2 bytes]. Rows are blocks, so that a shard is
-            made of whole blocks and can be quantized by itself.
-        absmax: largest magnitude of each block; 1 byte each with double_quant, else float32.
-        nested_absmax: with double_quant, float32, one for each 256 absmax.
+    Parameters (frozen; quant_storage is the compute dtype):
+        weight: two codes per byte, [blocks, blocksize / 2 bytes] viewed as quant_storage. Rows are blocks, so that a
+            shard is made of whole blocks and can be quantized by itself.
+        absmax: largest magnitude of each block; with double_quant one byte each viewed as quant_storage, else
+            float32 [blocks, 1].
+        nested_absmax: with double_quant, float32 [blocks / 256, 1], one for each 256 absmax.
     Buffer:
         absmax_offset: with double_quant, float32 scalar, the mean of absmax; `offset` is its value.
     """
@@ -86,11 +87,11 @@ class Bnb4bitWeight(QuantizedWeight):
         self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
         if double_quant:
             self.absmax = self._storage(-(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize)
-            self.nested_absmax = self._storage(-(-self.num_blocks // NESTED_BLOCKSIZE), 4)
+            self.nested_absmax = self._storage(-(-self.num_blocks // NESTED_BLOCKSIZE), 4, torch.float32)
             self.statistics = ("absmax", "nested_absmax")
             self.register_buffer("absmax_offset", torch.zeros((), device="cpu"), persistent=False)
         else:
-            self.absmax = self._storage(self.num_blocks, 4)
+            self.absmax = self._storage(self.num_blocks, 4, torch.float32)
             self.statistics = ("absmax",)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -41,9 +41,9 @@ class _HqqFormat(MatrixFormat):
 class HqqWeight(QuantizedWeight):
     """Weights as codes of n_bits, with a scale and a zero for each group.
 
-    Parameters (frozen, bytes viewed as the compute dtype):
-        weight: the codes of a group in a row, [groups, group_size * n_bits / 8 bytes].
-        scale_zero: float16 scale and zero of each group, [groups, 4 bytes].
+    Parameters (frozen):
+        weight: the codes of a group in a row, [groups, group_size * n_bits / 8 bytes] viewed as the compute dtype.
+        scale_zero: float16 scale and zero of each group, [groups, 1] viewed as float32.
     """
 
     format: _HqqFormat
@@ -56,7 +56,7 @@ class HqqWeight(QuantizedWeight):
         self.format = _HqqFormat(self.shape, n_bits=n_bits, group_size=group_size)
         num_groups = -(-math.prod(shape) // group_size)
         self.weight = self._storage(num_groups, group_size * n_bits // 8)
-        self.scale_zero = self._storage(num_groups, 4)
+        self.scale_zero = self._storage(num_groups, 4, torch.float32)
 
     @staticmethod
     def decode_tensors(fmt: _HqqFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:

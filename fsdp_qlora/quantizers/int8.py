@@ -22,9 +22,9 @@ class _Int8Format(MatrixFormat):
 class Int8Weight(QuantizedWeight):
     """A matrix [out, in] as 8-bit integers, with one scale for each row; it multiplies 8-bit activations.
 
-    Parameters (frozen, bytes viewed as the compute dtype):
-        weight: int8 [out, in], rows padded to whole elements of the compute dtype.
-        row_scale: float32 [out], the largest magnitude of each row (bitsandbytes' SCB).
+    Parameters (frozen):
+        weight: int8 [out, in] viewed as the compute dtype, rows padded to whole elements of it.
+        row_scale: float32 [out, 1], the largest magnitude of each row (bitsandbytes' SCB).
     Args:
         int8_threshold: activations of at least this magnitude are multiplied in the compute dtype; 0 means none.
     """
@@ -39,7 +39,7 @@ class Int8Weight(QuantizedWeight):
         self.format = _Int8Format(self.shape, threshold=int8_threshold)
         row_bytes = -(-self.row_weights // compute_dtype.itemsize) * compute_dtype.itemsize
         self.weight = self._storage(out_features, row_bytes)
-        self.row_scale = self._storage(out_features, 4)
+        self.row_scale = self._storage(out_features, 4, torch.float32)
 
     @staticmethod
     def decode_tensors(fmt: _Int8Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:

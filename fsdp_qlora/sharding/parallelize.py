@@ -1,8 +1,10 @@
 """Distributes a model over the ranks: FSDP2 groups, and memory for the shards."""
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from fsdp_qlora.adapters.insert import (
 from fsdp_qlora.distributed import SHARDING_STRATEGIES, own_rows, padded_rows, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.precision import Precision
+from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.host_arena import split_arena
 from fsdp_qlora.sharding.prefetch import set_prefetch
 from fsdp_qlora.sharding.recompute import adapter_owners
@@ -31,6 +34,9 @@ from fsdp_qlora.sharding.vocabulary import look_up_on_host, lookup_of, share_voc
 from fsdp_qlora.sharding.weight_stream import is_streamed, modules_on_host, stream_weights, streamed_modules
 
 log = logging.getLogger("fsdp_qlora")
+
+# Gathers weights in their own dtype.
+_AS_STORED = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def shard_model(
@@ -44,6 +50,7 @@ def shard_model(
     """Apply FSDP2: per block one group of adapters and one of the rest, then embeddings, head and root.
 
     Frozen embeddings and heads that ranks share are never gathered in training (vocabulary.py).
+    Frozen weights are gathered as they are stored: only groups that train are cast to param_dtype.
 
     Adapters stay gathered until a step's last backward pass: they are small, and CPU offload and the second gather then
     move frozen bytes only. DoRA's magnitudes are a separate group, gathered in fp32.
@@ -53,32 +60,32 @@ def shard_model(
         cpu_offload: what is kept in host memory: nothing, all but adapters, or so many decoder blocks.
     """
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
-    policy = MixedPrecisionPolicy(
-        param_dtype=precision.param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    cast = dataclasses.replace(_AS_STORED, param_dtype=precision.param_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     on_host = {id(module) for module in modules_on_host(model, cpu_offload)}
-    not_fsdp2s = _not_fsdp2s(model, mesh, precision.param_dtype, cpu_offload)
+    ignored = _parameters_fsdp_ignores(model, mesh, precision.param_dtype, cpu_offload)
 
-    def shard(module: nn.Module, *, reshard: bool | None, besides: Iterable[nn.Parameter] = ()) -> None:
+    def shard(
+        module: nn.Module, *, reshard: bool | None, besides: Iterable[nn.Parameter] = (), policy: Any = cast
+    ) -> None:
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=offload if cpu_offload is True or id(module) in on_host else OffloadPolicy(),
-            ignored_params=not_fsdp2s.union(besides),
+            ignored_params=ignored.union(besides),
         )
 
     for block in find_blocks(model):
         if in_fp32 := magnitudes(block):
-            keep = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-            fully_shard(in_fp32, mesh=mesh, reshard_after_forward=False, mp_policy=keep)
+            fully_shard(in_fp32, mesh=mesh, reshard_after_forward=False, mp_policy=_AS_STORED)
         adapters = {parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()}
-        shard(block, reshard=reshard_after_forward, besides=adapters)
+        trains = any(parameter.requires_grad for parameter in {*block.parameters()} - adapters)
+        shard(block, reshard=reshard_after_forward, besides=adapters, policy=cast if trains else _AS_STORED)
         if owners := adapter_owners(block):
             base = {*block.parameters()} - adapters
-            fully_shard(owners, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=base)
+            fully_shard(owners, mesh=mesh, reshard_after_forward=False, mp_policy=cast, ignored_params=base)
     head = model.get_output_embeddings()
     if head is not None and not has_tied_embeddings(model):
         if lookup_of(model) is None:
@@ -88,15 +95,16 @@ def shard_model(
             shard(head, reshard=False)
     # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
     shard(model, reshard=None if reshard_after_forward else False)
+    check_gathered_as_bytes(model)
     _skip_backward_gathers(model)
     if shard_size(mesh) > 1 and not cpu_offload:
         set_prefetch(model)
 
 
-def _not_fsdp2s(
+def _parameters_fsdp_ignores(
     model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torch.dtype | None, cpu_offload: bool | int
 ) -> set[nn.Parameter]:
-    """The parameters that come to their modules on another way than FSDP2's, which is prepared here."""
+    """The parameters that FSDP2 does not manage: a shared vocabulary, or what a rank holds whole."""
     if shard_size(mesh) > 1:
         return share_vocabulary(model, mesh, param_dtype)
     found = _frozen_as_gathered(model, param_dtype)
@@ -106,12 +114,13 @@ def _not_fsdp2s(
     return found
 
 
-def _frozen_as_gathered(model: nn.Module, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
+def _frozen_as_gathered(model: PreTrainedModel, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
     """The frozen parameters whose gather would only be a copy, held in addition to the shards."""
+    in_blocks = {*find_blocks(model).parameters()}
     return {
         parameter
         for parameter in model.parameters()
-        if not parameter.requires_grad and (param_dtype is None or parameter.dtype == param_dtype)
+        if not parameter.requires_grad and (parameter in in_blocks or param_dtype in (None, parameter.dtype))
     }
 
 
@@ -209,6 +218,24 @@ def _leave_out_padding(parameter: torch.Tensor) -> None:
         return
     first, last = own_rows(parameter, parameter.device_mesh)
     parameter._local_tensor = parameter._local_tensor[: last - first]  # as FSDP2 does it
+
+
+def check_gathered_as_bytes(model: nn.Module) -> None:
+    """Check that FSDP2 gathers quantized weights as bytes.
+
+    FSDP2 copies a group's shards into its gather with `torch._foreach_copy_`. For 16-bit floats its CUDA kernel
+    computes in float32, which turns every NaN into 0x7fff (pytorch#159333), and packed codes are full of NaN patterns.
+    Where the parameters of a group have several dtypes, FSDP2 gathers all of them as uint8.
+
+    Raises:
+        AssertionError: the parameters of a decoder block with quantized weights have one 16-bit dtype.
+    """
+    for block in fsdp_modules(model):
+        assert isinstance(block, nn.Module)
+        quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]
+        codes = {module.weight.dtype for module in quantized if isinstance(module.weight, DTensor)}
+        statistics = {getattr(module, name).dtype for module in quantized for name in module.statistics}
+        assert codes <= {torch.float32} or len(codes | statistics) > 1, (codes, statistics)
 
 
 def fsdp_modules(model: nn.Module) -> Iterable[FSDPModule]:

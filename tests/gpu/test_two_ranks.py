@@ -41,6 +41,14 @@ def test_two_ranks_have_the_losses_of_one(how, inputs, tmp_path):
     holds(losses == pytest.approx(expected, rel=2e-2 if how == "bf16" else 1e-4), f"{losses}, one rank: {expected}")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_patterns_of_16_bits_survive_a_gather(ranks, tmp_path):
+    with started(["-m", "tests.gpu.programs.patterns", "--backend", BACKEND], tmp_path, ranks=ranks) as program:
+        statuses, output = program.wait(300), program.output()
+    assert "words changed" in output, output[-4000:]
+    holds(statuses == [0] * ranks, output[-4000:])
+
+
 @pytest.fixture
 def endless(inputs, tmp_path):
     """Options of a run that continues until it is stopped."""

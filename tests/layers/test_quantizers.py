@@ -84,7 +84,7 @@ def test_shards_are_the_same_bytes_on_any_number_of_ranks_and_the_librarys_own_v
         assert torch.equal(decoded, expected.to(dtype))
         assert all(torch.equal(part["decoded"], decoded) for part in parts), (kind, shape)
         for name, parameter in whole.named_parameters():  # nothing is held twice
-            assert sum(len(part[name]) for part in parts) == parameter.numel() * dtype.itemsize
+            assert sum(len(part[name]) for part in parts) == parameter.numel() * parameter.element_size()
 
 
 @pytest.mark.parametrize("kind", HQQ)

@@ -68,7 +68,8 @@ def count_collectives(step):
 def sizes(model_folder, shards):
     """Bytes that FSDP2 moves of the tiny model's parts: (embedding, blocks, adapters of blocks, head, norm).
 
-    A gather carries 16-bit elements, and the rows of each tensor filled up to a multiple of the shards.
+    A gather carries frozen weights as they are stored and trained ones as 16-bit elements, and the rows of each tensor
+    filled up to a multiple of the shards.
     """
     meta = build_model(
         AutoConfig.from_pretrained(model_folder),
@@ -85,8 +86,8 @@ def sizes(model_folder, shards):
     def gathered(module, trains=False):
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad == trains]
         rows = [-(-parameter.shape[0] // shards) * shards for parameter in parameters]
-        numbers = sum(row * p.numel() // p.shape[0] for row, p in zip(rows, parameters, strict=True))
-        return 2 * numbers
+        widths = [p.numel() // p.shape[0] * (2 if trains else p.element_size()) for p in parameters]
+        return sum(row * width for row, width in zip(rows, widths, strict=True))
 
     model = meta.model
     blocks = find_blocks(model)
