@@ -7,7 +7,6 @@ wandb, which needs a network (see wandb_sink.py).
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import logging
 import math
@@ -15,7 +14,7 @@ import os
 import shutil
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from tqdm import tqdm
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import (
     METRICS_FILE,
-    METRICS_SET_ASIDE,
     SAMPLES_FILE,
     Record,
     Sink,
@@ -138,22 +136,9 @@ class MetricLog:
 
 
 def refuse_sinks(names: Sequence[str]) -> None:
-    """Raise UserError if `log_to` names an unknown sink or one that is not installed, before anything is loaded."""
-    if errors := check_sinks(names):
-        raise UserError("\n".join(errors))
-
-
-def check_sinks(names: Sequence[str]) -> list[str]:
-    """The errors in `log_to`."""
-    errors = []
-    for name in names:
-        if name not in SINKS:
-            close = difflib.get_close_matches(name, SINKS, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            errors.append(f"log_to: there is no sink named {name!r}.{hint} Allowed: {', '.join(SINKS)}.")
-        elif problem := SINKS[name].problem():
-            errors.append(f"log_to: {problem}, or take it out of log_to.")
-    return errors
+    """Raise UserError if a sink in `log_to` cannot be used here, before anything is loaded."""
+    if problems := [problem for name in names if (problem := SINKS[name].problem())]:
+        raise UserError("\n".join(f"log_to: {problem}, or take it out of log_to." for problem in problems))
 
 
 def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bool) -> MetricLog:
@@ -162,7 +147,7 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     Args:
         is_rank_0: only rank 0 opens anything; the other ranks get a log that does nothing.
     Raises:
-        UserError: a sink is unknown or not installed. Nothing has been opened.
+        UserError: a sink is not installed. Nothing has been opened.
     """
     refuse_sinks(sinks)
     if not is_rank_0:
@@ -268,7 +253,7 @@ def copy_records(source: Path, output_dir: Path) -> None:
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     """Remove the records after a checkpoint from metrics.jsonl, atomically: the run will write them again.
 
-    Invalid lines are moved to METRICS_SET_ASIDE with a message, and do not stop the run.
+    Lines that are no records are removed too, with a message.
 
     Args:
         step: of the checkpoint. last_eval_step: of the last evaluation before the checkpoint was saved.
@@ -276,15 +261,15 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     path = output_dir / METRICS_FILE
     if not path.exists():
         return
-    kept, bad = [], {}
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):  # without what a crash has left unfinished
+    kept, num_damaged = [], 0
+    for line in path.read_bytes().split(b"\n")[:-1]:  # without a line that a crash has left unfinished
         record = _record(line)
         if record is None:
-            bad[number] = line
+            num_damaged += 1
         elif record["step"] <= (last_eval_step if "eval_loss" in record else step):
             kept.append(line)
-    if bad:
-        _set_aside(output_dir, bad)
+    if num_damaged:
+        log.info("%s: %d damaged line(s) were removed.", METRICS_FILE, num_damaged)
     with staged_file(path) as partial:
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
 
@@ -297,18 +282,6 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record else None
-
-
-def _set_aside(output_dir: Path, lines: Mapping[int, bytes]) -> None:
-    """Append lines, by their numbers, to METRICS_SET_ASIDE."""
-    path = output_dir / METRICS_SET_ASIDE
-    earlier = path.read_bytes() if path.exists() else b""
-    with staged_file(path) as partial:
-        partial.write_bytes(earlier + b"".join(line + b"\n" for line in lines.values()))
-    shown = ", ".join(map(str, list(lines)[:5])) + ", ..." * (len(lines) > 5)
-    log.info(
-        "%s: %d line(s) are no records (%s). They are now in %s.", METRICS_FILE, len(lines), shown, METRICS_SET_ASIDE
-    )
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -24,7 +24,6 @@ Record = Mapping[str, Any]
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-METRICS_SET_ASIDE = "metrics.jsonl.set_aside"  # lines of it that are no records
 
 
 @dataclass(frozen=True)
