@@ -1,6 +1,7 @@
 """A tokenizer as llama.cpp reads it from a GGUF file: byte-level BPE, or BPE made of a SentencePiece model."""
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -110,6 +111,7 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: Vocabulary) -> N
     if vocabulary.scores:
         writer.add_token_scores(vocabulary.scores)
         writer.add_add_space_prefix(vocabulary.puts_space_first)
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # it warns of templates for pairs of texts
     special = SpecialVocab(folder, n_vocab=len(vocabulary.tokens))
     special.merges = vocabulary.merges
     special.add_to_gguf(writer, quiet=True)
