@@ -74,7 +74,7 @@ def end_at_different_places(base: Path, answers: list[list[int]]) -> None:
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
 
 
-def test_greedy_answers_on_two_ranks_are_those_of_transformers_on_one(run: Path, base: Path, tmp_path: Path) -> None:
+def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run: Path, base: Path, tmp_path: Path) -> None:
     rows = make_rows(5, seed=9)
     for row in rows:
         row.pop("output")
@@ -104,7 +104,7 @@ def test_greedy_answers_on_two_ranks_are_those_of_transformers_on_one(run: Path,
     assert answers[1] in output or rows[1]["input"]
 
 
-def test_a_chat_goes_on_and_the_plain_base_completes(models: Models, tmp_path: Path) -> None:
+def test_a_chat_keeps_its_history_and_the_plain_base_completes(models: Models, tmp_path: Path) -> None:
     base = models()
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -143,7 +143,7 @@ def test_draws_follow_temperature_top_p_and_seed() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_separators_of_unicode_end_no_line_of_prompts_and_samples(tmp_path: Path) -> None:
+def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path: Path) -> None:
     text = "a\u2028b\x85c"
     path = tmp_path / "prompts.jsonl"
     path.write_text("\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -155,7 +155,7 @@ def test_separators_of_unicode_end_no_line_of_prompts_and_samples(tmp_path: Path
     assert [(row["step"], row["text"]) for row in read_records(tmp_path / "samples.jsonl")] == [(2, text), (4, text)]
 
 
-def test_samples_of_a_run_are_its_models_answers_and_change_nothing_of_it(models: Models, tmp_path: Path) -> None:
+def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_path: Path) -> None:
     rows, held_out = (
         write_rows(tmp_path / "rows.jsonl", make_rows(12)),
         write_rows(tmp_path / "eval.jsonl", make_rows(4)),

@@ -109,7 +109,7 @@ def test_a_tokenizer_of_sentencepiece_read_back_gives_the_same_tokens(
 @pytest.mark.parametrize(
     "options", [{}, {"use_rslora": True, "rank_pattern": {"k_proj": 2}, "alpha_pattern": {"o_proj": 3}}]
 )
-def test_an_adapter_alone_adds_to_the_bases_file_what_the_merged_one_has(
+def test_an_adapters_file_added_to_the_bases_is_the_merged_one(
     options: dict[str, object], models: Models, tmp_path: Path
 ) -> None:
     base, merged = models("llama"), tmp_path / "merged"

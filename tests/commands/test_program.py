@@ -69,7 +69,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"fsdp-qlora {fsdp_qlora.__version__}\n"
 
 
-def test_the_settings_that_come_along_are_listed_printed_and_used_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_settings_are_listed_printed_and_used_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["configs"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed] == [path.stem for path in sorted((ROOT / "configs").glob("*.yaml"))]

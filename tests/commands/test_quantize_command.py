@@ -66,7 +66,7 @@ def test_the_saved_model_trains_as_the_weights_it_was_made_of(models: Models, tm
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_a_mixture_of_experts_is_saved_for_train_py_with_what_a_run_quantizes(
+def test_a_mixture_of_experts_is_saved_as_a_run_quantizes_it(
     family: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_folder, "_PIECE_BYTES", 8192)  # weights in several pieces

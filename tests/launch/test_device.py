@@ -34,7 +34,7 @@ def nvidia_smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("cuda", "says"),
     [("13.0", "made for CUDA 13.0, cannot use them. Install a driver for CUDA 13.0"), (None, "is made for the CPU.")],
 )
-def test_a_card_that_torch_cannot_use_is_an_error_with_driver_cuda_and_command(
+def test_a_card_that_torch_cannot_use_is_an_error_that_helps(
     cuda: str | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)

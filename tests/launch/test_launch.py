@@ -48,7 +48,7 @@ if config.name == "fail" and rank == "1":
     print("this is the reason", file=sys.stderr)
     sys.exit(2)
 if config.name in ("fail", "sleep"):
-    time.sleep(120)
+    time.sleep(3600)
 """
 
 # Stands for torchrun: the same command line as its, and one worker.
@@ -74,7 +74,7 @@ def environment():
 
 
 def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def is_running(pid: int) -> bool:
@@ -96,7 +96,7 @@ def pids_of_workers(output: str) -> list[int]:
     return [int(line[line.index("pid") + 1]) for line in words]
 
 
-def test_one_process_becomes_two_and_bad_input_of_one_ends_both_with_its_status(entry, environment):
+def test_one_process_becomes_two_that_end_with_the_first_failure(entry, environment):
     result = run([sys.executable, entry, "--nproc_per_node", "2", "--name", "fail"], environment)
     assert result.returncode == 2
     assert result.stdout.splitlines()[0] == "Starting 2 processes, as asked for."
@@ -108,7 +108,7 @@ def test_one_process_becomes_two_and_bad_input_of_one_ends_both_with_its_status(
     assert not any(map(is_running, pids_of_workers(result.stdout)))
 
 
-def test_torchrun_without_a_number_starts_the_wanted_and_a_signal_to_it_ends_all(entry, environment, tmp_path):
+def test_torchrun_without_a_number_starts_all_and_a_signal_ends_all(entry, environment, tmp_path):
     output = tmp_path / "output"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     with output.open("w") as stream:
@@ -119,10 +119,10 @@ def test_torchrun_without_a_number_starts_the_wanted_and_a_signal_to_it_ends_all
             stderr=subprocess.STDOUT,
         )
     try:
-        assert wait_until(lambda: len(pids_of_workers(output.read_text())) == 2, seconds=60), output.read_text()
+        assert wait_until(lambda: len(pids_of_workers(output.read_text())) == 2, seconds=600), output.read_text()
     finally:
         launcher.send_signal(signal.SIGTERM)
-        status = launcher.wait(timeout=60)
+        status = launcher.wait(timeout=600)
     assert status != 0
     assert {"worker 0 of 2", "worker 1 of 2"} <= {line[:13] for line in output.read_text().splitlines()}
     assert not any(map(is_running, pids_of_workers(output.read_text())))
@@ -180,7 +180,7 @@ def listening() -> dict[int, str]:
     return {one.laddr.port: one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
 
 
-def test_nobody_outside_this_machine_reaches_the_store_of_a_run_on_it(entry, environment, monkeypatch):
+def test_the_store_of_a_run_listens_on_this_machine_only(entry, environment, monkeypatch):
     before = listening()
     command = [sys.executable, entry, "--nproc_per_node", "2", "--name", "sleep"]
     launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -199,7 +199,7 @@ def test_nobody_outside_this_machine_reaches_the_store_of_a_run_on_it(entry, env
     assert listening()[port] == "127.0.0.1" and store.add("a", 1) == 1
 
 
-def test_a_final_end_of_a_launchers_workers_keeps_torchrun_from_restarting_it(monkeypatch):
+def test_a_final_end_keeps_torchrun_from_restarting(monkeypatch):
     for name in filter(is_from_an_agent, list(os.environ)):
         monkeypatch.delenv(name)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -237,11 +237,11 @@ def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path
     assert is_running(pid)
     process.kill()
     process.wait()
-    assert wait_until(lambda: not is_running(pid), seconds=10)
+    assert wait_until(lambda: not is_running(pid), seconds=600)
     process.stdout.close()
 
 
-def test_a_rank_that_is_started_alone_ends_in_time_and_says_for_whom_it_waited(monkeypatch, capfd):
+def test_a_lone_rank_ends_in_time_and_names_the_missing_one(monkeypatch, capfd):
     port = _free_port()  # where nobody listens: rank 0 has died before it came so far
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -290,7 +290,7 @@ def test_a_planned_stop_is_no_error(monkeypatch, capsys):
         (130, KeyboardInterrupt),
     ],
 )
-def test_from_python_the_end_of_the_workers_is_raised_with_its_reason(status, raised, monkeypatch):
+def test_from_python_the_workers_end_is_raised_with_its_reason(status, raised, monkeypatch):
     for name in filter(is_from_an_agent, list(os.environ)):
         monkeypatch.delenv(name)
     seen = {}

@@ -15,7 +15,7 @@ from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
 from tests.parity.test_experts import FAMILIES
 from tests.reference import load_adapter, load_base
-from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
+from tests.tiny import PROBE, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 # What identifies a run besides what the adapter decides.
@@ -30,6 +30,13 @@ KINDS: dict[str, dict[str, object]] = {
     "bnb_dora": {"train_type": "bnb_dora", "lora_rank": 4, "lora_target_modules": "q_proj,down_proj"},
     "hqq_lora": {"train_type": "hqq_lora", "use_rslora": True, "lora_rank": 5},
     "pissa, saved in twice the rank": {"init_lora_weights": "pissa", "lora_rank": 3, "lora_alpha": 6},
+    "int8_lora": {"train_type": "int8_lora", "lora_rank": 4},
+    "hqq_dora": {"train_type": "hqq_dora", "lora_rank": 4, "lora_target_modules": "q_proj,down_proj"},
+    "experts": {
+        "lora_rank": 4,
+        "lora_target_modules": "q_proj",
+        "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+    },
 }
 
 
@@ -41,22 +48,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_held_out_loss_is_the_earlier_runs_last(
+def test_the_first_held_out_loss_is_the_last_of_the_adapters_run(
     kind: str, models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:
-    options = {"model_name": models(), **data, **KINDS[kind]}
-    train_ok(2, tmp_path / "first", **options)
+    model = models("mixtral", **FAMILIES["mixtral"]) if kind == "experts" else models()
+    train_ok(2, tmp_path / "first", model_name=model, **data, **KINDS[kind])
     first = read_metrics(tmp_path / "first", "eval_loss")
     assert abs(first[0] - first[-1]) > 1e-3
     rows = write_rows(tmp_path / "others.jsonl", make_rows(12, seed=7))
-    train_type = {"train_type": KINDS[kind].get("train_type", "qlora")}
-    for ranks in (1, 2):
-        output = train_ok(
-            ranks,
-            tmp_path / f"second_{ranks}",
-            **{"model_name": models(), **data, **train_type, "dataset": rows, "adapter": tmp_path / "first"},
-        )
-        second = read_metrics(tmp_path / f"second_{ranks}", "eval_loss")
+    given = {**data, "train_type": KINDS[kind].get("train_type", "qlora"), "dataset": rows}
+    for ranks in (1, 2) if kind.startswith("qlora") else (2,):
+        out = tmp_path / f"second_{ranks}"
+        output = train_ok(ranks, out, **given, model_name=model, adapter=tmp_path / "first")
+        second = read_metrics(out, "eval_loss")
         assert abs(second[0] - first[-1]) < 1e-6 and second[-1] != second[0], (ranks, first, second)
         assert f"The adapter starts from {tmp_path / 'first'}" in output
     # The second stage's result is one for the original base too, of the same form, and names its parent.
@@ -69,37 +73,6 @@ def test_the_first_held_out_loss_is_the_earlier_runs_last(
     run_id = json.loads((tmp_path / "first" / "run.json").read_text())["run_id"]
     assert record["parent"] == {"name": "first", "run_id": run_id, "step": 2}
     assert f"run {run_id} at step 2" in (tmp_path / "second_2" / "README.md").read_text()
-
-
-# Of these one start of each stage.
-MORE: dict[str, dict[str, object]] = {
-    "int8_lora": {"train_type": "int8_lora", "lora_rank": 4},
-    "hqq_dora": {"train_type": "hqq_dora", "lora_rank": 4, "lora_target_modules": "q_proj,down_proj"},
-    "experts": {
-        "lora_rank": 4,
-        "lora_target_modules": "q_proj",
-        "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
-    },
-}
-
-
-@pytest.mark.parametrize("kind", MORE)
-def test_the_first_held_out_loss_is_the_earlier_runs_last_on_two_ranks_after_one(
-    kind: str, models: Models, data: dict[str, object], tmp_path: Path
-) -> None:
-    model = models("mixtral", **FAMILIES["mixtral"]) if kind == "experts" else models()
-    train_ok(1, tmp_path / "first", model_name=model, **data, **MORE[kind])
-    first = read_metrics(tmp_path / "first", "eval_loss")
-    train_type = MORE[kind].get("train_type", "qlora")
-    given = {**data, "model_name": model, "train_type": train_type, "adapter": tmp_path / "first"}
-    train_ok(2, tmp_path / "second", **given)
-    second = read_metrics(tmp_path / "second", "eval_loss")
-    assert abs(second[0] - first[-1]) < 1e-6 and abs(first[0] - first[-1]) > 1e-3 and second[-1] != second[0]
-    shapes = [
-        {name: value.shape for name, value in load_file(tmp_path / run / "adapter_model.safetensors").items()}
-        for run in ("first", "second")
-    ]
-    assert shapes[0] == shapes[1]
 
 
 def peft_adapter(folder: Path, model: Path, **options: object) -> torch.Tensor:
@@ -187,25 +160,28 @@ def good(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", REFUSED)
+def start_all(argvs: list[list[str]]) -> int:
+    """0 if every start is refused."""
+    import train
+
+    return 0 if [train.main(argv) for argv in argvs] == [2] * len(argvs) else 1
+
+
 def test_an_adapter_that_does_not_fit_is_refused_by_name(
-    how: str, good: Path, models: Models, data: dict[str, object], tmp_path: Path
+    good: Path, models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:
-    folder, model = tmp_path / "adapter", models()
-    shutil.copytree(good, folder)
-    damage(folder, how)
-    if how == "other base":  # a copy in the hub's cache has a name there
-        model = tmp_path / "models--owner--this" / "snapshots" / "0"
-        shutil.copytree(models(), model)
-    if how != "not finite":
-        (spare := tmp_path / "without_weights").mkdir()
-        for path in model.iterdir():  # no weight is needed to refuse it
-            if path.suffix != ".safetensors" and how != "other base":
-                shutil.copy(path, spare / path.name)
-        model = model if how == "other base" else spare
-    given = {**data, "model_name": model, "adapter": folder, "output_dir": tmp_path / "out"}
-    statuses, output = run_ranks(2, flags(**given), tmp_path / "logs")
-    assert statuses == [2, 2] and REFUSED[how] in output, output[-3000:]
+    named, spare = tmp_path / "models--owner--this" / "snapshots" / "0", tmp_path / "without_weights"
+    shutil.copytree(models(), named)  # a copy in the hub's cache has a name there
+    shutil.copytree(models(), spare, ignore=shutil.ignore_patterns("*.safetensors"))  # no weight is needed to refuse it
+    given = {}
+    for how in REFUSED:
+        damage(shutil.copytree(good, tmp_path / how), how)
+        model = {"other base": named, "not finite": models()}.get(how, spare)
+        given[how] = flags(**data, model_name=model, adapter=tmp_path / how, output_dir=tmp_path / "out")
+    statuses, output = run_ranks(2, given.pop("not finite"), tmp_path / "logs")
+    assert statuses == [2, 2] and REFUSED["not finite"] in output, output[-3000:]
+    statuses, output = on_ranks(1, start_all, (list(given.values()),), tmp_path / "logs")
+    assert statuses == [0] and [how for how in given if REFUSED[how] not in output] == [], output[-6000:]
     assert not (tmp_path / "out").exists()
 
 
@@ -227,7 +203,7 @@ def test_other_weights_and_a_changed_file_are_refused(models: Models, data: dict
     assert statuses == [2, 2] and "adapter_model.safetensors has changed: its SHA-256 differs" in output
 
 
-def test_options_that_contradict_the_adapter_are_refused_and_the_others_are_its_own(good: Path, tmp_path: Path) -> None:
+def test_options_that_contradict_the_adapter_are_refused(good: Path, tmp_path: Path) -> None:
     words = ["--adapter", str(good), "--output_dir", str(tmp_path / "out")]
     config = parse_train_config(words)
     assert (config.lora_rank, config.lora_alpha, set(config.lora_target_modules)) == (4, 8, {"q_proj", "up_proj"})
