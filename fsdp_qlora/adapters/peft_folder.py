@@ -211,7 +211,7 @@ def _options(
     }
     settings = record.get("settings", {})
     if str(settings.get("init_lora_weights", "true")).startswith(("pissa", "olora")):
-        # Half of the rank is what was subtracted from the base: training goes on with the other half.
+        # One half of the rank is the part subtracted from the base: training continues with the other half.
         names = ("lora_rank", "lora_alpha", "rank_pattern", "alpha_pattern", "init_lora_weights")
         own = {name: settings.get(name) for name in names}
         if own["lora_rank"] is None or options["lora_rank"] != 2 * own["lora_rank"]:

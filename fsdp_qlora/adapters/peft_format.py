@@ -26,7 +26,7 @@ def _is_renamed(leaf: str, config: PretrainedConfig) -> bool:
 def reached_by_weight(targets: Sequence[str], config: PretrainedConfig) -> list[str]:
     """The layers that PEFT must be given as parameters, because it takes their names for other modules.
 
-    These are shared experts beside routed ones: PEFT takes names like up_proj for the routed experts. Given the
+    These are shared experts next to routed ones: PEFT takes names like up_proj for the routed experts. Given the
     shared expert's weight as a parameter, it does the same computation under the same names in the file.
     """
     renamed = {leaf for leaf in {path.rsplit(".", 1)[-1] for path in targets} if _is_renamed(leaf, config)}

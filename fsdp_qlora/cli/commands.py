@@ -55,8 +55,8 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    """Make of a checkpoint the folder that the run would have saved at that step: an adapter in PEFT's format with its
-    tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
+    """Export a checkpoint as the folder that the run would have saved at that step: an adapter in PEFT's format with
+    its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
     small files (for the llama_pro types its weights too).
     """
     names = ("best", "model_name", "base_name", "push_to_hub", "push_public")
@@ -102,20 +102,20 @@ def _merge_options(parser: argparse.ArgumentParser) -> None:
 
 def _merge(args: argparse.Namespace) -> None:
     """Merge an adapter (LoRA, DoRA and their variants; ours or PEFT's) into its base, as a folder that transformers and
-    vLLM load without PEFT. A piece of a tensor is in memory at a time. The base and how it was quantized are read from
-    the run's config.yaml beside the adapter; every option of training may be given instead, such as --model_name and
-    --train_type.
+    vLLM load without PEFT. Memory holds one piece of a tensor at a time. The base and how it was quantized are read
+    from the run's config.yaml beside the adapter; every option of training may be given instead, such as --model_name
+    and --train_type.
     """
     _refuse_bad_folder(args.out)
     config = run_options(Path(args.adapter).expanduser(), args.training_options)
     import torch
 
     from fsdp_qlora.commands.merge import check_base, one_process, open_merge, write_merged
-    from fsdp_qlora.commands.model_folder import check_is_new, free_at_once
+    from fsdp_qlora.commands.model_folder import check_is_new, return_freed_memory
     from fsdp_qlora.commands.verify import compare, read_rows
     from fsdp_qlora.distributed import read_ranks
 
-    free_at_once()
+    return_freed_memory()
     out = Path(args.out)
     check_is_new(out)
     ranks = read_ranks(config.device)
@@ -415,7 +415,7 @@ def _env(args: argparse.Namespace) -> None:
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
-    "export": Command("make an adapter of a checkpoint", _export, _export_options),
+    "export": Command("export a checkpoint as an adapter", _export, _export_options),
     "merge": Command("merge an adapter into its base", _merge, _merge_options, takes_training_options=True),
     "gguf": Command("write a merged model or an adapter for llama.cpp", _gguf, _gguf_options),
     "generate": Command("generate text", _generate, _generate_options, takes_training_options=True),

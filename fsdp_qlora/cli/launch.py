@@ -79,7 +79,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
         UserError: more processes are requested than there are visible GPUs, their number differs from torchrun's,
             or the address where they meet cannot be opened.
     """
-    if not _is_alone(argv):
+    if not _is_lone_by_default(argv):
         _check_started_by_another(config)
         _end_with_launcher()
         return None
@@ -94,7 +94,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
 
 
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
-    """Start the workers, even if it is one, and wait for them: nothing of the run stays behind in this process.
+    """Start the workers, even a single one, and wait for them, so that nothing of the run stays in this process.
 
     Args and Raises: as for `relaunch_if_needed`.
     """
@@ -113,8 +113,8 @@ def is_started_by_others() -> bool:
 # --- how this process was started ---
 
 
-def _is_alone(argv: list[str]) -> bool:
-    """Whether this is the only process of the run without having been told to be."""
+def _is_lone_by_default(argv: list[str]) -> bool:
+    """Whether this process is the only one of the run, though nobody asked for a single one."""
     others = any(int(os.environ.get(name) or 1) > 1 for name in ("WORLD_SIZE", "GROUP_WORLD_SIZE"))
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     return not others and not (by_torchrun and _torchrun_was_told_processes(argv))
@@ -220,7 +220,7 @@ def _run_workers(processes: int, words: list[str], master_addr: str, meeting_poi
 
 @contextlib.contextmanager
 def _environment_of_launcher(folder: str) -> Iterator[None]:
-    """Prepare the environment for the workers; afterwards restore it, and tell an outer torchrun of a final ending."""
+    """Prepare the environment for the workers; then restore it, and pass a final ending on to an outer torchrun."""
     before, note = dict(os.environ), Path(folder) / "end.json"
     try:
         _prepare_environment()
@@ -255,7 +255,7 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
 
 
 def _prepare_environment() -> None:
-    """Turn this process's environment, which the workers inherit, into a launcher's."""
+    """Set up the environment that the workers inherit."""
     # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer agent kills us.
     is_nested = "TORCHELASTIC_RUN_ID" in os.environ
     if is_nested:

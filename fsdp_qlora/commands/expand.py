@@ -16,7 +16,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import models
-from fsdp_qlora.commands.model_folder import check_is_new, new_model_folder, new_weights, read_pieces
+from fsdp_qlora.commands.model_folder import (
+    build_plain_model,
+    check_is_new,
+    new_model_folder,
+    new_weights,
+    read_pieces,
+)
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
@@ -49,13 +55,13 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
         raise UserError(f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights.")
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)
-    model, expanded = _build_plain_model(config), _build_plain_model(expanded_config)
+    model, expanded = (build_plain_model(of, torch.bfloat16) for of in (config, expanded_config))
     added = getattr(expanded_config, models.NEW_BLOCKS)
     zeros = {index: _output_weights(models.find_blocks(expanded)[index], config) for index in added}
     weight_files = WeightFiles(folder)
     copies = _plan_copies(model, expanded, weight_files, origins, zeros)
     for index in {tuple(names): index for index, names in zeros.items()}.values():
-        _check_identity(_build_plain_model(expanded_config), index, zeros[index])
+        _check_identity(build_plain_model(expanded_config, torch.bfloat16), index, zeros[index])
     with new_model_folder(out, folder) as partial:
         with new_weights(partial, {name: weight_files.form(copy.source) for name, copy in copies.items()}) as files:
             sources = {name: copy.source for name, copy in copies.items() if not copy.zero}
@@ -103,17 +109,6 @@ def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> Pretrain
     # _name_or_path is a local path, of no use to others.
     content.pop("_name_or_path", None)
     return type(config).from_dict(content)
-
-
-def _build_plain_model(config: PretrainedConfig) -> PreTrainedModel:
-    return models.build_meta_model(
-        config,
-        attn_implementation="eager",
-        dtype=torch.bfloat16,
-        compute_dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        experts_implementation="eager",
-    )
 
 
 def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Makes an adapter (or a model) for PEFT and transformers of a checkpoint, without a GPU or the base's weights."""
+"""Exports a checkpoint as an adapter (or a model) for PEFT and transformers, without a GPU or the base's weights."""
 
 import dataclasses
 import importlib.util
@@ -40,7 +40,7 @@ def export_checkpoint(
     """Write the result that the run itself would have saved at a checkpoint's step.
 
     Args:
-        source: a checkpoint, or a run, of which the newest is taken, or the `best`, of the lowest held-out loss.
+        source: a checkpoint, or a run: its newest checkpoint, or with `best` the one of the lowest held-out loss.
         out: absent or empty.
         model_name, base_name: replace the run's.
     Raises:
@@ -103,7 +103,7 @@ def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
     if TRAIN_TYPES[config.train_type].quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
         raise UserError(f"The run's train type is {config.train_type}, which needs the package hqq: pip install hqq.")
-    needs_weights = TRAIN_TYPES[config.train_type].trains_new_blocks  # the result has the base's tensors beside them
+    needs_weights = TRAIN_TYPES[config.train_type].trains_new_blocks  # the result holds the base's tensors too
     try:
         folder = hub.find_model_folder(config.model, with_weights=needs_weights, with_code=config.trust_remote_code)
     except UserError as error:

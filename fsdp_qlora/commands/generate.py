@@ -1,4 +1,4 @@
-"""Generates text with a model as it was trained: its base in the same precision, on the same cards, and its adapter."""
+"""Generates text with a model as it was trained: its base in the same precision, on the same cards, its adapter."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator
+from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
 from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question, read_questions
 from fsdp_qlora.load_model import load_model
 from fsdp_qlora.loading import hub
@@ -86,11 +86,7 @@ class LoadedModel:
             mine = range(start + self.ranks.rank, min(start + size, len(asked)), self.ranks.world_size)
             answers = [Answer(number, self.format.ids(asked[number])) for number in mine]
             self._generator.generate(answers)
-            text = json.dumps([[answer.number, self._result(answer)] for answer in answers])
-            everyone = [
-                pair for part in distributed.gather_texts(text, torch.device("cpu")) for pair in json.loads(part)
-            ]
-            yield [result for _, result in sorted(everyone, key=lambda pair: int(pair[0]))]
+            yield gather_answers(answers, self._result, torch.device("cpu"))
 
     def _result(self, answer: Answer) -> dict[str, Any]:
         finish = "stop" if answer.is_done else "length"
@@ -135,13 +131,13 @@ def answer_file(model: LoadedModel, path: Path, out: Path, batch_size: int) -> N
 
 
 def chat(model: LoadedModel, system: str) -> None:
-    """Answer what is typed, until its end. A conversation goes on if the model was trained on such."""
+    """Answer each line typed on rank 0 until the input ends. A model that was trained on chats sees earlier turns."""
     is_terminal = sys.stdin.isatty()
     messages = question("", system=system).messages[:-1]
     number = 0
     if model.ranks.is_rank_0 and is_terminal:
-        print("Ctrl-D ends, an empty line begins anew.", file=sys.stderr)
-    while (line := _typed(model.ranks, is_terminal)) is not None:
+        print("Ctrl-D ends the chat, an empty line clears its history.", file=sys.stderr)
+    while (line := _read_line(model.ranks, is_terminal)) is not None:
         if not line:
             messages = question("", system=system).messages[:-1]
             continue
@@ -152,7 +148,7 @@ def chat(model: LoadedModel, system: str) -> None:
             messages = [*asked.messages, {"role": "assistant", "content": text}]
 
 
-def _typed(ranks: Ranks, is_terminal: bool) -> str | None:
+def _read_line(ranks: Ranks, is_terminal: bool) -> str | None:
     """A line that was typed on rank 0, on every rank; None at the end."""
     line = ""
     if ranks.is_rank_0:

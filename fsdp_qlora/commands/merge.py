@@ -1,4 +1,4 @@
-"""Merges an adapter into its base: a model folder that needs no PEFT, made a piece of a tensor at a time."""
+"""Merges an adapter into its base: a model folder that loads without PEFT, written a piece of a tensor at a time."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from fsdp_qlora.commands.merging import (
     open_adapter,
     split_ends,
 )
-from fsdp_qlora.commands.model_folder import check_is_new, new_model_folder, new_weights
+from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
@@ -44,7 +44,7 @@ from fsdp_qlora.train_types import TrainType
 log = logging.getLogger("fsdp_qlora")
 
 BASES = ("original", "dequantized")
-# Files of a tokenizer, which the adapter's folder has as the run used them.
+# Files of the tokenizer, which are in the adapter's folder as the run used them.
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
@@ -110,8 +110,8 @@ def open_merge(adapter_path: Path, trained_on: TrainedOn) -> Merge:
     config = models.load_config(folder, name, trust_remote_code=with_code)
     stored = take_format(config)
     packed = take_settings(config, name)
-    changes = Changes(_plain_model(config, trained_on), adapter)
-    model = _plain_model(config, trained_on)
+    changes = Changes(build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter)
+    model = build_plain_model(config, torch.float32, trust_remote_code=with_code)
     quantized = _quantized_model(config, trained_on, packed) if trained_on.quantizer else None
     if packed and quantized is None:
         raise UserError(f"model_name {name} is quantized to 4 bits: give --train_type qlora, or the original model.")
@@ -129,18 +129,6 @@ def open_merge(adapter_path: Path, trained_on: TrainedOn) -> Merge:
     return Merge(folder, config, adapter, merged, layers, trained_on, is_decoded=bool(stored or packed))
 
 
-def _plain_model(config: PretrainedConfig, trained_on: TrainedOn) -> PreTrainedModel:
-    return models.build_meta_model(
-        config,
-        attn_implementation="auto",
-        dtype=torch.float32,
-        compute_dtype=torch.float32,
-        device=torch.device("cpu"),
-        experts_implementation="eager",
-        trust_remote_code=trained_on.trust_remote_code,
-    )
-
-
 def _quantized_model(
     config: PretrainedConfig, trained_on: TrainedOn, packed: Bnb4bitSettings | None
 ) -> PreTrainedModel:
@@ -154,7 +142,7 @@ def _quantized_model(
 
 @contextlib.contextmanager
 def one_process(ranks: Ranks) -> Iterator[DeviceMesh]:
-    """The mesh of this process alone."""
+    """A process group and mesh of this process only."""
     distributed.start_process_group(ranks)
     try:
         yield distributed.build_mesh(ranks, sharding_strategy="full_shard")
@@ -163,7 +151,7 @@ def one_process(ranks: Ranks) -> Iterator[DeviceMesh]:
 
 
 def check_base(merge: Merge, base: str) -> None:
-    """Refuse a base that cannot be had. Raises UserError."""
+    """Refuse a base that is not available. Raises UserError."""
     if base == "original" and merge.original.weights.packed:
         raise UserError(
             f"model_name {merge.trained_on.model_name} has 4-bit weights only. Give --base dequantized, or the model "

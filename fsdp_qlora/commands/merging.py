@@ -82,7 +82,7 @@ class LowRank:
         """Change, in place, rows of the weight.
 
         Args:
-            values: float32 [n, columns], rows `first` to `first + n` of the experts' rows one below the other.
+            values: float32 [n, columns], rows `first` to `first + n` of the experts' matrices, concatenated.
         """
         rows = self.left.shape[1]
         done = 0

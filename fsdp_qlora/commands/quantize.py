@@ -1,4 +1,4 @@
-"""Saves a model in 4 bits ahead of time."""
+"""Saves a model in bitsandbytes' 4-bit format."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora import models
-from fsdp_qlora.commands.model_folder import check_is_new, new_model_folder, new_weights, read_pieces
+from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
@@ -57,14 +57,7 @@ def _build_quantized_model(
 ) -> PreTrainedModel:
     if take_settings(config, name):
         raise UserError(f"model_name {name} is quantized to 4 bits already; train.py can load it as it is.")
-    model = models.build_meta_model(
-        config,
-        attn_implementation="auto",
-        dtype=torch.bfloat16,
-        compute_dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        trust_remote_code=trust_remote_code,
-    )
+    model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
     options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}
     quantize_linears(model, linears, "bnb_4bit", **options)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from fsdp_qlora import models
 from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
+from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import IGNORE_INDEX
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
@@ -31,7 +32,7 @@ from fsdp_qlora.models import canonical_name, find_blocks, has_tied_embeddings
 
 log = logging.getLogger("fsdp_qlora")
 
-_MOST_LOGITS = 2**28  # of which the probabilities are compared; they wait in a temporary file
+_MOST_LOGITS = 2**28  # whose probabilities are compared; they are kept in a temporary file
 
 
 class VerifyRow(NamedTuple):
@@ -112,15 +113,8 @@ class _Reference:
 def _evaluate(
     merge: Merge, merged: MergedModel, rows: list[VerifyRow], ranks: Ranks, reference: _Reference, title: str
 ) -> Result:
-    model = models.build_meta_model(
-        merge.config,
-        attn_implementation="auto",
-        dtype=torch.float32,
-        compute_dtype=torch.float32,
-        device=ranks.device,
-        experts_implementation="eager",
-        trust_remote_code=merge.trained_on.trust_remote_code,
-    )
+    with_code = merge.trained_on.trust_remote_code
+    model = build_plain_model(merge.config, torch.float32, ranks.device, trust_remote_code=with_code)
     if merged.copies and has_tied_embeddings(model):
         head = model.get_output_embeddings()
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)

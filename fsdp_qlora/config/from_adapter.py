@@ -1,4 +1,4 @@
-"""The options that an adapter to start from decides: --adapter."""
+"""--adapter: the options that the adapter decides."""
 
 import dataclasses
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.train_types import TRAIN_TYPES
 
-# What names the layers may say so in another way: whether they are the same is known when the model is.
+# They may name the same layers in another way, which is checked when the model is known.
 _NAMES_LAYERS = ("lora_target_modules", "lora_target_parameters", "modules_to_save")
 
 
@@ -45,7 +45,7 @@ def take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
         if name in given and name not in _NAMES_LAYERS and getattr(config, name) != value
     ]
     if errors:
-        raise UserError("\n  ".join([f"--adapter {config.adapter} goes on as it is:", *errors]))
+        raise UserError("\n  ".join([f"--adapter {config.adapter} decides its own options:", *errors]))
     taken = {name: value for name, value in adapter.options.items() if name not in given}
     config = dataclasses.replace(config, **taken)
     if errors := check(config):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +26,8 @@ from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.storage.files import staged_file
 
 log = logging.getLogger("fsdp_qlora")
+
+T = TypeVar("T")
 
 SAMPLE_TOKENS = 128  # of each answer of a training run, at most
 
@@ -175,6 +177,13 @@ class _Batch:
         return inputs
 
 
+def gather_answers(answers: Sequence[Answer], describe: Callable[[Answer], T], device: torch.device) -> list[T]:
+    """What `describe` says, in JSON's values, of the answers of all ranks, in the order of their prompts."""
+    text = json.dumps([[answer.number, describe(answer)] for answer in answers])
+    everything = [pair for part in gather_texts(text, device) for pair in json.loads(part)]
+    return [described for _, described in sorted(everything, key=lambda pair: int(pair[0]))]
+
+
 class Samples:
     """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder.
 
@@ -207,11 +216,10 @@ class Samples:
         with self._averaged():
             for turn in range(most):  # one at a time: the memory is that of the training
                 self._generator.generate(answers[turn : turn + 1], beat=beat)
-        texts = json.dumps([[answer.number, self._generator.text_of(answer)] for answer in answers])
-        everyone = [pair for part in gather_texts(texts, self._ranks.device) for pair in json.loads(part)]
+        texts = gather_answers(answers, self._generator.text_of, self._ranks.device)
         records = [
-            {"step": step, "prompt": self._questions[number].messages[-1]["content"], "text": text}
-            for number, text in sorted(everyone)
+            {"step": step, "prompt": asked.messages[-1]["content"], "text": text}
+            for asked, text in zip(self._questions, texts, strict=True)
         ]
         records = redact_values({"rows": records})["rows"]
         if self._ranks.is_rank_0:

@@ -1,4 +1,4 @@
-"""Prompts in the format of a run: from a question to the token ids in front of the answer."""
+"""Prompts in the format of a run: from a question to the token ids before the answer."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def question(text: str, *, system: str = "", context: str = "") -> Question:
 
 
 class PromptFormat:
-    """What stands around a question.
+    """The text around a question.
 
     Args:
         record: of data/rendering.py.
@@ -48,11 +48,11 @@ class PromptFormat:
 
     @property
     def keeps_history(self) -> bool:
-        """Whether earlier questions and answers go in front of a new one."""
+        """Whether a prompt begins with earlier questions and answers."""
         return bool(self._record["kind"] == CHAT)
 
     def ids(self, asked: Question) -> list[int]:
-        """The token ids in front of the answer.
+        """The token ids before the answer.
 
         Raises:
             UserError: the chat template refuses the conversation.
@@ -106,7 +106,7 @@ class PromptFormat:
 def chosen_format(
     dataset_format: str, prompt_template: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """The format of options alone, where no training has noted one: that of a chat if the tokenizer has one.
+    """The format by the options, for a model without a record of its training: a chat if the tokenizer has a template.
 
     Raises:
         UserError: there is no such template.

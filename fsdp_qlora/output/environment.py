@@ -74,7 +74,7 @@ def gpus() -> dict[str, str]:
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that change a run; of secret ones the name alone."""
+    """The environment variables that change a run, with the values of secret ones hidden."""
     names = sorted(name for name in os.environ if _VARIABLES.match(name))
     return {name: _value(name) for name in names}
 
