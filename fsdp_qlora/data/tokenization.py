@@ -121,6 +121,8 @@ def _render(
             read.append((number, row_format.read(row)))
         except BadRow as reason:
             report.reject(number, str(reason))
+        except RecursionError:
+            report.reject(number, "nested too deeply")
     rendered: list[tuple[int, Rendered]] = []
     for (number, _), made in zip(read, renderer.render_all([content for _, content in read]), strict=True):
         if isinstance(made, BadRow):

@@ -196,6 +196,10 @@ def turn(number: int, **change: Any) -> dict[str, Any]:
     return {"messages": [{**old, **change} if i == number else old for i, old in enumerate(TALK)]}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    return {"properties": nested(depth - 1)} if depth else {}
+
+
 NO_NAME = [{"type": "function", "function": {"arguments": "{}"}}]
 BAD_ROWS = {
     "no assistant turn, so nothing to learn": {"messages": TALK[:1]},
@@ -210,6 +214,7 @@ BAD_ROWS = {
     "empty messages": {"messages": []},
     "turn 2 has half a surrogate pair": turn(1, content="\ud800"),
     "tools is not JSON": {**GOOD, "tools": "{"},
+    "nested too deeply": {**GOOD, "tools": [nested(800)]},
 }
 
 
