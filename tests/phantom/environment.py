@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,6 @@ class Rank:
     status: int
     output: str
     summary: dict[str, Any]  # of counts.py, when it was asked for
-
-    def number(self, key: str) -> int:
-        return int(self.summary[key])
 
 
 def variables(folder: Path, settings: dict[str, object]) -> dict[str, str]:
@@ -71,22 +68,24 @@ def run(
     summary: bool = False,
     timeout_seconds: float = 240,
     is_fresh: bool = False,
+    while_running: Callable[[Sequence["Process"]], None] = lambda _: None,
 ) -> list[Rank]:
     """Run `python ARGUMENTS` on the stand-in as torchrun would: one process per rank, each on a GPU of its own machine.
 
     The processes are forked from one that has imported torch (forks.py), unless they are to be fresh.
 
     Args:
-        arguments: a script and its words; of a fresh process whatever python takes.
+        arguments: a script, or -m and a module, and its words; of a fresh process whatever python takes.
         folder: for the ranks' output, messages and summaries; made if need be.
         settings: more environment variables for all ranks; settings_of_rank for single ones.
         summary: record the whole process (counts.py).
+        while_running: is called now and then with the processes, one for each rank.
     Raises:
         TimeoutError: a rank was still running; all are ended, and the text has their output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = _free_port()
-    processes: list[Fresh | Forked] = []
+    processes: list[Process] = []
     for rank in range(ranks):
         own: dict[str, object] = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}
         own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
@@ -95,7 +94,7 @@ def run(
         own |= {**(settings or {}), **(settings_of_rank or {}).get(rank, {})}
         start = Fresh if is_fresh else Forked
         processes.append(start(list(map(str, arguments)), variables(folder, own), folder / f"rank{rank}.log"))
-    in_time = _wait(processes, timeout_seconds)
+    in_time = _wait(processes, timeout_seconds, while_running)
     ended = [_ended(process, folder, rank) for rank, process in enumerate(processes)]
     if not in_time:
         raise TimeoutError("\n".join(rank.output[-3000:] for rank in ended))
@@ -113,6 +112,9 @@ class Fresh:
     def poll(self) -> int | None:
         """Its exit status, once it has ended."""
         return self._process.poll()
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         self._process.kill()
@@ -138,11 +140,17 @@ class Forked:
             self._connection.close()
         return self._status
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
         self._status = int(self._answers.readline())
         self._connection.close()
+
+
+Process = Fresh | Forked
 
 
 @functools.cache
@@ -160,13 +168,14 @@ def _forks() -> str:
     return str(path)
 
 
-def _wait(processes: Sequence[Fresh | Forked], seconds: float) -> bool:
+def _wait(processes: Sequence["Process"], seconds: float, while_running: Callable[[Sequence["Process"]], None]) -> bool:
     """Wait for all; when one failed the others are given a moment and ended, as torchrun does."""
     end = time.monotonic() + seconds
     while any(process.poll() is None for process in processes) and time.monotonic() < end:
         time.sleep(0.05)
+        while_running(processes)
         if any(process.poll() for process in processes):
-            end = min(end, time.monotonic() + 15)
+            end = min(end, time.monotonic() + 30)
     in_time = time.monotonic() < end or any(process.poll() for process in processes)
     for process in processes:
         if process.poll() is None:
@@ -188,19 +197,15 @@ def subtract(more: dict[str, Any], less: dict[str, Any]) -> dict[str, Any]:
     """What one run did more than another: two summaries of runs that differ in their number of steps by one give the
     numbers of that step. Peaks of memory are those of the longer run."""
     difference: dict[str, Any] = {"memory": more["memory"]}
-    for key, value in more.items():
-        if isinstance(value, list):
-            difference[key] = _subtract_entries(value, less[key])
-        elif key == "kernel_names":
-            difference[key] = {name: count - less[key].get(name, 0) for name, count in value.items()}
-        elif key != "memory":
-            difference[key] = value - less[key]
+    for key in more.keys() - {"memory"}:
+        if isinstance(more[key], list):
+            counts = _counter(more[key])
+            counts.subtract(_counter(less[key]))
+            difference[key] = [{**dict(entry), "count": count} for entry, count in counts.items() if count]
+        else:
+            difference[key] = more[key] - less[key]
     return difference
 
 
-def _subtract_entries(more: list[dict[str, Any]], less: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    counter: Counter[tuple[Any, ...]] = Counter()
-    for entries, sign in ((more, 1), (less, -1)):
-        for entry in entries:
-            counter[tuple((key, value) for key, value in entry.items() if key != "count")] += sign * entry["count"]
-    return [{**dict(entry), "count": count} for entry, count in counter.items() if count]
+def _counter(entries: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
+    return Counter({tuple(pair for pair in entry.items() if pair[0] != "count"): entry["count"] for entry in entries})

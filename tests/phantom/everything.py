@@ -3,8 +3,7 @@
     python -m tests.phantom.everything [--only TEXT] [--ranks 2 1 4] [--seconds N]
 
 Not among the tests: it takes an hour on two cores. What has ended is not run again (--again: what has ended badly
-is); the table of docs/gpu.md is printed at the end. Ranks are forked from one process that has imported torch and
-transformers already, before CUDA is initialized: with that a run takes a few seconds.
+is); the table of docs/gpu.md is printed at the end.
 """
 
 import argparse
@@ -14,20 +13,15 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.phantom.forks import become  # first: it imports what ranks need without initializing CUDA
-
-# isort: split
-from fsdp_qlora.cli.main import main as run_program
-from tests.phantom import environment
 from tests.phantom.cases import COMMON, FAMILIES, MODELS, RUN, SHARDED, Case, cases
-from tests.tiny import ROOT, _free_port, flags, make_model, make_rows, write_rows
+from tests.phantom.environment import Process, Rank, run, why_not
+from tests.tiny import ROOT, flags, make_model, make_rows, write_rows
 
 FOLDER = ROOT / ".phantom_everything"  # models, the ranks' output, and what has ended
 
@@ -45,68 +39,37 @@ def make_models() -> None:
         write_rows(making / "other_rows.jsonl", make_rows(64, seed=1))
         (making / "prompts.txt").write_text("sort the list\nname a river\nwrite a number\n")
         command = ["scripts/block_expansion.py", "--model_name", making / "llama", "--out", making / "expanded"]
-        variables = environment.variables(FOLDER, {"CUDA_VISIBLE_DEVICES": ""})
+        variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
         subprocess.run(
             [sys.executable, *map(str, command), "--expansion_rate", "1"], cwd=ROOT, env=variables, check=True
         )
         making.rename(models)
 
 
-def fork_rank(program: str, arguments: list[str], log: Path, variables: dict[str, str]) -> int:
-    """The id of a new process that runs `fsdp-qlora PROGRAM` and writes its output to a file."""
-    if pid := os.fork():
-        return pid
-    environment_of_rank = {**os.environ, **variables}
-    become(lambda: run_program([program, *arguments]), [program, *arguments], environment_of_rank, str(log))
-
-
 def run_ranks(
     case: Case, num_ranks: int, program: str, options: Mapping[str, object], folder: Path, seconds: float
-) -> tuple[list[int], list[str]]:
-    """All ranks' exit statuses and outputs. The others are ended a while after one has ended badly."""
-    folder.mkdir(parents=True, exist_ok=True)
-    messages = folder / "messages"
-    shutil.rmtree(messages, ignore_errors=True)
-    messages.mkdir()
-    is_hybrid = "hybrid" in str(options.get("sharding_strategy"))
-    shared = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": num_ranks // 2 if is_hybrid else num_ranks}
-    shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": _free_port(), "PHANTOM_DIR": messages} | case.settings
-    logs, pids = [folder / f"rank{rank}.log" for rank in range(num_ranks)], []
-    for rank, log in enumerate(logs):
-        log.unlink(missing_ok=True)
-        own = shared | {"RANK": rank, "GROUP_RANK": rank // int(shared["LOCAL_WORLD_SIZE"])}
-        own |= case.settings_of_rank_1 if rank == 1 else {}
-        words = flags(**{name: value for name, value in options.items() if value is not None})
-        pids.append(fork_rank(program, words, log, {name: str(value) for name, value in own.items()}))
-    statuses = _wait(pids, seconds, lambda: _signal_when_stepping(case, pids, folder))
-    return statuses, [log.read_text(errors="replace") for log in logs]
+) -> list[Rank]:
+    per_machine = num_ranks // 2 if "hybrid" in str(options.get("sharding_strategy")) else num_ranks
+    of_rank: dict[int, dict[str, object]] = {rank: {"GROUP_RANK": rank // per_machine} for rank in range(num_ranks)}
+    of_rank.setdefault(1, {}).update(case.settings_of_rank_1)
+    metrics, is_sent = folder.parent / "output" / "metrics.jsonl", not case.signal_to_rank_1
 
+    def send_signal(processes: Sequence[Process]) -> None:
+        """To rank 1, once a step is done."""
+        nonlocal is_sent
+        if not is_sent and metrics.exists() and metrics.stat().st_size:
+            processes[1].send_signal(case.signal_to_rank_1)
+            is_sent = True
 
-def _signal_when_stepping(case: Case, pids: list[int], folder: Path) -> bool:
-    """Send the case's signal to rank 1 once a step is done; whether there is nothing (more) to send."""
-    metrics = folder / "output" / "metrics.jsonl"
-    if case.signal_to_rank_1 and metrics.exists() and metrics.stat().st_size:
-        os.kill(pids[1], case.signal_to_rank_1)
-        return True
-    return not case.signal_to_rank_1
-
-
-def _wait(pids: list[int], seconds: float, send: Callable[[], bool]) -> list[int]:
-    ended: dict[int, int] = {}
-    end, is_sent = time.monotonic() + seconds, False
-    while len(ended) < len(pids) and time.monotonic() < end:
-        time.sleep(0.05)
-        is_sent = is_sent or send()
-        for pid in set(pids) - set(ended):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                ended[pid] = os.waitstatus_to_exitcode(status)
-                if ended[pid]:
-                    end = min(end, time.monotonic() + 60)
-    for pid in set(pids) - set(ended):
-        os.kill(pid, signal.SIGKILL)
-        ended[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return [ended[pid] for pid in pids]
+    return run(
+        ["-m", "fsdp_qlora", program, *flags(**{name: value for name, value in options.items() if value is not None})],
+        folder,
+        ranks=num_ranks,
+        settings={"LOCAL_WORLD_SIZE": per_machine, **case.settings},
+        settings_of_rank=of_rank,
+        timeout_seconds=seconds,
+        while_running=send_signal,
+    )
 
 
 def run_case(case: Case, num_ranks: int, seconds: float) -> str:
@@ -127,10 +90,13 @@ def run_case(case: Case, num_ranks: int, seconds: float) -> str:
         }
 
     if case.first is not None:
-        run_ranks(case, case.first_ranks or num_ranks, "train", options(case.first), folder, seconds)
+        run_ranks(case, case.first_ranks or num_ranks, "train", options(case.first), folder / "first_run", seconds)
     own = options(case.options) if case.program == "train" else in_folders(case.options)
-    statuses, outputs = run_ranks(case, num_ranks, case.program, own, folder, seconds)
-    return _judge(case, statuses, outputs, folder)
+    try:
+        ended = run_ranks(case, num_ranks, case.program, own, folder / "run", seconds)
+    except TimeoutError:
+        return f"still running after {seconds:.0f} s"
+    return _judge(case, [rank.status for rank in ended], [rank.output for rank in ended], folder)
 
 
 def _judge(case: Case, statuses: list[int], outputs: list[str], folder: Path) -> str:
@@ -211,10 +177,6 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def in_the_environment() -> bool:
-    return "libphantom" in os.environ.get("LD_PRELOAD", "")
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name has this regular expression")
@@ -222,17 +184,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=240, help="the longest that a run may take")
     parser.add_argument("--again", action="store_true", help="run what has failed again")
     args = parser.parse_args(argv)
-    if reason := environment.why_not():
+    if reason := why_not():
         sys.exit(reason)
-    if not in_the_environment():
-        with _alone():
-            make_models()
-            return subprocess.run(
-                [str(environment.PYTHON), "-m", "tests.phantom.everything", *argv],
-                cwd=ROOT,
-                env=environment.variables(FOLDER, {"OMP_NUM_THREADS": 1}),
-            ).returncode
-    all_well = [run_cases(num_ranks, args.only, args.seconds, again=args.again) for num_ranks in args.ranks]
+    with _alone():
+        make_models()
+        all_well = [run_cases(num_ranks, args.only, args.seconds, again=args.again) for num_ranks in args.ranks]
     print_table()
     return 0 if all(all_well) else 1
 

@@ -13,7 +13,6 @@ import runpy
 import socketserver
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -38,7 +37,7 @@ class Handler(socketserver.StreamRequestHandler):
         request = json.loads(self.rfile.readline())
         pid = os.fork()
         if not pid:
-            become(run_script, **request)
+            become(**request)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.wfile.write(f"{pid}\n".encode())
             self.wfile.write(f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\n".encode())
@@ -59,8 +58,8 @@ class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
             sys.exit()
 
 
-def become(main: Callable[[], Any], words: list[str], environment: dict[str, str], output: str) -> NoReturn:
-    """Be a process whose program is `main`, with its words, and end as Python would.
+def become(words: list[str], environment: dict[str, str], output: str) -> NoReturn:
+    """Be a process that runs a script with its words, and end as Python would.
 
     Only the interpreter is not taken down: torch aborts where the thread of a backward pass is still freeing its graph.
     """
@@ -72,7 +71,8 @@ def become(main: Callable[[], Any], words: list[str], environment: dict[str, str
         os.environ.clear()
         os.environ |= environment
         sys.argv = words
-        status = main() or 0
+        run_script()
+        status = 0
     except SystemExit as end:
         status = end.code or 0
         if isinstance(status, str):
@@ -88,12 +88,16 @@ def become(main: Callable[[], Any], words: list[str], environment: dict[str, str
 
 
 def run_script() -> None:
-    """The script that sys.argv names."""
+    """The script that sys.argv names, or with -m the module."""
     import sitecustomize
 
-    sys.path.insert(0, str(Path(sys.argv[0]).parent.resolve()))
     sitecustomize.record_if_asked()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(sys.argv[0]).parent.resolve()))
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
