@@ -6,9 +6,24 @@ from pathlib import Path
 
 import pytest
 
+TIERS = {"slow": "also the tests that continuous integration runs", "nightly": "also those of the nightly runs"}
+
 # Before torch is imported: one thread per rank, and a cache of the tests' own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    for tier, tests in TIERS.items():
+        parser.addoption(f"--{tier}", action="store_true", help=tests)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of a tier that neither its option nor `-m` names."""
+    left_out = {tier for tier in TIERS if not config.getoption(tier) and tier not in config.getoption("markexpr")}
+    unwanted = [item for item in items if any(item.get_closest_marker(tier) for tier in left_out)]
+    config.hook.pytest_deselected(items=unwanted)
+    items[:] = [item for item in items if item not in unwanted]
 
 
 def pytest_configure(config: pytest.Config) -> None:

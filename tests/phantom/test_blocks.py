@@ -14,7 +14,7 @@ MOST_KERNELS = {"all": 192, "none": 154}
 MORE_KERNELS = {"8b": 0, "70b": 5}  # 4,096 of its tokens are more than a piece of lean/functions.py
 
 
-@pytest.mark.parametrize("shape", ["8b", "70b"])
+@pytest.mark.parametrize("shape", ["8b", pytest.param("70b", marks=pytest.mark.slow)])
 def test_a_block_keeps_what_the_formula_says_and_asks_for_so_many_kernels(shape, tmp_path):
     [rank] = run([ROOT / "tests/phantom/programs/blocks.py", shape], tmp_path, settings={"PHANTOM_GIB": 80})
     assert rank.status == 0, rank.output

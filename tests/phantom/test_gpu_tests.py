@@ -1,18 +1,44 @@
-"""Some of the GPU's tests on the stand-in: neither they nor their figures may grow old until a card is lent.
+"""What a day with a card would run, on the stand-in: none of it may grow old until one is lent.
 
-All of them take seven minutes: README.md has the command.
+All of it takes seven minutes: README.md has the commands.
 """
+
+import json
+
+import pytest
 
 from tests.phantom.environment import run
 from tests.tiny import ROOT
 
+pytestmark = pytest.mark.slow
 TESTS = [
     "test_memory.py::test_reserved_memory_is_what_the_stand_in_has_counted[8b on two ranks, 2 x 2048]",
     "test_two_ranks.py::test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks[2]",
 ]
+# tests/test_benchmarks.py has the others, on the CPU and with values.
+PARTS = ["box", "row: optimizer", "row: activation offload", "row: placement", "row: attention", "row: block functions"]
 
 
 def test_memory_and_its_lack_are_as_the_tests_for_a_gpu_want_them(tmp_path):
     command = ["-m", "pytest", "-m", "gpu", *(ROOT / "tests/gpu" / test for test in TESTS), "-p", "no:cacheprovider"]
     [rank] = run(command, tmp_path, settings={"FSDP_QLORA_GPU_TESTS": "stand-in"}, is_fresh=True)
     assert rank.status == 0 and "2 passed" in rank.output, rank.output[-6000:]
+
+
+def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
+    output, report = tmp_path / "gpu.json", tmp_path / "report.md"
+    command = [ROOT / "benchmarks/gpu.py", "--tiny", "--output", output, "--report", report, "--parts", *PARTS]
+    [rank] = run(command, tmp_path)
+    assert rank.status == 0, rank.output[-4000:]
+    assert "kernels compute nothing" in rank.output
+    parts = json.loads(output.read_text())["parts"]
+    assert [name for name, part in parts.items() if "error" in part] == []
+    assert len(parts["row: optimizer"]["rows"][0]["figures"]) == 4
+    assert "On the stand-in for CUDA" in report.read_text()
+
+
+def test_the_tests_of_the_cpu_run_on_a_machine_with_a_gpu(tmp_path):
+    # Their ranks are forked from a process that has imported bitsandbytes.
+    test = "tests/layers/test_sharding.py::test_frozen_weights_that_a_rank_has_whole_are_not_kept_twice"
+    [rank] = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "1-", test], tmp_path, is_fresh=True)
+    assert rank.status == 0, rank.output[-3000:]
