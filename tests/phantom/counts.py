@@ -1,34 +1,31 @@
 """What a program asked of the GPU, in plain numbers. For programs that run on the stand-in (README.md).
 
-    from tests.phantom.counts import recording
-
     with recording() as counts:
         train_step()
     assert [sync.line for sync in counts.syncs] == ["fsdp_qlora/training/trainer.py:120"]
-    assert counts.bytes_gathered("all_gather") == ...
 
 Only the standard library and, where the program has imported it, torch.
 """
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import sysconfig
-import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen", __file__)
 
 
-class _Operation(IntEnum):
+class Operation(IntEnum):
     """As in runtime/phantom.h."""
 
     KERNEL = 0
@@ -45,10 +42,10 @@ class _Operation(IntEnum):
 
 
 _DIRECTIONS = ("host_to_device", "device_to_host", "device_to_device", "host_to_host")
-_DIRECTION_BITS, _PINNED, _BLOCKING = 3, 4, 8
+COPY_DIRECTIONS, COPY_PINNED, COPY_BLOCKING = 3, 4, 8  # bits of a copy's detail
 
 
-class _Record(ctypes.Structure):
+class Record(ctypes.Structure):
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("size", ctypes.c_longlong),
@@ -61,30 +58,18 @@ class _Record(ctypes.Structure):
     )
 
 
-class Place(NamedTuple):
-    """Python lines that were running, as path:number; "" where there was none (a thread of C++)."""
-
-    line: str  # the innermost that is not of a library: of this repository or of the test's own script
-    caller: str  # the innermost of all
-
-
-_NOWHERE = Place("", "")
-
-
 class Sync(NamedTuple):
-    """The host waited for the device."""
+    """The host waited for the device. The line is the innermost of the program, "" where no Python was running."""
 
     call: str
     line: str
-    caller: str
 
 
 class Copy(NamedTuple):
     kind: str  # host_to_device, device_to_host, device_to_device, host_to_host
     bytes: int
     pinned: bool  # the host's side; True where there is none
-    blocking: bool
-    stream: int
+    stream: int  # 0: where the device computes; 1: another one, whose number differs from run to run
     line: str
 
 
@@ -93,102 +78,72 @@ class Collective(NamedTuple):
     bytes: int  # of the whole: what an all_gather returns, what a reduce_scatter is given
     group: int  # communicators are numbered as they are made
     group_size: int
-    stream: int
 
 
 @dataclass
 class Counts:
-    """Everything between the start and the end of a recording. Bytes, seconds, plain counts."""
+    """Everything between the start and the end of a recording."""
 
-    syncs: list[Sync] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    kernel_names: Counter[str] = field(default_factory=Counter)  # mangled; without matrix products and memsets
+    kernels: int = 0  # all that was launched: kernels, matrix products and memsets
     matrix_products: int = 0
-    multiply_adds: int = 0  # of the matrix products
-    memsets: int = 0
-    mallocs: list[int] = field(default_factory=list)  # bytes of each piece of device memory asked for
-    frees: list[int] = field(default_factory=list)
-    pinned_allocations: list[int] = field(default_factory=list)
-    event_records: int = 0
-    event_waits: int = 0  # one stream waits for another
-    host_cpu_seconds: float = 0.0
+    mallocs: int = 0
+    pinned_allocations: int = 0
+    syncs: Counter[Sync] = field(default_factory=Counter)
+    copies: Counter[Copy] = field(default_factory=Counter)
+    collectives: Counter[Collective] = field(default_factory=Counter)
     memory: dict[str, int] = field(default_factory=dict)  # see memory_now
 
-    @property
-    def kernels(self) -> int:
-        """All that was launched: kernels, matrix products and memsets."""
-        return sum(self.kernel_names.values()) + self.matrix_products + self.memsets
+    def add(self, record: Record, line: str) -> None:
+        name, size, operation = record.name.decode(), record.size, Operation(record.operation)
+        self.kernels += operation in (Operation.KERNEL, Operation.GEMM, Operation.MEMSET)
+        self.matrix_products += operation == Operation.GEMM
+        self.mallocs += operation == Operation.MALLOC
+        self.pinned_allocations += operation == Operation.PIN
+        if operation == Operation.COPY:
+            kind = _DIRECTIONS[record.detail & COPY_DIRECTIONS]
+            self.copies[Copy(kind, size, bool(record.detail & COPY_PINNED), min(record.stream, 1), line)] += 1
+        elif operation == Operation.SYNC:
+            self.syncs[Sync(name, line)] += 1
+        elif operation == Operation.COLLECTIVE:
+            self.collectives[Collective(name, size, record.detail, record.ranks)] += 1
 
-    def collective_bytes(self, kind: str) -> int:
-        return sum(collective.bytes for collective in self.collectives if collective.kind == kind)
-
-    def copied_bytes(self, kind: str) -> int:
-        return sum(copy.bytes for copy in self.copies if copy.kind == kind)
-
-    def summary(self) -> dict[str, object]:
-        """For JSON: equal entries are one entry with its count, so that two runs can be subtracted."""
+    def summary(self) -> dict[str, Any]:
+        """For JSON."""
         return {
-            "kernels": self.kernels,
-            "kernel_names": dict(self.kernel_names),
-            "matrix_products": self.matrix_products,
-            "multiply_adds": self.multiply_adds,
-            "mallocs": len(self.mallocs),
-            "frees": len(self.frees),
-            "pinned_allocations": len(self.pinned_allocations),
-            "event_records": self.event_records,
-            "event_waits": self.event_waits,
-            "host_cpu_seconds": self.host_cpu_seconds,
-            "memory": self.memory,
-            "syncs": _counted(self.syncs),
-            # Numbers of streams differ from run to run, but for the default stream's.
-            "copies": _counted([copy._replace(stream=min(copy.stream, 1)) for copy in self.copies]),
-            "collectives": _counted(self.collectives, leave_out="stream"),
+            name: [{**entry._asdict(), "count": count} for entry, count in value.items()]
+            if isinstance(value, Counter)
+            else value
+            for name, value in vars(self).items()
         }
-
-
-def _counted(entries: list, leave_out: str = "") -> list[dict[str, object]]:
-    counter: Counter[tuple] = Counter()
-    for entry in entries:
-        counter[tuple((name, value) for name, value in entry._asdict().items() if name != leave_out)] += 1
-    return [{**dict(entry), "count": count} for entry, count in counter.items()]
 
 
 # ---- the library
 
 
+@functools.cache
 def _library() -> ctypes.CDLL:
     """The stand-in that is preloaded into this process."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "phantom_start"):
         raise RuntimeError("libphantom.so is not preloaded into this process: see tests/phantom/README.md")
     library.phantom_count.restype = ctypes.c_longlong
-    library.phantom_read.argtypes = (ctypes.POINTER(_Record), ctypes.c_longlong, ctypes.c_longlong)
+    library.phantom_read.argtypes = (ctypes.POINTER(Record), ctypes.c_longlong, ctypes.c_longlong)
     return library
 
 
-_PlaceCallback = ctypes.CFUNCTYPE(ctypes.c_int)
-_place_numbers: dict[Place, int] = {}
+_numbers: dict[str, int] = {}
 
 
-def _name(frame: FrameType) -> str:
-    path = frame.f_code.co_filename
-    return f"{path.split('site-packages' + os.sep)[-1].removeprefix(ROOT)}:{frame.f_lineno}"
-
-
-def _find_place() -> int:
-    """The number of the place where this thread's Python stands."""
+def _find_line() -> int:
+    """The number of the innermost line of this thread that is not of a library."""
     frame: FrameType | None = sys._getframe().f_back
-    caller, line = frame, None
-    while frame is not None and line is None:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            line = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    place = Place(_name(line) if line else "", _name(caller) if caller else "")
-    return _place_numbers.setdefault(place, len(_place_numbers))
+    line = f"{frame.f_code.co_filename.removeprefix(ROOT)}:{frame.f_lineno}" if frame else ""
+    return _numbers.setdefault(line, len(_numbers))
 
 
-_callback = _PlaceCallback(_find_place)  # kept here: C holds only its address
+_callback = ctypes.CFUNCTYPE(ctypes.c_int)(_find_line)  # kept here: C holds only its address
 
 
 def memory_now(reset_peak: bool = False) -> dict[str, int]:
@@ -212,38 +167,29 @@ def memory_now(reset_peak: bool = False) -> dict[str, int]:
 # ---- recording
 
 
-_began = 0.0
-
-
-def start() -> None:
+def start(*, lines: bool = True) -> None:
     """Forget what was recorded and record from here on, in all threads; peaks start again."""
-    global _began
-    library = _library()
-    library.phantom_stop()
-    library.phantom_clear()
+    _library().phantom_stop()
+    _library().phantom_clear()
     memory_now(reset_peak=True)
-    _began = time.process_time()
-    library.phantom_start(_callback)
+    _library().phantom_start(_callback if lines else None)
 
 
-def snapshot() -> Counts:
-    """What was recorded since start(); the recording goes on."""
-    seconds = time.process_time() - _began
-    library = _library()
-    number = library.phantom_count()
-    records = (_Record * number)()
-    library.phantom_read(records, 0, number)
-    counts = Counts(host_cpu_seconds=seconds, memory=memory_now())
-    places = list(_place_numbers)
-    for record in records:
-        _add(counts, record, places[record.place] if record.place >= 0 else _NOWHERE)
-    return counts
+def read_records(first: int = 0) -> list[Record]:
+    """The records from number `first` on."""
+    number = max(_library().phantom_count() - first, 0)
+    records = (Record * number)()
+    _library().phantom_read(records, first, number)
+    return list(records)
 
 
 def stop() -> Counts:
     """End the recording and return it."""
     _library().phantom_stop()
-    return snapshot()
+    counts, lines = Counts(memory=memory_now()), list(_numbers)
+    for record in read_records():
+        counts.add(record, lines[record.place] if record.place >= 0 else "")
+    return counts
 
 
 @contextlib.contextmanager
@@ -255,33 +201,3 @@ def recording() -> Iterator[Counts]:
         yield counts
     finally:
         vars(counts).update(vars(stop()))
-
-
-def _add(counts: Counts, record: _Record, place: Place) -> None:
-    name, size = record.name.decode(), record.size
-    match _Operation(record.operation):
-        case _Operation.KERNEL:
-            counts.kernel_names[name] += 1
-        case _Operation.GEMM:
-            counts.matrix_products += 1
-            counts.multiply_adds += size
-        case _Operation.MEMSET:
-            counts.memsets += 1
-        case _Operation.COPY:
-            kind = _DIRECTIONS[record.detail & _DIRECTION_BITS]
-            pinned, blocking = bool(record.detail & _PINNED), bool(record.detail & _BLOCKING)
-            counts.copies.append(Copy(kind, size, pinned, blocking, record.stream, place.line))
-        case _Operation.SYNC:
-            counts.syncs.append(Sync(name, *place))
-        case _Operation.COLLECTIVE:
-            counts.collectives.append(Collective(name, size, record.detail, record.ranks, record.stream))
-        case _Operation.MALLOC:
-            counts.mallocs.append(size)
-        case _Operation.FREE:
-            counts.frees.append(size)
-        case _Operation.PIN:
-            counts.pinned_allocations.append(size)
-        case _Operation.EVENT_RECORD:
-            counts.event_records += 1
-        case _Operation.EVENT_WAIT:
-            counts.event_waits += 1

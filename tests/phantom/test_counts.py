@@ -37,7 +37,6 @@ def two_ranks(tmp_path_factory):
 def test_kernels_and_matrix_products_are_counted_one_by_one(one_rank):
     assert one_rank["kernels"] == 4  # add, mul, fill and the product
     assert one_rank["matrix_products"] == 1
-    assert one_rank["multiply_adds"] == 64 * 32 * 16
 
 
 def test_a_wait_is_counted_once_with_the_line_that_caused_it(one_rank):
