@@ -32,7 +32,7 @@ from fsdp_qlora.precision import PRECISIONS, choose_precision
 from fsdp_qlora.sharding import parallelize
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
-from fsdp_qlora.training.fit_recompute import fit_recompute
+from fsdp_qlora.training.probes import fit_recompute
 
 BLOCKS = 8
 # Quantiles 0/32, 1/32, ... of 999 Alpaca rows' lengths in tokens, with SmolLM2's tokenizer, context 512; 74% learned.

@@ -51,7 +51,7 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
 def why_not(model: PreTrainedModel) -> str | None:
     """What a model lacks so that documents cannot lie in one row, by its structure; None if nothing is known.
 
-    The rest is found by a trial (training/trial.py). Models that flash-attn can compute get everything that a mask
+    The rest is found by a probe (training/probes.py). Models that flash-attn can compute get everything that a mask
     would say, such as sliding windows, as arguments of the attention function.
     """
     parameters = inspect.signature(type(model).forward).parameters

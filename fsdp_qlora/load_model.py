@@ -27,8 +27,8 @@ from fsdp_qlora.quant_cache.cache import open_cache
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
+from fsdp_qlora.training.probes import probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
-from fsdp_qlora.training.trial import why_padded
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -123,7 +123,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
 def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
     """The schedule, with padding if the loaded model needs it. Called on every rank."""
     model_plan = plan.model
-    reason = why_padded(
+    reason = probe_packing(
         model_plan.meta.model,
         model_plan.documents,
         ranks,

@@ -380,7 +380,7 @@ def memory_lines(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> list[str
 
 
 def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:
-    """How many decoder blocks recompute when the run starts; with auto all, until a trial has found what fits.
+    """How many decoder blocks recompute when the run starts; with auto all, until probes have found what fits.
 
     Raises:
         UserError: the model does not have so many.

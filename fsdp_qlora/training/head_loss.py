@@ -79,7 +79,7 @@ def _bytes_per_logit(dtype: torch.dtype) -> int:
 
 
 def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
-    """Let a sharded model's base and head compute a loss together, as `find_head_loss` has tried.
+    """Let a sharded model's base and head compute a loss together, as `probe_head_loss` has tried.
 
     FSDP2 gathers weights around `forward`, and around methods that are registered with it.
     """

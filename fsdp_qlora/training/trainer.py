@@ -26,11 +26,10 @@ from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.precision import Precision
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
-from fsdp_qlora.training.fit_recompute import GpuMeter, MemoryWatch, fit_recompute
 from fsdp_qlora.training.head_loss import learned_rows
-from fsdp_qlora.training.head_trial import few_tokens, find_head_loss
 from fsdp_qlora.training.loss import summed_loss, target_positions
 from fsdp_qlora.training.loss_scale import LossScale
+from fsdp_qlora.training.probes import GpuMeter, MemoryWatch, few_tokens, fit_recompute, probe_head_loss
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -89,7 +88,7 @@ class Trainer:
         self.memory_watch: MemoryWatch | None = None
         few = self._few_tokens()
         with self._attention(), self._autocast(), same_tokens(model, few["input_ids"]):
-            self.head_loss = find_head_loss(model, self._inputs(few))
+            self.head_loss = probe_head_loss(model, self._inputs(few))
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.
@@ -231,7 +230,7 @@ class Trainer:
             too_few=too_few,
         )
         self.memory_watch = MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
-        log.info("Recompute: %d of %d blocks, found by trial.", number, self.memory_watch.blocks)
+        log.info("Recompute: %d of %d blocks, found by probing.", number, self.memory_watch.blocks)
 
     @torch.no_grad()
     def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:

@@ -135,7 +135,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama, trained head": {"trained": True},
     "llama, tied and trained": {"tie_word_embeddings": True, "trained": True},
     "gemma2": {"final_logit_softcapping": 2.0, "trained": True},
-    "granite": {"logits_scaling": 3.0},
+    "granite": {"logits_scaling": 3.0},  # a divisor
+    "hyperclovax": {"logits_scaling": 3.0},  # a factor
     "cohere": {"logit_scale": 0.25},
     "phi": {"trained": True},  # its head has a bias
 }
@@ -146,7 +147,7 @@ class _OwnLogits(LlamaForCausalLM):
 
     def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         output = super().forward(input_ids=input_ids, **kwargs)
-        output.logits = output.logits + input_ids[..., None]
+        output.logits = output.logits * (1 + input_ids[..., None] % 2)
         return output
 
 
@@ -154,7 +155,7 @@ def _compare(folders: dict[str, str]) -> int:
     from fsdp_qlora.distributed import build_mesh, read_ranks, set_up_logging, start_process_group, stop_process_group
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.sharding.parallelize import shard_model
-    from fsdp_qlora.training.head_trial import few_tokens, find_head_loss
+    from fsdp_qlora.training.probes import few_tokens, probe_head_loss
 
     ranks = read_ranks()
     set_up_logging(ranks, verbose=False)
@@ -166,7 +167,7 @@ def _compare(folders: dict[str, str]) -> int:
 
     def sharded(model: Any) -> tuple[Any, Any]:
         shard_model(model, mesh, sharding_strategy="full_shard", precision=PRECISIONS["fp32"], cpu_offload=False)
-        return model, find_head_loss(model, {"input_ids": few_tokens(model)})
+        return model, probe_head_loss(model, {"input_ids": few_tokens(model)})
 
     for case, folder in folders.items():
         own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -197,7 +198,10 @@ def _compare(folders: dict[str, str]) -> int:
     head = nn.Sequential(model.get_output_embeddings())
     model = LlamaForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
     model.lm_head = head
-    assert find_head_loss(model, {"input_ids": IDS}) is None
+    assert probe_head_loss(model, {"input_ids": IDS}) is None
+    model = LlamaForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
+    model.config.logit_temperature = 2.0
+    assert probe_head_loss(model, {"input_ids": IDS}) is None
     stop_process_group()
     return 0
 
@@ -211,7 +215,9 @@ def test_sharded_models_have_the_losses_and_gradients_of_their_own_logits(models
     assert statuses == [0, 0], output[-4000:]
     assert [line for line in output.splitlines() if line.startswith("The loss is computed from whole logits")] == [
         "The loss is computed from whole logits, which takes more memory: its logits are not its head's outputs, "
-        "scaled or capped.",
+        "scaled or capped as its config says.",
         "The loss is computed from whole logits, which takes more memory: the head of LlamaForCausalLM is a "
         "Sequential.",
+        "The loss is computed from whole logits, which takes more memory: its config has logit_temperature, which may "
+        "change logits.",
     ]

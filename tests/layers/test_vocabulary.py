@@ -66,7 +66,7 @@ def _compare(folders: dict[str, str]) -> int:
     from fsdp_qlora.precision import PRECISIONS
     from fsdp_qlora.sharding.parallelize import reshard_all, shard_model
     from fsdp_qlora.training import head_loss
-    from fsdp_qlora.training.head_trial import few_tokens, find_head_loss
+    from fsdp_qlora.training.probes import few_tokens, probe_head_loss
 
     ranks = read_ranks()
     start_process_group(ranks)
@@ -82,7 +82,7 @@ def _compare(folders: dict[str, str]) -> int:
             each.get_input_embeddings().requires_grad_(False)
             each.get_output_embeddings().requires_grad_(False)
         shard_model(model, mesh, sharding_strategy="full_shard", precision=PRECISIONS["fp32"], cpu_offload=False)
-        loss_of = find_head_loss(model, {"input_ids": few_tokens(model)})
+        loss_of = probe_head_loss(model, {"input_ids": few_tokens(model)})
         assert loss_of is not None, family
         seen: list[torch.Tensor] = []
         model.get_input_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))

@@ -26,7 +26,7 @@ def test_auto_replicates_what_fits_and_keeps_the_activations(train):
     assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
     assert "Placement: ddp. With a margin ddp needs 1.0 GiB" in ended[0].output
     assert "each rank holds a whole copy" in ended[0].output
-    assert "Recompute: 0 of 2 blocks, found by trial." in ended[0].output
+    assert "Recompute: 0 of 2 blocks, found by probing." in ended[0].output
 
 
 @pytest.mark.slow
@@ -34,7 +34,7 @@ def test_all_ranks_do_what_the_smallest_card_needs(train):
     ended, is_saved = train(2, settings_of_rank={1: {"PHANTOM_GIB": 1}})
     assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
     assert "Placement: full_shard with the base in host memory. With a margin ddp needs 1.0" in ended[0].output
-    assert "Recompute: 2 of 2 blocks, found by trial." in ended[0].output
+    assert "Recompute: 2 of 2 blocks, found by probing." in ended[0].output
 
 
 def test_a_card_that_is_too_small_ends_the_run_as_out_of_memory(train):

@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     schedule = options.pick(Schedule, num_rows=rows, world_size=ranks.world_size, rows_per_step=None, mixture=None)
     run_data = RunData(data, np.arange(rows))
     trainer = build_trainer(options, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
-    torch._C._cuda_clearCublasWorkspaces()  # the head's trial needed one: 8 MiB, on Hopper 32
+    torch._C._cuda_clearCublasWorkspaces()  # the head's probe needed one: 8 MiB, on Hopper 32
     loaded = torch.cuda.memory_allocated()
     for step in range(3):
         trainer.train_step(step, np.arange(rows))

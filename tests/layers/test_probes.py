@@ -1,11 +1,12 @@
-"""How many blocks can keep their activations: found by trials, alike on all ranks, and fewer when memory runs short."""
+"""How many blocks recompute: found by probing, alike on all ranks, and more when memory runs short."""
 
 import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute, wrap_blocks
-from fsdp_qlora.training.fit_recompute import MemoryWatch, fit_recompute
+from fsdp_qlora.training.probes import MemoryWatch, fit_recompute
 
 pytestmark = pytest.mark.quick
 
@@ -56,7 +57,7 @@ class FakeMemory:
 @pytest.mark.parametrize(
     ("total", "head", "block", "recomputing", "tried"),
     [
-        (150, 50, 0, 8, [0]),  # no room for the trial of one
+        (150, 50, 0, 8, [0]),  # no room to probe one
         (185, 50, 0, 5, [0, 1, 3]),
         (1000, 50, 0, 0, [0, 1, 8]),
         (185, 20, 60, 3, [0, 1, 3, 5]),  # the room that a block needs for recomputing hides some
@@ -112,3 +113,17 @@ def test_only_blocks_that_are_switched_on_run_twice() -> None:
         x = block(x)
     x.sum().backward()
     assert [block._checkpoint_wrapped_module.calls for block in recomputed_blocks(model)] == [2] * 3 + [1] * 5
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
+def test_the_room_for_an_optimizers_state_is_that_of_the_state_it_makes(name: str) -> None:
+    model = nn.Linear(64, 96)
+    optimizer = ShardedOptimizer(model, name, lr=0.0, weight_decay=0.0)
+    room = sum(tensor.numel() * tensor.element_size() for tensor in optimizer.room_for_state())
+    assert optimizer.state_bytes() == 0
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.take_gradients()
+    optimizer.step(0.0)
+    counts_of_steps = 64
+    assert room <= optimizer.state_bytes() <= room + counts_of_steps
+    assert optimizer.room_for_state() == []  # the state is there: nothing more will be made

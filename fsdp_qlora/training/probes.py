@@ -1,0 +1,270 @@
+"""What is tried before the first step: the loss in chunks, rows without padding, and how much recompute fits."""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fsdp_qlora.data.batches import describe_documents
+from fsdp_qlora.distributed import Ranks, gather_numbers
+from fsdp_qlora.documents import attending, why_not
+from fsdp_qlora.output.text import GIB
+from fsdp_qlora.precision import Precision
+from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
+from fsdp_qlora.sharding.vocabulary import same_tokens
+from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
+
+log = logging.getLogger("fsdp_qlora")
+
+_NUM_TOKENS = 8
+# How configs name the factor on the head's outputs, and the cap of what results. granite divides by logits_scaling, and
+# hyperclovax multiplies by it: the probe tells.
+_SCALES = ("logit_scale", "logits_scaling", "logits_mup_width_multiplier", "lm_head_multiplier", "output_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+# Another number with such a name may change logits in a way that a few tokens do not show.
+_ABOUT_LOGITS = re.compile(r"^(?!.*(attn|attention|router|to_keep)).*(logit|lm_head|output_mult)")
+# Of the loss of a few tokens, by the model and by us. In 16 bits a model rounds logits, scaled and capped.
+_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+# The second document is short behind a long one, so that it suffers most from what is left of the first.
+_LENGTHS = (40, 8)
+# Of a token's logits: rounding, also of other kernels, stays far below; what another document leaves, far above.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+_MARGIN_SHARE, _MIN_MARGIN = 0.04, GIB  # of the GPU's memory, left free by the probes of recompute
+_MARGIN_IN_STEPS = 0.5  # of that margin; once less is free, more blocks recompute
+_MORE_BLOCKS = 0.05  # of all, then
+
+
+def few_tokens(model: PreTrainedModel) -> torch.Tensor:
+    """Token ids to probe a model with, int64 [1, 8]."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    return (torch.arange(1, _NUM_TOKENS + 1) * 37 % vocabulary)[None]
+
+
+@torch.no_grad()
+def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any]) -> HeadLoss | None:
+    """The loss over chunks of tokens, or None where the model needs whole logits, which is said in one line.
+
+    Called on every rank, with weights loaded; runs the model and compares with its own logits.
+
+    Args:
+        inputs: the base model's arguments, as in a step, for `few_tokens`.
+    """
+    reason = _head_loss_blocker(model)
+    if not reason:
+        model.eval()
+        logits = model(**inputs, use_cache=False).logits
+        reshard_all(model)
+        errors = {form: _loss_error(model, form, inputs, logits) for form in _logit_forms(model.config)}
+        form = min(errors, key=lambda form: errors[form])
+        if errors[form] <= _LOSS_TOLERANCE[logits.dtype]:
+            free_head_before_backward(model)
+            return attach_head_loss(model, form)
+        reason = "its logits are not its head's outputs, scaled or capped as its config says"
+    log.info("The loss is computed from whole logits, which takes more memory: %s.", reason)
+    return None
+
+
+def _head_loss_blocker(model: PreTrainedModel) -> str:
+    """Why a model's loss cannot be computed from its head; empty if it may be."""
+    head, base = model.get_output_embeddings(), model.base_model
+    if base is model or head is None or any(module is head for module in base.modules()):
+        return f"{type(model).__name__} does not keep its head apart from its decoder"
+    if not isinstance(head, nn.Linear):
+        return f"the head of {type(model).__name__} is a {type(head).__name__}"
+    unknown = [name for name in _numbers(model.config) if name not in (*_SCALES, *_CAPS) and _ABOUT_LOGITS.match(name)]
+    return f"its config has {unknown[0]}, which may change logits" if unknown else ""
+
+
+def _logit_forms(config: PretrainedConfig) -> list[LogitForm]:
+    """How the model may make logits of its head's outputs, by the names of its config's numbers."""
+    numbers = _numbers(config)
+    cap = next((numbers[name] for name in _CAPS if name in numbers), None)
+    scales = [numbers[name] for name in _SCALES if name in numbers]
+    return [LogitForm(scale, cap) for scale in dict.fromkeys([1.0, *scales, *(1 / scale for scale in scales)])]
+
+
+def _numbers(config: PretrainedConfig) -> dict[str, float]:
+    """The numbers of a config and of its text model's, by name, but 0."""
+    values = config.to_dict() | config.get_text_config().to_dict()
+    return {name: float(value) for name, value in values.items() if type(value) in (int, float) and value}
+
+
+def _loss_error(model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, Any], logits: torch.Tensor) -> float:
+    """How far decoder and head, called by us, are from the loss of the model's own logits; the most of all ranks."""
+    targets = inputs["input_ids"][0]
+    rows = torch.arange(len(targets), device=targets.device)
+    found = attach_head_loss(model, form)(inputs, rows, targets)
+    reshard_all(model)
+    expected = F.cross_entropy(logits[0].float(), targets, reduction="sum")
+    # Where there are no values, as on a stand-in for a GPU, all is equal.
+    error = torch.nan_to_num((found - expected).abs() / expected.abs())
+    return gather_numbers([error], logits.device).max().item()
+
+
+def probe_packing(
+    model: PreTrainedModel, implementation: str | None, ranks: Ranks, precision: Precision, *, is_exact: bool
+) -> str | None:
+    """Why the rows of a model must be padded, in words; None if they can be concatenated.
+
+    Called on every rank.
+
+    Args:
+        implementation: attention for documents, from `documents.choose`.
+        is_exact: whether a token's values in float32 are the same in another batch.
+    """
+    if reason := "its attention has no such form" if implementation is None else why_not(model):
+        return reason
+    tolerance = _TOLERANCE[precision.compute_dtype if is_exact else torch.bfloat16]
+    try:
+        difference = _difference(model, implementation, ranks, precision)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+    else:
+        # The same decision on every rank.
+        most = gather_numbers([difference], ranks.device).max().item()
+        reason = None if most <= tolerance else f"a second document in a row differs by {most:.0%} from it alone"
+    reshard_all(model)
+    return reason
+
+
+@torch.no_grad()
+def _difference(model: PreTrainedModel, implementation: str | None, ranks: Ranks, precision: Precision) -> float:
+    """The difference of the second document's logits from those in a padded batch, relative, median over tokens."""
+    model.eval()
+    vocab_size = model.get_input_embeddings().num_embeddings
+    first, second = torch.arange(sum(_LENGTHS)).mul(7919).remainder(vocab_size).split(_LENGTHS)
+    batch = torch.stack([first, torch.cat([second, second.new_zeros(len(first) - len(second))])])
+
+    def logits(input_ids: torch.Tensor, **documents: Any) -> torch.Tensor:
+        kind, dtype = ranks.device.type, precision.compute_dtype
+        with torch.autocast(kind, dtype=dtype, enabled=precision.autocast), same_tokens(model, input_ids):
+            found: torch.Tensor = model(input_ids=input_ids.to(ranks.device), use_cache=False, **documents).logits
+        reshard_all(model)
+        return found
+
+    alone = logits(batch)[1, : len(second)].double()
+    documents = {
+        name: value.to(ranks.device) if isinstance(value, torch.Tensor) else value
+        for name, value in describe_documents(list(_LENGTHS)).items()
+    }
+    with attending(model, implementation):
+        behind = logits(torch.cat([first, second])[None], **documents)[0, len(first) :].double()
+    scale = (alone - alone.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    off, scale = (behind - alone).norm(dim=-1).tolist(), scale.tolist()
+    # Where there are no values, as on a stand-in for a GPU, all is equal.
+    shares = sorted(a / b if b else a for a, b in zip(off, scale, strict=True))
+    return shares[len(shares) // 2]
+
+
+class Meter(Protocol):
+    """Reads a rank's device memory, in bytes."""
+
+    def start(self) -> None:
+        """Begin a probe: peaks count from here."""
+
+    def room(self) -> int:
+        """What the probe has left free, beyond the margin; negative if it used the margin."""
+
+
+class GpuMeter:
+    """Memory of this rank's GPU, as torch's allocator reserves it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.margin = max(_MIN_MARGIN, int(_MARGIN_SHARE * torch.cuda.mem_get_info(device)[1]))
+
+    def start(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def most(self) -> int:
+        """What this process could reserve: it already has some of it."""
+        return int(torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device))
+
+    def room(self) -> int:
+        return self.most() - int(torch.cuda.max_memory_reserved(self.device)) - self.margin
+
+    def most_in_steps(self) -> float:
+        """GiB that may be reserved in later steps, whose rows are others."""
+        return (self.most() - _MARGIN_IN_STEPS * self.margin) / GIB
+
+
+def fit_recompute(
+    model: nn.Module,
+    try_step: Callable[[], int],
+    meter: Meter,
+    least: Callable[[float], float],
+    *,
+    block_bytes: int,
+    too_few: int | None = None,
+) -> int:
+    """Set and return the smallest number of blocks with recompute that fits on every rank. Called on every rank.
+
+    The peak with recompute of every block, and what one more block keeps, are measured; their sum is an upper bound,
+    so another probe with what fits by it may find more room.
+
+    Args:
+        try_step: runs forward and backward, and returns the bytes allocated between them.
+        least: the smallest of the ranks' numbers.
+        block_bytes: about what a block keeps without recompute, for the first probe of one.
+        too_few: blocks that recomputed when an earlier start ran out of memory; now at least half of the rest joins
+            them, so that a few restarts come to all blocks.
+    """
+    blocks = len(recomputed_blocks(model))
+    may_keep = blocks if too_few is None else (blocks - too_few) // 2
+
+    def attempt(number: int) -> tuple[int, int]:
+        set_recompute(model, blocks - number)
+        meter.start()
+        return try_step(), meter.room()
+
+    without, room = attempt(0)
+    keeping = int(least(room >= 2 * block_bytes and may_keep > 0))
+    for is_last in (False, False, True) if keeping else ():
+        held, room = attempt(keeping)
+        each = max((held - without) / keeping, 1.0)
+        more = int(least(min(room // each, may_keep - keeping)))
+        keeping = max(0, keeping + (min(more, 0) if is_last else more))
+        if more <= 0:
+            break
+    set_recompute(model, blocks - keeping)
+    return blocks - keeping
+
+
+class MemoryWatch:
+    """Adds blocks with recompute when a step has come near the end of the memory."""
+
+    def __init__(self, model: nn.Module, number: int, *, most: float) -> None:
+        """
+        Args:
+            number: of blocks with recompute now. most: GiB that a rank may reserve; the same on every rank.
+        """
+        self.model, self.number, self.most = model, number, most
+        self.blocks = len(recomputed_blocks(model))
+        self.few = max(1, math.ceil(_MORE_BLOCKS * self.blocks))
+
+    def stepped(self, reserved: float) -> None:
+        """
+        Args:
+            reserved: GiB, the most that a rank has reserved so far; the same on every rank.
+        """
+        if reserved <= self.most or self.number == self.blocks:
+            return
+        self.number = min(self.blocks, self.number + self.few)
+        set_recompute(self.model, self.number)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        log.warning(
+            "A rank has reserved %.1f GiB of GPU memory, so more blocks recompute their activations: %d of %d.",
+            reserved, self.number, self.blocks,
+        )  # fmt: skip
