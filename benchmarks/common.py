@@ -22,11 +22,11 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora import distributed, load_model
-from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.device import configure_kernels
 from fsdp_qlora.distributed import Ranks, derive_seed
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
@@ -103,7 +103,7 @@ def build_run(
     Args:
         on_phase: called with a name after each phase.
     """
-    leave_out_cudnn()
+    configure_kernels()
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     model_plan = build_plan(config, ranks, weight_files.folder, model_config, tokenizer, world_size=ranks.world_size)
     model = model_plan.meta.model

@@ -13,11 +13,6 @@ from transformers.masking_utils import sdpa_mask
 REPEATED = "sdpa_repeated"  # our name for SDPA with a head of keys and values for each head of queries
 
 
-def leave_out_cudnn() -> None:
-    """Disable SDPA's cuDNN kernel, torch's first choice on Hopper: it builds a new plan for every batch shape."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
 def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
     """transformers' name of the SDPA variant that needs the least memory: `sdpa`, or REPEATED if that is better.
 
@@ -38,13 +33,19 @@ def find_kernel(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
     text = config.get_text_config()
     num_heads = text.num_attention_heads
     num_groups = num_heads if repeated else getattr(text, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    head_dim = head_size(config)
     query = torch.empty(1, num_heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     key = torch.empty(1, num_groups, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
     params = SDPAParams(query, key, key, None, 0.0, True, num_groups != num_heads)
     if can_use_flash_attention(params):
         return "flash"
     return "memory-efficient" if can_use_efficient_attention(params) else "math"
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """The dimension of a head of queries."""
+    text = config.get_text_config()
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
 
 
 def _sdpa_of_repeated(

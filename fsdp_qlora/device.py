@@ -37,6 +37,18 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def configure_kernels() -> None:
+    """Choose among torch's GPU kernels for this process.
+
+    Matrix products add their partial sums in fp32: torch lets cuBLAS add them in 16 bits where K is long and the result
+    small, as for the gradients of A and B (an error of 0.24 to 0.7% instead of 0.17%).
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    # SDPA's cuDNN kernel, torch's first choice on Hopper, builds a new plan for every batch shape.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def _gpu_problem() -> str | None:
     """Why torch sees no GPU although the driver lists some; None if there is none, or they are hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):

@@ -193,6 +193,8 @@ def start_process_group(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if ranks.device.type == "cuda" else "200")
     if ranks.device.type == "cuda":
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        if not backend and ranks.local_world_size > 1:
+            _warn_of_small_shared_memory()
     store = store or connect(ranks, timeout_minutes=timeout_minutes)
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"),
@@ -201,6 +203,22 @@ def start_process_group(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
+
+
+def _warn_of_small_shared_memory(folder: str = "/dev/shm") -> None:
+    """Say what to do if NCCL, which joins GPUs without peer access through shared memory, may run out of it."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return
+    size = found.f_blocks * found.f_frsize
+    if size < 2**30 and os.environ.get("NCCL_SHM_DISABLE") != "1":
+        log.warning(
+            "Shared memory (%s) has %d MiB, which may be too little for NCCL: if it fails, start the container with "
+            "--shm-size 1g or more, or with --ipc host.",
+            folder,
+            size // 2**20,
+        )
 
 
 def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: dist.Store, *, hours: float) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.attention import REPEATED, find_kernel
+from fsdp_qlora.attention import REPEATED, find_kernel, head_size
 
 # transformers' name of an implementation -> our name of the one that does the same for documents.
 SDPA, SDPA_REPEATED, VARLEN, FLASH, EAGER = (
@@ -42,7 +42,9 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
     name = _SAME.get(own)
     replaces = requested == "auto" and device.type == "cuda" and name in (SDPA, SDPA_REPEATED, FLASH)
     if replaces and not (_soft_cap(config) or _dropout(config)):  # neither of which torch's kernel has
-        name = VARLEN if find_kernel(config, dtype, device, repeated=True) == "flash" else name
+        # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
+        takes_heads = head_size(config) % 8 == 0
+        name = VARLEN if takes_heads and find_kernel(config, dtype, device, repeated=True) == "flash" else name
     for each, kernel in _KERNELS.items():
         AttentionInterface.register(each, partial(_attention, kernel))
     return name

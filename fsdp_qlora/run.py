@@ -9,7 +9,6 @@ from typing import Any
 
 from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import start_values
-from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
@@ -18,6 +17,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
+from fsdp_qlora.device import configure_kernels
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator
@@ -59,7 +59,7 @@ def run(config: TrainConfig) -> None:
     """
     if config.deterministic:
         distributed.make_deterministic()
-    leave_out_cudnn()
+    configure_kernels()
     # A dry run may plan for GPUs that are elsewhere.
     ranks = distributed.read_ranks("auto" if config.is_preview and config.device == "cuda" else config.device)
     distributed.set_up_logging(ranks, verbose=config.verbose)

@@ -12,7 +12,9 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 def pissa(weight: torch.Tensor, rank: int, scaling: float) -> Factors:
     """The weight's `rank` largest singular values and vectors (Meng et al. 2024)."""
-    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    # On a GPU torch's default is Jacobi's method (gesvdj), slow and inexact for matrices that large.
+    driver = "gesvd" if weight.is_cuda else None
+    left, values, right = torch.linalg.svd(weight, full_matrices=False, driver=driver)
     return _split(left[:, :rank], values[:rank], right[:rank], scaling)
 
 

@@ -13,9 +13,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora import distributed, models
-from fsdp_qlora.attention import leave_out_cudnn
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits
+from fsdp_qlora.device import configure_kernels
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
@@ -39,7 +39,7 @@ class LoadedModel:
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None) -> None:
-        leave_out_cudnn()
+        configure_kernels()
         store = distributed.connect(ranks, timeout_minutes=_IDLE_MINUTES)
         with distributed.kept_until_all_connect(store, ranks):
             plan = plan_model(config, ranks, store, ranks.world_size)

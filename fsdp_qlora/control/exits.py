@@ -74,7 +74,10 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
         elif _is_lost(error):
             watchdog.presence.exit_if_aborted(seconds=3)  # the rank with the cause reports it
             step = watchdog.heartbeat.step + 1
-            failure = LostRank(f"The connection to another rank was lost in step {step}: it has ended.")
+            failure = LostRank(
+                f"The connection to another rank was lost in step {step}: it has ended. Its own output says why, by a "
+                "traceback or by one line of a bitsandbytes kernel, which begins with `Error` and names a file of csrc."
+            )
         else:
             text = _in_one_line(error) if isinstance(error, dist.DistBackendError) else error
             failure = Crashed(f"{type(error).__name__}: {text}")

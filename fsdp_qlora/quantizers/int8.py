@@ -1,5 +1,7 @@
 """8-bit linear layers with bitsandbytes' kernels: LLM.int8 (Dettmers et al. 2022)."""
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.quantizers.base import MatrixFormat, QuantizedLinear, QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.storage.safetensors_files import TensorForm
+
+log = logging.getLogger("fsdp_qlora")
+
+_MOST_ELEMENTS = 2**31 - 1  # of a matrix that bitsandbytes' kernels index with int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +42,8 @@ class Int8Weight(QuantizedWeight):
         super().__init__()
         self.shape, self.compute_dtype = tuple(shape), compute_dtype
         out_features, self.row_weights = shape
+        if self.row_weights % 4:
+            _warn_of_slow_products(self.row_weights)
         self.format = _Int8Format(self.shape, threshold=int8_threshold)
         row_bytes = -(-self.row_weights // compute_dtype.itemsize) * compute_dtype.itemsize
         self.weight = self._storage(out_features, row_bytes)
@@ -90,6 +98,15 @@ class Int8Linear(QuantizedLinear, Int8Weight):
     """A linear layer in LLM.int8."""
 
 
+@functools.cache
+def _warn_of_slow_products(in_features: int) -> None:
+    log.warning(
+        "int8 layers of %d input features are multiplied in fp32 on a GPU, which is slow: cuBLAS multiplies int8 in "
+        "multiples of 4.",
+        in_features,
+    )
+
+
 def _codes_and_scale(
     fmt: _Int8Format, weight: torch.Tensor, row_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,23 +124,30 @@ def _multiply(
     fmt: _Int8Format, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor
 ) -> torch.Tensor:
     """x [.., in] times int8 codes [out, in] with their row_scale [out], see `Int8Weight.multiply`."""
-    tokens = x.reshape(-1, x.shape[-1])
-    rounded = tokens.half()
-    outliers = None
+    tokens = x.reshape(-1, x.shape[-1]).contiguous()  # bitsandbytes' kernels disregard strides
+    parts = tokens.split(_MOST_ELEMENTS // max(codes.shape))
+    products = [_multiply_part(fmt, part, bias, codes, row_scale) for part in parts]
+    return (products[0] if len(products) == 1 else torch.cat(products)).view(*x.shape[:-1], -1)
+
+
+def _multiply_part(
+    fmt: _Int8Format, tokens: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor
+) -> torch.Tensor:
+    """tokens [T, in] -> [T, out]."""
+    rounded, outliers = tokens.half(), None
     if fmt.threshold:
         outliers = rounded.abs() >= fmt.threshold
         rounded = rounded.masked_fill(outliers, 0.0)
     x_codes, x_scale, _ = bnb.int8_vectorwise_quant(rounded)
-    if outliers is None:
-        y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, x_scale, row_scale, bias=bias, dtype=x.dtype)
-    else:
-        y, _ = torch.ops.bitsandbytes.int8_mixed_scaled_mm(
-            tokens.masked_fill(~outliers, 0.0),
-            x_codes,
-            codes,
-            x_scale,
-            row_scale,
-            outliers.any(dim=0).nonzero().view(-1),
-            bias,
-        )
-    return y.view(*x.shape[:-1], -1)
+    # The kernel for GPUs writes fp16, whatever the dtype. Tokens scaled to at most 1 stay in its range, and a factor
+    # that is a power of two changes no other bit.
+    mantissa, exponent = torch.frexp(x_scale)
+    y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, mantissa, row_scale, dtype=tokens.dtype)
+    y.mul_(torch.exp2(exponent).to(y.dtype).unsqueeze(1))
+    if bias is not None:
+        y.add_(bias)
+    if outliers is not None:
+        columns = outliers.any(dim=0).nonzero().view(-1)
+        weight = bnb.int8_vectorwise_dequant(codes[:, columns].contiguous(), row_scale).to(y.dtype)
+        y.addmm_(tokens.masked_fill(~outliers, 0.0)[:, columns], weight.T)
+    return y

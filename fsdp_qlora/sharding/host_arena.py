@@ -4,14 +4,19 @@ torch rounds pinned memory up to a power of two per tensor, which adds 12% to th
 of a 13B model. Here ordinary pages are mapped once and registered with CUDA, without rounding. A tensor that is a view
 of them counts as pinned, so FSDP2 uses it directly and copies it asynchronously.
 
+torch's own allocator does without rounding only since 2.13 (`pinned_max_round_threshold_mb`), and 2.11 is supported.
 Registering has not run on a GPU yet; on a CPU the same arena is used without it.
 """
 
+import logging
 import mmap
 from collections.abc import Sequence
 
 import torch
 
+log = logging.getLogger("fsdp_qlora")
+
+_MUCH = 18 * 2**30  # bytes
 _ALIGNMENT = 64  # bytes, for each part: best for the widest vector instructions
 
 
@@ -44,6 +49,13 @@ def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded we
         raise MemoryError(f"{needed} of host memory for {what} cannot be allocated: {error}") from error
     arena = torch.frombuffer(pages, dtype=torch.uint8)
     if pinned:
+        if total >= _MUCH:
+            log.info(
+                "Pinning %.1f GiB of host memory for %s on each rank, which takes seconds to minutes. A container's "
+                "limit must allow it; WSL2 pins at most half of the memory that Windows gives it.",
+                total / 2**30,
+                what,
+            )
         status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
         if status != 0:
             raise MemoryError(

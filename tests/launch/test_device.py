@@ -1,14 +1,17 @@
 """A GPU that is there is used or its trouble is named; the CPU is used where there is none, or when asked for."""
 
+import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fsdp_qlora.cli import launch
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.device import choose_device
+from fsdp_qlora.device import choose_device, configure_kernels
+from fsdp_qlora.distributed import _warn_of_small_shared_memory
 from fsdp_qlora.errors import UserError
 
 
@@ -62,3 +65,25 @@ def test_on_the_cpu_one_process_is_started_whatever_gpus_there_are(monkeypatch: 
     assert launch._processes_wanted(TrainConfig(device="cpu"))[0] == 1
     assert launch._processes_wanted(TrainConfig(device="cpu", world_size=4))[0] == 4
     assert launch._processes_wanted(TrainConfig())[0] == 2
+
+
+def test_matrix_products_add_up_in_fp32() -> None:
+    matmul = torch.backends.cuda.matmul
+    settings = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(matmul, name) for name in settings}
+    try:
+        configure_kernels()
+        assert [getattr(matmul, name) for name in settings] == [False, False]
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
+
+
+@pytest.mark.parametrize(("mib", "is_small"), [(64, True), (1024, False)])
+def test_small_shared_memory_is_named_before_nccl_fails(
+    mib: int, is_small: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=mib * 256, f_frsize=4096))
+    monkeypatch.setattr(logging.getLogger("fsdp_qlora"), "propagate", True)
+    _warn_of_small_shared_memory()
+    assert ("--shm-size" in caplog.text) == is_small

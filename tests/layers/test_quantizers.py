@@ -10,8 +10,11 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp_qlora.quantizers import int8
 from fsdp_qlora.quantizers.base import QuantizedLinear, QuantizedWeight
+from fsdp_qlora.quantizers.int8 import _multiply
 from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.sharding.verify import count_bytes
 from tests.layers.shards import SHAPES, relative_error, shards, weight_of
@@ -181,3 +184,50 @@ def test_hqq_experts_multiply_as_decoded(transposed: bool) -> None:
         nn.Parameter(torch.empty(2, 5, 6, device="meta")), transposed=False, n_bits=4, group_size=64,
         compute_dtype=torch.float32,
     ).supports()  # fmt: skip
+
+
+class _AsOnACard(TorchDispatchMode):
+    """bitsandbytes' int8 product as its CUDA kernel computes it: contiguous operands, and fp16 on the way out."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.bitsandbytes.int8_scaled_mm.default:
+            assert all(operand.is_contiguous() for operand in args[:2])
+            result = result.half().to(result.dtype)
+        return result
+
+
+def test_int8_products_beyond_fp16_are_finite_on_a_card() -> None:
+    layer = QUANTIZERS["int8"].linear(
+        nn.Linear(128, 96, device="meta"), int8_threshold=0.0, compute_dtype=torch.bfloat16
+    )
+    codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(10 * weight_of((96, 128)).half())
+    x = 10_000 * torch.randn(128, 16, generator=torch.Generator().manual_seed(0)).bfloat16().T
+    assert not x.is_contiguous()
+    expected = _multiply(layer.format, x, None, codes, row_scale)
+    with _AsOnACard():
+        y = _multiply(layer.format, x, None, codes, row_scale)
+    assert expected.abs().max() > torch.finfo(torch.float16).max
+    assert y.isfinite().all() and relative_error(y, expected.double()) < 4e-3  # bf16 keeps 8 bits
+
+
+def test_int8_products_are_cut_where_int32_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = QUANTIZERS["int8"].linear(
+        nn.Linear(128, 96, device="meta"), int8_threshold=6.0, compute_dtype=torch.float32
+    )
+    codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
+    x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0))
+    whole = _multiply(layer.format, x, None, codes, row_scale)
+    monkeypatch.setattr(int8, "_MOST_ELEMENTS", 3 * 128 + 1)
+    assert torch.equal(_multiply(layer.format, x, None, codes, row_scale), whole)
+
+
+def test_int8_of_in_features_that_cublas_refuses_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(int8.log, "warning", lambda text, *values: said.append(text % values))
+    int8._warn_of_slow_products.cache_clear()
+    for features in (130, 130, 128):
+        QUANTIZERS["int8"].linear(
+            nn.Linear(features, 96, device="meta"), int8_threshold=6.0, compute_dtype=torch.float32
+        )
+    assert len(said) == 1 and "130 input features are multiplied in fp32" in said[0]

@@ -53,3 +53,14 @@ def test_no_kernel_that_keeps_all_scores_is_taken(
     assert f"Attention: {words}" in ended.output
     assert "Rows are padded with this model" not in ended.output
     assert set(ended.output.rpartition("took ")[2].split()) == operators
+
+
+def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(models: Callable[..., Path], tmp_path: Path) -> None:
+    """SDPA pads heads of 12 to 16 for its flash kernel; torch's operator for rows of any lengths raises."""
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    options = {"train_type": "qlora", "max_steps": 1, "batch_size": 2, "context_length": 256, "quant_cache": "off"}
+    options |= {"dataset": rows, "precision": "bf16", "output_dir": tmp_path / "out"}
+    argv = flags(model_name=models("llama", head_dim=12), **options)
+    (ended,) = environment.run(["train.py", *argv], tmp_path / "logs")
+    assert ended.status == 0, ended.output[-3000:]
+    assert "Attention: torch's flash kernel, a row at a time" in ended.output
