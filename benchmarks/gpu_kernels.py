@@ -18,8 +18,6 @@ from benchmarks.gpu_rows import ALPACA_LENGTHS, peak, ratio_of, reset_peak, row
 from benchmarks.gpu_steps import GIB, synchronize
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.precision import PRECISIONS, choose_precision
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear, elements
-from fsdp_qlora.quantizers.bnb_statistics import BlockStatistics, Latest, decode_absmax
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 
 _MASKED = 0.6  # of a row's tokens
@@ -126,40 +124,3 @@ def measure_attention(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         except (RuntimeError, NotImplementedError, TypeError) as error:
             not_run[name] = str(error).splitlines()[0]
     return {"rows": [row("attention of rows of 46 to 519 tokens", "ms per micro-batch", figures, not_run=not_run)]}
-
-
-def measure_block_functions(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """What a block of the 8B shape does besides its products: by functions of its own, and as before."""
-    device, dtype = ranks.device, PRECISIONS[choose_precision(args.precision, ranks.device)].compute_dtype
-    layers = _quantized_block(256 if args.tiny else 4096, 512 if args.tiny else 12288, device, dtype)
-
-    def each() -> None:
-        for layer in layers:
-            codes = elements(layer.absmax, torch.uint8, 0, layer.num_blocks)
-            decode_absmax(codes, layer.nested_absmax.view(torch.float32).view(-1), layer.absmax_offset)
-
-    def together() -> None:
-        BlockStatistics(layers, Latest()).absmax(0)
-
-    kinds = {
-        "statistics of a block's weights": {"a layer at a time": each, "together": together},
-    }
-    rows = []
-    for item, functions in kinds.items():
-        figures = {name: milliseconds_and_gib(function, device, repeats=20)[0] for name, function in functions.items()}
-        before, now = figures
-        rows.append(row(item, "ms", figures, ratio=ratio_of(figures, now, before)))
-    return {"rows": rows}
-
-
-def _quantized_block(hidden: int, inner: int, device: torch.device, dtype: torch.dtype) -> list[Bnb4bitLinear]:
-    """The linear layers of a block, of zeros."""
-    shapes = [(hidden, hidden), (hidden, hidden // 4), (hidden, hidden // 4), (hidden, hidden)]
-    layers = []
-    for columns, rows in (*shapes, (hidden, inner), (hidden, inner), (inner, hidden)):
-        linear = torch.nn.Linear(columns, rows, bias=False, device="meta")
-        layer = Bnb4bitLinear(linear, quant_type="nf4", double_quant=True, compute_dtype=dtype)
-        layers.append(layer.to_empty(device=device))
-        for parameter in layer.parameters():
-            parameter.zero_()
-    return layers

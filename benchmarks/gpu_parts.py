@@ -16,7 +16,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from benchmarks import gpu_rows
 from benchmarks.common import describe_machine
-from benchmarks.gpu_kernels import measure_attention, measure_block_functions, measure_head
+from benchmarks.gpu_kernels import measure_attention, measure_head
 from benchmarks.gpu_peers import measure_peers
 from benchmarks.gpu_steps import BATCHES, SHAPES, TINY_BATCHES, Steps, measure, synchronize
 from benchmarks.one_rank import RepeatedWeights, keep_own_part, limit_memory, rank_0_of, start_alone
@@ -216,7 +216,6 @@ PARTS: dict[str, Part] = {
     "70b, one of two ranks": Part(measure_70b, 90),
     "row: placement": Part(gpu_rows.measure_placement, 35),
     "row: attention": Part(measure_attention, 20),
-    "row: block functions": Part(measure_block_functions, 20),
     "8b, resident": Part(_steps("8b", "resident", trace=True), 60),
     "8b, offloaded": Part(_steps("8b", "offloaded"), 55),
     "8b, no recompute": Part(_steps("8b", "no recompute"), 45),

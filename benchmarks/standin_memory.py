@@ -49,7 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 HIDDEN = "hidden states: block inputs, and of the block at work"
-STATISTICS = "decoded statistics of one block"  # that ran last
 COMMON: dict[str, Any] = {
     "precision": "bf16", "attn_implementation": "sdpa", "batch_size": 2, "quant_cache": "off", "recompute": "all",
     "use_cpu_offload": False,
@@ -194,21 +193,14 @@ def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
 def expect(model: Any, mesh: Any, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of what lies there between steps, by category, from the shapes alone."""
     from fsdp_qlora import distributed
-    from fsdp_qlora.models import find_blocks
     from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
     from fsdp_qlora.sharding.byte_account import count_bytes
 
     account = count_bytes(model, distributed.shard_size(mesh))
-    offload, block = options["use_cpu_offload"], find_blocks(model)[0]
+    offload = options["use_cpu_offload"]
     here = {name: 0 if offload and name != "trainable" else part.largest_shard for name, part in account.items()}
     states = int(account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"])
-    return {**here, "optimizer state": states, STATISTICS: _decoded_statistics(block)}
-
-
-def _decoded_statistics(block: Any) -> int:
-    from fsdp_qlora.quantizers.base import QuantizedWeight
-
-    return sum(module.decoded_statistics for module in block.modules() if isinstance(module, QuantizedWeight))
+    return {**here, "optimizer state": states}
 
 
 def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) -> dict[str, int]:
@@ -241,7 +233,7 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     return {
         "gathered by FSDP2": gathered,
         HIDDEN: kept + more,
-        "block at work": 2 * keys + _decoded_statistics(blocks[0]) + work,
+        "block at work": 2 * keys + work,
     }
 
 
@@ -318,7 +310,7 @@ def print_table(cases: dict[str, dict[str, Any]]) -> None:
 
 
 def _loaded(expected: dict[str, int]) -> int:
-    return sum(value for name, value in expected.items() if name not in ("optimizer state", STATISTICS))
+    return sum(value for name, value in expected.items() if name != "optimizer state")
 
 
 if __name__ == "__main__":

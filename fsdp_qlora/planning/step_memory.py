@@ -179,7 +179,6 @@ def _matrices(block: nn.Module) -> dict[nn.Module, list[tuple[int, ...]]]:
 
 
 def _decoded(block: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the largest matrix of a block that is decoded for use, and of the block's decoded statistics."""
+    """Bytes of the largest matrix of a block that is decoded for use."""
     quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]
-    largest = max((math.prod(module.shape[-2:]) * dtype.itemsize for module in quantized), default=0)
-    return largest + sum(module.decoded_statistics for module in quantized)
+    return max((math.prod(module.shape[-2:]) * dtype.itemsize for module in quantized), default=0)

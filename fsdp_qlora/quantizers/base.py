@@ -72,8 +72,6 @@ class QuantizedWeight(nn.Module):
     selects_rows = False
     # Names of the parameters that hold quantization statistics, for the byte account.
     statistics: tuple[str, ...] = ()
-    # Bytes of its statistics that stay decoded while its decoder block is at work.
-    decoded_statistics: int = 0
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """A frozen parameter of `rows` times `row_bytes` on the meta device, viewed as `dtype` (the compute dtype)."""
@@ -85,11 +83,6 @@ class QuantizedWeight(nn.Module):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors that the weight is decoded from, while they are gathered."""
         return (self.weight, *(getattr(self, name) for name in self.statistics))
-
-    def product_tensors(self) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """What returns, in a forward pass and in its backward pass, the tensors for its products."""
-        tensors = self.tensors()  # FSDP2 refills these same gathered tensors before the backward pass
-        return lambda: tensors
 
     @staticmethod
     def decode_tensors(fmt: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
@@ -119,19 +112,19 @@ class QuantizedWeight(nn.Module):
 
     def frozen_product(self, fmt: Any, bias: torch.Tensor | None = None) -> FrozenProduct:
         """The products with the matrix of `fmt`; bias is in the compute dtype."""
-        tensors, parts = self.product_tensors(), self._parts(fmt)
+        tensors, parts = self.tensors(), self._parts(fmt)  # FSDP2 refills these tensors before the backward pass
         if len(parts) == 1:
             return FrozenProduct(
                 self.compute_dtype,
-                lambda *inputs: [self.multiply(fmt, x, bias, *tensors()) for x in inputs],
-                lambda grad_y: self.multiply_grad(fmt, grad_y, *tensors()),
+                lambda *inputs: [self.multiply(fmt, x, bias, *tensors) for x in inputs],
+                lambda grad_y: self.multiply_grad(fmt, grad_y, *tensors),
             )
         num_rows, num_columns = fmt.shape
 
         def multiply(*inputs: torch.Tensor) -> list[torch.Tensor]:
             outputs = [x.new_empty(x.shape[0], num_rows) for x in inputs]
             for rows, part in parts:
-                decoded = self.decode_tensors(part, inputs[0].dtype, *tensors())
+                decoded = self.decode_tensors(part, inputs[0].dtype, *tensors)
                 for x, y in zip(inputs, outputs, strict=True):
                     torch.mm(x, decoded.T, out=y[:, rows])
                 del decoded  # before the next part is decoded
@@ -140,7 +133,7 @@ class QuantizedWeight(nn.Module):
         def multiply_grad(grad_y: torch.Tensor) -> torch.Tensor:
             grad_x = grad_y.new_empty(grad_y.shape[0], num_columns)
             for index, (rows, part) in enumerate(parts):
-                decoded = self.decode_tensors(part, grad_y.dtype, *tensors())
+                decoded = self.decode_tensors(part, grad_y.dtype, *tensors)
                 grad_x.addmm_(grad_y[:, rows], decoded, beta=min(index, 1))  # with 0 it is only written
                 del decoded
             return grad_x

@@ -6,7 +6,6 @@ is `blocksize` consecutive weights of the row-major flattened weight.
 
 import functools
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import bitsandbytes
 import bitsandbytes.functional as bnb
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
@@ -34,13 +32,6 @@ from fsdp_qlora.quantizers.bnb_4bit_format import (
     read_state,
     value_tables,
     write_state,
-)
-from fsdp_qlora.quantizers.bnb_statistics import (
-    BlockStatistics,
-    Latest,
-    can_share,
-    decode_absmax,
-    nested_code,
 )
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
@@ -199,34 +190,11 @@ class Bnb4bitWeight(QuantizedWeight):
 
 
 class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
-    """A linear layer with its weight in bitsandbytes' 4-bit packing.
-
-    of_block: the statistics of its decoder block, and its place in them.
-    """
-
-    of_block: tuple[BlockStatistics, int] | None = None
-
-    def product_tensors(self) -> Callable[[], tuple[torch.Tensor, ...]]:
-        # Without a backward pass to come, tokens may be few: then bitsandbytes' products decode the statistics inside.
-        if self.of_block is None or not torch.is_grad_enabled():
-            return super().product_tensors()
-        weight, (statistics, index) = self.weight, self.of_block
-        return lambda: (weight, statistics.absmax(index))
+    """A linear layer with its weight in bitsandbytes' 4-bit packing."""
 
 
 class Bnb4bitExperts(QuantizedExperts, Bnb4bitWeight):
     """The experts of a layer in bitsandbytes' 4-bit packing."""
-
-
-def share_statistics(blocks: Iterable[nn.Module]) -> None:
-    """Let the layers of each decoder block decode their statistics together. FSDP2 gathers a block as a whole."""
-    latest = Latest()
-    for block in blocks:
-        layers = [module for module in block.modules() if isinstance(module, Bnb4bitLinear) and module.double_quant]
-        shared = [layer for layer in layers if can_share(layer)]
-        statistics = BlockStatistics(shared, latest)
-        for index, layer in enumerate(shared):
-            layer.of_block, layer.decoded_statistics = (statistics, index), 4 * layer.num_blocks
 
 
 def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,3 +292,17 @@ def _times_transposed(
         x, codes, fmt.shape, absmax, _BLOCKSIZE, fmt.quant_type, bias=bias, **double
     )
     return y
+
+
+def decode_absmax(codes: torch.Tensor, nested_absmax: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Undo the second quantization (Dettmers et al. 2023): one float32 per block of weights."""
+    decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
+        codes, nested_absmax, nested_code(codes.device), NESTED_BLOCKSIZE, torch.float32
+    )
+    return decoded.add_(offset)
+
+
+@functools.cache
+def nested_code(device: torch.device) -> torch.Tensor:
+    """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
+    return bnb.create_dynamic_map().to(device)

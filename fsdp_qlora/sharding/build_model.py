@@ -16,7 +16,6 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.lean.modules import fuse_modules
 from fsdp_qlora.models import build_meta_model, find_blocks
 from fsdp_qlora.precision import Precision
-from fsdp_qlora.quantizers.bnb_4bit import share_statistics
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
@@ -136,7 +135,6 @@ def _quantize(meta: MetaModel, quantizer: str, layers: LayerOptions, compute_dty
         options = {"quant_type": layers.prequantized.quant_type, "double_quant": layers.prequantized.double_quant}
     quantize_linears(meta.model, meta.quantized, quantizer, **options, compute_dtype=compute_dtype)
     quantize_experts(meta.model, meta.quantized_experts, quantizer, **options, compute_dtype=compute_dtype)
-    share_statistics(find_blocks(meta.model))
 
 
 def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:

@@ -2,14 +2,12 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear, quantize_blocks, share_statistics
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from tests.layers.shards import SHAPES, relative_error, shards, weight_of
 
 pytestmark = pytest.mark.quick
@@ -70,51 +68,6 @@ def test_forward_and_gradient_are_those_of_the_decoded_weight(
     assert relative_error(y, y64) < 1e-6
     assert x.grad is not None and x64.grad is not None
     assert relative_error(x.grad, x64.grad) < 1e-6
-
-
-class _Decodings(TorchDispatchMode):
-    """Counts how often a block's statistics are decoded, by the one operation that only this needs."""
-
-    number = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += function is torch.ops.aten._foreach_add_.ScalarList
-        return function(*args, **(kwargs or {}))
-
-
-def _blocks(dtype: torch.dtype) -> list[torch.nn.Sequential]:
-    """Two blocks of four layers. The statistics of the third are not whole groups of 256."""
-    torch.manual_seed(0)
-    blocks = []
-    for _ in range(2):
-        layers = []
-        for in_features, out_features in ((128, 256), (256, 128), (128, 96), (96, 512)):
-            linear = torch.nn.Linear(in_features, out_features, bias=False)
-            layer = Bnb4bitLinear(linear, quant_type="nf4", double_quant=True, compute_dtype=dtype)
-            codes, absmax = quantize_blocks(linear.weight.data, "nf4")
-            _fill(layer, "weight", codes)
-            for name, value in zip(("absmax", "nested_absmax"), layer.quantize_absmax(absmax), strict=True):
-                _fill(layer, name, value)
-            layers.append(layer)
-        blocks.append(torch.nn.Sequential(*layers))
-    return blocks
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_decodes_the_statistics_of_its_layers_together_with_the_same_bits(dtype: torch.dtype) -> None:
-    x, results = torch.randn(5, 128, dtype=dtype), []
-    for shares in (False, True):
-        blocks = _blocks(dtype)
-        if shares:
-            share_statistics(blocks)
-        own = x.clone().requires_grad_()
-        with _Decodings() as decodings:
-            middle = blocks[0](own)[:, :128]
-            y = blocks[1](middle)
-            y.float().square().sum().backward()
-        results.append((y, own.grad))
-        assert decodings.number == 3 * shares  # the blocks once each, and the first again in the backward pass
-    assert all(torch.equal(own, reference) for own, reference in zip(*results, strict=True))
 
 
 def _decode(codes: torch.Tensor, state: bnb.QuantState, shape: tuple[int, int]) -> torch.Tensor:
