@@ -28,10 +28,10 @@ _MADE_TO_STOP = ("preempted", "interrupted")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has left.
+    """The result of a run.
 
     output_dir: its folder, with the adapter or the model. state: finished; over_budget, when max_hours or max_cost_usd
-    has ended it with a checkpoint, from which the same call goes on; planned, after dry_run or show_samples.
+    has ended it with a checkpoint, from which the same call resumes; planned, after dry_run or show_samples.
     steps: optimizer steps done, those of earlier starts included. losses: the training loss of each, in nats.
     eval_losses: step -> held-out loss, in nats.
     """
@@ -50,9 +50,9 @@ class TrainResult:
 def train(config: TrainConfig | str | Path | None = None, **options: Any) -> TrainResult:
     """Fine-tune a model: `fsdp-qlora train` with these options, `train(model_name="...", dataset="rows.jsonl")`.
 
-    The run has processes of its own, one per visible GPU (world_size=1 for one), which end with it: their memory is
-    free afterwards, and what ends them does not end this process. In a process that torchrun has started as one of
-    several ranks, it is one of them.
+    The run has its own processes, one per visible GPU (world_size=1 for one). They end with it, so their memory is
+    free afterwards and their failure does not end this process. In a process that torchrun has started, `train` is one
+    rank of that run.
 
     Args:
         config: options that the keywords replace: a YAML file, a name that `fsdp-qlora configs` lists, or a
@@ -89,11 +89,11 @@ def read_result(output_dir: Path, *, is_preview: bool = False) -> TrainResult:
 
 
 def _run_workers(config: TrainConfig) -> None:
-    """Run in processes of its own, and raise what has ended them."""
+    """Run in new processes, and raise the error that ended them."""
     with tempfile.TemporaryDirectory(prefix="fsdp_qlora_") as folder, _signals_as_before():
         path = Path(folder) / "options.yaml"
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config).items()}
-        # The default of an option that is never None may be None: it is left out.
+        # None means the default.
         path.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
         end = launch.run_in_workers(config, ["--config", os.fspath(path)])
     states = {ending.exit_code: state for state, ending in ENDINGS.items()}

@@ -136,9 +136,8 @@ def _trained_on(config: TrainConfig) -> "TrainedOn":
     from fsdp_qlora.device import choose_device
     from fsdp_qlora.planning.plan import quantizer_options
     from fsdp_qlora.precision import PRECISIONS, choose_precision
-    from fsdp_qlora.train_types import TRAIN_TYPES
 
-    quantizer = TRAIN_TYPES[config.train_type].quantizer
+    quantizer = config.kind.quantizer
     return TrainedOn(
         model_name=config.model,
         trust_remote_code=config.trust_remote_code,

@@ -22,7 +22,6 @@ from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.results.upload import upload
 from fsdp_qlora.results.write import result_form
 from fsdp_qlora.storage.files import staged_folder
-from fsdp_qlora.train_types import TRAIN_TYPES
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -101,9 +100,9 @@ def stored_config(about: Mapping[str, Any]) -> TrainConfig:
 
 def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
-    if TRAIN_TYPES[config.train_type].quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
+    if config.kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
         raise UserError(f"The run's train type is {config.train_type}, which needs the package hqq: pip install hqq.")
-    needs_weights = TRAIN_TYPES[config.train_type].trains_new_blocks  # the result holds the base's tensors too
+    needs_weights = config.kind.trains_new_blocks  # the result holds the base's tensors too
     try:
         folder = hub.find_model_folder(config.model, with_weights=needs_weights, with_code=config.trust_remote_code)
     except UserError as error:

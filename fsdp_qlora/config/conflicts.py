@@ -135,7 +135,7 @@ def _target_errors(targets: tuple[str, ...]) -> Iterator[str]:
             )
         elif any(is_regex(name) for name in targets):
             yield (
-                "--lora_target_modules: a regular expression is given alone and without commas, but the value is "
+                "--lora_target_modules: give one regular expression and nothing else, without commas; the value is "
                 f"{value}."
             )
     elif targets and is_regex(targets[0]) and (reason := _regex_error(targets[0])):

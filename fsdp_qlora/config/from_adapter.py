@@ -32,7 +32,7 @@ def take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
         raise UserError(
             f"--adapter {config.adapter} is in output_dir, where the new adapter goes. Give another folder."
         )
-    adapter, kind = read_adapter(folder), TRAIN_TYPES[config.train_type].adapter
+    adapter, kind = read_adapter(folder), config.kind.adapter
     if kind is not None and kind != adapter.kind:
         takers = ", ".join(name for name, other in TRAIN_TYPES.items() if other.adapter == adapter.kind)
         raise UserError(

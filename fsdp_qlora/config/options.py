@@ -277,8 +277,8 @@ class TrainConfig:
         tuple[Literal["tqdm", "stdout", "wandb", "tensorboard", "trackio", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER
     ] = ("tqdm",)
     """Where metrics go, one or more; metrics.jsonl and report.html in output_dir are always written. tensorboard writes
-    to tensorboard/ in output_dir, trackio to its own database. With these or wandb alone the terminal has a progress
-    bar too; jsonl leaves it silent."""
+    to tensorboard/ in output_dir, trackio to its own database. If only these or wandb are given, the terminal has a
+    progress bar too; jsonl leaves it silent."""
     project_name: Annotated[str, MAY_DIFFER] = "fsdp_qlora"
     """Project of the run on wandb and trackio."""
     name: Annotated[str | None, MAY_DIFFER] = None
@@ -363,7 +363,7 @@ class TrainConfig:
 
     @property
     def kind(self) -> TrainType:
-        """What `train_type` stands for."""
+        """The adapter, quantizer and trained part that `train_type` means."""
         return TRAIN_TYPES[self.train_type]
 
     @property

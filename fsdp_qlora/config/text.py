@@ -77,7 +77,7 @@ def resolved_yaml(config: TrainConfig) -> str:
 
 
 def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of stored options those that make a run this run, none of which is a path; and of these the changed ones."""
+    """The stored options that identify a run, none of which is a path, and those of them that are not the default."""
     may_differ, defaults = names_marked(MAY_DIFFER), resolved_options(DEFAULTS)
     settings = {name: value for name, value in options.items() if name in defaults and name not in may_differ}
     changed = {name: value for name, value in settings.items() if value != defaults[name] or name == "train_type"}

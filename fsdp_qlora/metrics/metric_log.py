@@ -153,7 +153,7 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     if not is_rank_0:
         return MetricLog([], total_steps=options.total_steps)
     options.output_dir.mkdir(parents=True, exist_ok=True)
-    # The record first; each sink once. Those beyond the terminal alone would leave it without a sign of life.
+    # metrics.jsonl first, each sink once, and a progress bar if nothing else shows that the run is alive.
     names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) <= ELSEWHERE)])
     return MetricLog([SINKS[sink](options) for sink in names], total_steps=options.total_steps)
 
@@ -161,7 +161,7 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
 # --- text output ---------------------------------------------------------------------------------------
 
 
-# Text format of each key of a record. A column whose key is not in the record is left out.
+# Key of a record -> its text. Keys that a record lacks are left out.
 COLUMNS: dict[str, str] = {
     "step": "step {}",
     "epoch": "epoch {:.2f}",
@@ -275,7 +275,7 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """What a line of metrics.jsonl says; None where it is no record of a step."""
+    """The record in a line of metrics.jsonl; None if the line is damaged."""
     try:
         record = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -352,4 +352,4 @@ SINKS: dict[str, type[Sink]] = {
     "jsonl": JsonlSink,
 }
 
-ELSEWHERE = {"wandb", "tensorboard", "trackio"}  # sinks that are looked at elsewhere
+ELSEWHERE = {"wandb", "tensorboard", "trackio"}  # sinks that show nothing in the terminal

@@ -39,7 +39,7 @@ class MemoryLog:
 
 
 class Profiler:
-    """torch's profiler, to be told of each training step; does nothing unless enabled."""
+    """torch's profiler, stepped once per optimizer step; does nothing unless enabled."""
 
     def __init__(self, profiler: profile | None = None, output: Path | None = None) -> None:
         self._profiler, self._output = profiler, output

@@ -32,7 +32,7 @@ def warn_from_any_rank(text: str) -> None:
 
 
 class PrintableFormatter(logging.Formatter):
-    """A record's message alone, printable."""
+    """The message of a log record, made printable."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))

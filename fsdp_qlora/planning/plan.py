@@ -41,7 +41,7 @@ from fsdp_qlora.planning.step_memory import Step, StepBytes, estimate_step
 from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.quantizers import bnb_4bit_format
 from fsdp_qlora.sharding.build_model import LayerOptions, MetaModel, build_model
-from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
+from fsdp_qlora.train_types import TrainType
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -198,7 +198,7 @@ def build_plan(
     Args:
         store: by which the ranks agree on the placement; None if each decides alone.
     """
-    train_type = TRAIN_TYPES[config.train_type]
+    train_type = config.kind
     is_gpu_elsewhere = planned_device(config, ranks).type != ranks.device.type
     asked = "bf16" if is_gpu_elsewhere and config.precision == "auto" else config.precision
     precision_name = choose_precision(asked, ranks.device)
@@ -248,7 +248,7 @@ def check_model(config: TrainConfig, model: PreTrainedModel) -> None:
     """Refuse a model that the adapter to start from does not fit, or of which too little would be quantized."""
     if config.adapter:
         check_adapter(config, model)
-    if TRAIN_TYPES[config.train_type].quantizer:
+    if config.kind.quantizer:
         memory.check_quantized_share(model, allow_unquantized=config.allow_unquantized)
 
 

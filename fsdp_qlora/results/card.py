@@ -19,7 +19,7 @@ from fsdp_qlora.train_types import TrainType
 from fsdp_qlora.version import VERSION
 
 _TEMPLATE = Path(__file__).resolve().parent / "card.md"
-# What a training.json says of an adapter of which nothing is known.
+# The training.json of an adapter from another program.
 _UNKNOWN: dict[str, Any] = {
     "format": 1, "base": {}, "run_id": None, "parent": None, "step": None, "num_tokens": None, "losses": {"loss": None},
     "prompt": None, "data": [], "eval_data": [], "settings": {}, "versions": {},

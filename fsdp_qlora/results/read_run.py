@@ -74,7 +74,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run as its folder tells it; all values are JSON's.
+    """What a run's folder says; all values are JSON types.
 
     steps: column -> its values, of all steps or of those that make the curves' shape. evaluations: the same, of all
     evaluations. totals: of all steps. settings: config.yaml. facts: facts.json. samples: rows of samples.jsonl.
@@ -146,12 +146,12 @@ def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         fullest = {f"memory/{kind}": max(numbers_in(values).values(), default=None) for kind, values in kinds}
         curves = {name: record[name] for name in ("step", "epoch", *_CURVES) if name in record}
         rows.append({**curves, **fullest, "tokens": tokens, "hours": seconds / 3600})
-    kept = [rows[index] for index in _telling(rows)]
+    kept = [rows[index] for index in _rows_to_draw(rows)]
     return {key: [_finite(row.get(key)) for row in kept] for key in dict.fromkeys(key for row in kept for key in row)}
 
 
-def _telling(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The rows that give curves their shape: of each of many parts the ends, and the lowest and highest values."""
+def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The rows to draw: the first, lowest and highest of each part of a long run."""
     if len(rows) <= _MOST_POINTS:
         return list(range(len(rows)))
     size = math.ceil(4 * len(rows) / _MOST_POINTS)

@@ -1,4 +1,4 @@
-"""A report: one HTML file that holds everything that it shows, and asks for nothing from elsewhere."""
+"""A report: one HTML file that contains everything it shows and loads nothing."""
 
 import base64
 import dataclasses
@@ -21,7 +21,7 @@ from fsdp_qlora.version import VERSION
 log = logging.getLogger("fsdp_qlora")
 
 REPORT_FILE = "report.html"
-_MARK = "<!-- a report by fsdp_qlora -->"  # by which we know our own files
+_MARK = "<!-- a report by fsdp_qlora -->"  # marks files that may be replaced
 _PARTS = Path(__file__).resolve().parent
 
 _PAGE = """\
@@ -64,7 +64,7 @@ def make_page(runs: Sequence[RunRecord]) -> str:
 
 
 def _as_data(runs: Sequence[RunRecord]) -> str:
-    """JSON that cannot end the element that it stands in, nor begin another."""
+    """JSON in which no text can close the script element or open another."""
     content = {
         "version": VERSION,
         "made": time.strftime("%Y-%m-%d %H:%M"),

@@ -184,7 +184,7 @@ def save_new_blocks(
     dtype: torch.dtype,
     values: Values,
 ) -> None:
-    """Save a model of which some blocks were trained: these in `dtype`, all other tensors as in `base`.
+    """Save a model with its trained blocks in `dtype` and all other tensors as they are in `base`.
 
     Every rank calls it; rank 0 writes, one tensor at a time.
     """

@@ -1,4 +1,4 @@
-"""Uploads a result to the Hugging Face hub. Whatever comes of it, the local result stays as it is."""
+"""Uploads a result to the Hugging Face hub. A failed upload does not change the local result."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def login_advice(repo: str) -> str | None:
         return None
     return (
         f"--push_to_hub {repo}: there is no login on this machine (`hf auth login`, or HF_TOKEN). Without one the "
-        "upload at the end fails, and the result stays in output_dir alone."
+        "upload at the end fails, and the result is only in output_dir."
     )
 
 

@@ -101,7 +101,7 @@ class ResultForm:
     def leave_adapters(self, output_dir: Path, *, newest: bool, best: bool) -> None:
         """Save the newest checkpoint's adapter in the run's folder, and the best one's in best/. For rank 0.
 
-        A failure is told in a line: the checkpoints have everything.
+        A failure is only logged, because the checkpoints contain everything.
         """
         folders = checkpoint.published(output_dir / CHECKPOINTS)
         wanted = {output_dir: max(folders, default=None)} if newest else {}

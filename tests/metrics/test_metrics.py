@@ -1,4 +1,4 @@
-"""The sinks: what they write, and that none of them can stop or stall a run."""
+"""The sinks: what they write, and that no sink can stop or stall a run."""
 
 import errno
 import json

@@ -441,7 +441,7 @@ def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
         ({"alpha_pattern": ("q_proj=nan",)}, "--alpha_pattern needs name=number"),
         ({"alpha_pattern": ("q_(proj=2",)}, "is wrong as a regular expression"),
         ({"lora_target_modules": ("all-linear", "q_proj")}, "all-linear cannot be combined"),
-        ({"lora_target_modules": (".*q_proj", "v_proj")}, "a regular expression is given alone"),
+        ({"lora_target_modules": (".*q_proj", "v_proj")}, "give one regular expression and nothing else"),
         ({"lora_target_modules": ("q_(proj",)}, "as a regular expression it is wrong"),
     ],
 )
