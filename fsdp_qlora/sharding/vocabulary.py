@@ -54,11 +54,11 @@ def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torc
     shared: set[nn.Parameter] = set()
     if looks_up:
         embedding.weight = _sharded(embedding.weight, mesh)
-        embedding.rows_elsewhere = Lookup(embedding, mesh)
+        embedding.vocab_shard = Lookup(embedding, mesh)
         shared.add(embedding.weight)
     if multiplies:
         head.weight = embedding.weight if is_tied else _sharded(head.weight, mesh)
-        head.rows_elsewhere = SharedHead(head, mesh, find_blocks(model)[-1])
+        head.vocab_shard = SharedHead(head, mesh, find_blocks(model)[-1])
         shared.add(head.weight)
     return shared
 
@@ -67,17 +67,17 @@ def look_up_on_host(model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torch
     """Have a rank copy only its tokens' rows of a frozen embedding that it has whole in host memory."""
     embedding = model.get_input_embeddings()
     if _has_frozen_rows(embedding, 1, param_dtype) and _only_looks_up(embedding):
-        embedding.rows_elsewhere = Lookup(embedding, mesh)
+        embedding.vocab_shard = Lookup(embedding, mesh)
 
 
 def lookup_of(model: PreTrainedModel) -> "Lookup | None":
     """The model's lookup of tokens on other ranks, if its embedding is shared."""
-    return getattr(model.get_input_embeddings(), "rows_elsewhere", None)
+    return getattr(model.get_input_embeddings(), "vocab_shard", None)
 
 
 def shared_head_of(model: PreTrainedModel) -> "SharedHead | None":
     """How the ranks share the model's head, if they do."""
-    return getattr(model.get_output_embeddings(), "rows_elsewhere", None)
+    return getattr(model.get_output_embeddings(), "vocab_shard", None)
 
 
 def sharing_ranks(model: PreTrainedModel) -> list[int]:
@@ -317,18 +317,18 @@ class SharedHead(_Rows):
         longest = shard_bounds(self.vocabulary, rank=0, size=self.size)[1]
         if len(rows) < longest:
             rows = torch.cat([rows, rows.new_zeros(longest - len(rows), rows.shape[1])])
-        self._replace(self.everyones(rows)[: self.vocabulary])
+        self._replace(self.all_gather(rows)[: self.vocabulary])
 
     # What ranks tell each other in `chunked_loss`, for as many tokens of each rank.
 
-    def everyones(self, own: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """The ranks' tensors one behind the other."""
         result = own.new_empty(self.size * len(own), *own.shape[1:])
         all_gather(result, own.contiguous(), group=self.group)
         return result
 
-    def own_part(self, everyones: torch.Tensor) -> torch.Tensor:
-        return everyones.chunk(self.size)[self.rank]
+    def local_chunk(self, gathered: torch.Tensor) -> torch.Tensor:
+        return gathered.chunk(self.size)[self.rank]
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
@@ -338,6 +338,6 @@ class SharedHead(_Rows):
         dist.all_reduce(values, group=self.group)
         return values
 
-    def give_back(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
+    def reduce_scatter_grad(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
         """Add up, in `own`, the gradients of a rank's hidden states that all ranks have computed."""
         reduce_scatter(own, grad @ weight, group=self.group)

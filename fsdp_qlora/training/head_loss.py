@@ -148,11 +148,11 @@ class WholeVocabulary:
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary = vocabulary
 
-    def everyones(self, own: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         return own
 
-    def own_part(self, everyones: torch.Tensor) -> torch.Tensor:
-        return everyones
+    def local_chunk(self, gathered: torch.Tensor) -> torch.Tensor:
+        return gathered
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         return values
@@ -160,7 +160,7 @@ class WholeVocabulary:
     def summed(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def give_back(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
+    def reduce_scatter_grad(self, grad: torch.Tensor, weight: torch.Tensor, own: torch.Tensor) -> None:
         torch.mm(grad, weight, out=own)
 
 
@@ -184,7 +184,7 @@ class _Gradients(NamedTuple):
     ) -> None:
         """Add what follows from the gradient of a chunk's outputs, [rows, V]."""
         if self.hidden is not None:
-            vocabulary.give_back(grad, weight, self.hidden[part])
+            vocabulary.reduce_scatter_grad(grad, weight, self.hidden[part])
         if self.weight is not None:
             if self.weight.dtype == grad.dtype:
                 self.weight.addmm_(grad.T, hidden)
@@ -238,10 +238,10 @@ def _sum_over_chunks(
     step = tokens_at_a_time(vocabulary.vocabulary, hidden.dtype)
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
-        inputs = vocabulary.everyones(hidden[part])
+        inputs = vocabulary.all_gather(hidden[part])
         outputs = F.linear(inputs, weight, bias)
         scale = gradients.scale if gradients.any else None
-        loss, grad = _loss_of_chunk(outputs, vocabulary.everyones(targets[part]), form, scale, vocabulary)
+        loss, grad = _loss_of_chunk(outputs, vocabulary.all_gather(targets[part]), form, scale, vocabulary)
         losses.append(loss)
         if grad is not None:
             gradients.add(part, grad, inputs, weight, vocabulary)
@@ -269,7 +269,7 @@ def _loss_of_chunk(
     of_target = torch.where(is_here, logits[rows, targets] - top[:, 0], 0.0)
     exponentials = logits.sub_(top).exp_()
     total, of_target = vocabulary.summed(torch.stack([exponentials.sum(dim=1), of_target]))
-    loss = vocabulary.own_part(torch.where(is_learned, total.log() - of_target, 0.0)).sum()
+    loss = vocabulary.local_chunk(torch.where(is_learned, total.log() - of_target, 0.0)).sum()
     if scale is None:
         return loss, None
     factor = is_learned * scale

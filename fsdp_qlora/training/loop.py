@@ -41,8 +41,8 @@ class Observer(Protocol):
 
 
 @contextlib.contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Python's garbage collector does not look at what is there now: model, libraries and data stay until the end."""
+def gc_frozen() -> Iterator[None]:
+    """Let Python's garbage collector pass over what is there now: model, libraries and data stay until the end."""
     gc.collect()
     gc.freeze()
     try:
@@ -51,7 +51,7 @@ def _old_objects_left_alone() -> Iterator[None]:
         gc.unfreeze()
 
 
-@_old_objects_left_alone()
+@gc_frozen()
 def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observer) -> None:
     """Run the remaining optimizer steps; evaluate before the first, every `eval_steps` and after the last.
 
