@@ -118,9 +118,9 @@ def _gathered(module: nn.Module, step: Step) -> int:
     dtype = step.precision.param_dtype
     is_whole = step.num_shards == 1 and not step.cpu_offload
     return sum(
-        parameter.numel() * (dtype or parameter.dtype).itemsize
+        parameter.numel() * (dtype if dtype and category == "trainable" else parameter.dtype).itemsize
         for parameter, category, _, in_adapter in each_parameter(module)
-        if not in_adapter and not (is_whole and category != "trainable" and dtype in (None, parameter.dtype))
+        if not in_adapter and not (is_whole and category != "trainable")
     )
 
 
