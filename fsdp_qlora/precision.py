@@ -4,9 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_qlora.config.conflicts import quant_storage_error
-from fsdp_qlora.errors import UserError
-
 
 class Precision(NamedTuple):
     """compute_dtype: of matrix products, of decoded 4-bit weights, and of quant_storage.
@@ -28,11 +25,10 @@ class Precision(NamedTuple):
         """Whether the range of gradients is so narrow that the loss must be scaled."""
         return self.compute_dtype == torch.float16
 
-    def check_storage(self, quant_storage: str) -> None:
-        """Raises UserError unless `quant_storage` is auto or this precision's compute dtype."""
-        name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
-        if error := quant_storage_error(quant_storage, name):
-            raise UserError(error)
+    @property
+    def compute_name(self) -> str:
+        """The compute dtype as options call it."""
+        return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[self.compute_dtype]
 
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32

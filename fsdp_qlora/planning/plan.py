@@ -19,6 +19,7 @@ from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.peft_format import peft_config
+from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.config.text import needless_lines
@@ -203,7 +204,8 @@ def build_plan(
     asked = "bf16" if is_gpu_elsewhere and config.precision == "auto" else config.precision
     precision_name = choose_precision(asked, ranks.device)
     precision = PRECISIONS[precision_name]
-    precision.check_storage(config.quant_storage)
+    if error := quant_storage_error(config.quant_storage, precision.compute_name):
+        raise UserError(error)
     stored = decoded.take_format(model_config)
     if stored:
         log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
