@@ -4,11 +4,10 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
-from filelock import FileLock, Timeout
 from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -93,8 +92,8 @@ def find_model_folder(
 ) -> Path:
     """The local folder of a model: the given one, or the hub's snapshot, which is downloaded if needed.
 
-    Local rank 0 downloads while the other ranks of its machine wait; two runs take turns. Interrupted connections
-    resume; after a kill, complete files are kept and the others restart.
+    Local rank 0 downloads while the other ranks of its machine wait; of two runs the hub's client lets one download
+    each file. Interrupted connections resume; after a kill, complete files are kept and the others restart.
 
     Args:
         with_code: download Python files too.
@@ -117,10 +116,7 @@ def find_model_folder(
     later = [] if with_weights or is_preview else _WEIGHTS
 
     def download() -> str:
-        with _download_lock(model_name):
-            return _snapshot(
-                model_name, patterns, revision, later=later, show_progress=ranks is None or ranks.is_rank_0
-            )
+        return _snapshot(model_name, patterns, revision, later=later, show_progress=ranks is None or ranks.is_rank_0)
 
     if ranks is None or store is None:
         return Path(download())
@@ -136,25 +132,6 @@ def fetch_weights(model_name: str, folder: Path, *, ranks: Ranks, store: dist.St
     """
     if not Path(model_name).expanduser().is_dir():  # else the folder is the user's own
         find_model_folder(model_name, with_weights=True, revision=folder.name, ranks=ranks, store=store)
-
-
-@contextlib.contextmanager
-def _download_lock(model_name: str) -> Iterator[None]:
-    """Hold the lock on a model's download, so that runs on this machine do not download it twice."""
-    path = Path(HF_HUB_CACHE) / ".locks" / f"fsdp_qlora--{model_name.replace('/', '--')}.lock"
-    lock = FileLock(path)
-    # The cache may be read-only, or its disk may not support locks. The hub's client then uses one file per download.
-    with contextlib.suppress(OSError, NotImplementedError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            log.info("Waiting for another run on this machine to download %s.", model_name)
-            lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _snapshot(
