@@ -363,7 +363,7 @@ def _cache_options(parser: argparse.ArgumentParser) -> None:
 def _cache(args: argparse.Namespace) -> None:
     """List and prune what --quant_cache of training keeps."""
     from fsdp_qlora.commands.cache import prune, show_entries
-    from fsdp_qlora.quant_cache.folders import cache_root
+    from fsdp_qlora.quant_cache.entries import cache_root
 
     root = cache_root(args.quant_cache)
     if root is None:

@@ -21,8 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.distributed import Ranks, first_failure, gather_texts, shard_size
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.output.text import format_bytes
-from fsdp_qlora.quant_cache.entries import FORMAT_VERSION, CachedWeights, DamagedEntry, cache_key, device_kernels
-from fsdp_qlora.quant_cache.folders import CHECKSUMS, cache_root, quarantine_path
+from fsdp_qlora.quant_cache.entries import (
+    CHECKSUMS,
+    FORMAT_VERSION,
+    CachedWeights,
+    DamagedEntry,
+    cache_key,
+    cache_root,
+    device_kernels,
+    quarantine_path,
+)
 from fsdp_qlora.quant_cache.writer import EntryWriter, Unavailable
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
 

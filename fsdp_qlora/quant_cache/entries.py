@@ -1,25 +1,80 @@
-"""Entries of the cache of quantized weights: their keys, and reading them with checksums."""
+"""Entries of the cache of quantized weights: their folders, locks and keys, and reading them with checksums."""
 
 import hashlib
 import json
+import shutil
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.quant_cache.folders import read_description
 from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.storage.files import cache_folder
 from fsdp_qlora.storage.fingerprint import file_identity
 
+CHECKSUMS = "checksums.json"
 FORMAT_VERSION = 2  # raise it when the layout, the key or the quantization changes
 _PAGE = 4096  # a checksum covers whole pages
 _CHUNKS = 128  # most checksums per tensor: a rank reads at most one more chunk at each end of its part
 # Samples of content for files not identified by a hash: for all files together, and at least for each.
 _SAMPLES, _MIN_SAMPLES = 256, 4
+
+
+def cache_root(option: str) -> Path | None:
+    """The cache's folder, None if off. option: off, a folder, or auto (see `cache_folder`)."""
+    if option == "off":
+        return None
+    if option != "auto":
+        return Path(option).expanduser()
+    return cache_folder() / "quantized"
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The description of an entry, as its writer left it. Raises ValueError if it has changed."""
+    description = json.loads((folder / CHECKSUMS).read_bytes())
+    if not isinstance(description, dict) or description.pop("sha256", None) != description_hash(description):
+        raise ValueError(f"{folder / CHECKSUMS} has changed")
+    return description
+
+
+def description_hash(description: Mapping[str, Any]) -> str:
+    """The hash that verifies an entry's description, which in turn verifies all else."""
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()
+
+
+def last_used(folder: Path) -> float:
+    """When an entry was last written or read, in seconds since 1970."""
+    description = folder / CHECKSUMS
+    return (description if description.is_file() else folder).stat().st_mtime
+
+
+def quarantine_path(target: Path) -> Path:
+    return target.with_name(f"{target.name}.damaged")
+
+
+def try_lock(target: Path) -> FileLock | None:
+    """The lock of an entry; None when another process has it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(f"{target}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return None
+    return lock
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove entries that runs left unfinished."""
+    for folder in root.glob("*.writing"):
+        lock = try_lock(root / folder.stem)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.release()
 
 
 class DamagedEntry(UserError):
