@@ -416,7 +416,7 @@ def test_silence_counts_between_announcement_and_done(tmp_path: Path, monkeypatc
     with first.watching():
         with pytest.raises(KeyError), second.watching():
             raise KeyError
-        wait_for(lambda: alone, seconds=5)
+        wait_for(lambda: alone)
     assert set(alone) == {0}
 
 

@@ -76,7 +76,7 @@ def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
         victims = workers(process)
         victims[kill].kill()
         wait_for(lambda: all(map(is_gone, victims)))  # noqa: B023
-    assert process.wait(90) == 0, log(tmp_path)
+    assert process.wait(HANG_SECONDS) == 0, log(tmp_path)
     assert log(tmp_path).count("Resuming at step") == 2
     assert_same(tmp_path / "out")
 
@@ -123,7 +123,7 @@ def test_bad_input_is_shown_ends_all_and_is_not_restarted(
 ) -> None:
     argv = flags(**reference.same_but(tmp_path / "out", dataset=tmp_path / "absent.jsonl"))
     process = start([*TORCHRUN, "--max-restarts", "1", str(ROOT / "train.py"), *argv])
-    assert process.wait(90) != 0
+    assert process.wait(HANG_SECONDS) != 0
     assert "not restarted, since the end of the attempt before was final: " in log(tmp_path)
     assert f"{tmp_path}/absent.jsonl" in log(tmp_path)
     assert 'train.py", line' not in log(tmp_path)  # the only traceback is torchrun's own

@@ -88,7 +88,7 @@ def assert_complete(run: Run, output_dir: Path) -> None:
 def sync(line: str) -> None:
     """Run the command that ends a line for people."""
     command = shlex.split(line[line.index("wandb sync ") :])
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

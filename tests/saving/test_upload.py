@@ -120,7 +120,7 @@ def start(hub: Hub, home: Path, *words: object) -> subprocess.CompletedProcess[s
         env={**clean, **more, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
