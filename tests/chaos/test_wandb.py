@@ -23,7 +23,7 @@ from tests.chaos.wandb_server import Run, WandbServer
 from tests.tiny import ROOT
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
-HANG_SECONDS = 100  # protects these tests against a hang; nothing is measured
+HANG_SECONDS = 600  # protects these tests against a hang; nothing is measured
 
 
 @pytest.fixture(autouse=True)
