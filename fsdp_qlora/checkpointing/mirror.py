@@ -93,11 +93,12 @@ class Store:
         """The paths of all files below a folder, relative to it; empty if there is no such folder."""
         with _as_os_error():
             self._system.invalidate_cache()
-            root = self._at(folder)
+            prefix = f"{self._at(folder)}/"
             try:
-                return [path[len(root) + 1 :] for path in self._system.find(root)]
+                paths: list[str] = self._system.find(self._at(folder))
             except FileNotFoundError:
                 return []
+        return [path.removeprefix(prefix) for path in paths if len(path) > len(prefix)]  # without markers of folders
 
     def read(self, file: str) -> str:
         """The text of a small file. Raises FileNotFoundError if there is none."""
