@@ -32,17 +32,50 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 FROM_CACHE, KEPT = "come from the cache", "Quantized weights are saved for the next start"
 
 
+class Runs:
+    """Runs on the same rows; those without a cache, and caches that others copy, are made once."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.folder, self.rows = folder, write_rows(folder / "rows.jsonl", make_rows(6))
+        self.common = {"model_name": model, "dataset": self.rows, "lr": 1e-3, "precision": "fp32", "lora_rank": 4}
+        self._losses: dict[str, list[float]] = {}
+        self._caches: dict[str, Path] = {}
+
+    def train(self, ranks: int, output_dir: Path, **options: object) -> tuple[str, list[float]]:
+        return train_ok(ranks, output_dir, **{**self.common, **options}), read_metrics(output_dir)
+
+    def without(self, ranks: int, **options: object) -> list[float]:
+        """The losses without a cache."""
+        key = f"{ranks} {options}"
+        if key not in self._losses:
+            output_dir = self.folder / f"without{len(self._losses)}"
+            output, self._losses[key] = self.train(ranks, output_dir, **options, quant_cache="off")
+            assert FROM_CACHE not in output and KEPT not in output and len(set(self._losses[key])) > 1
+        return self._losses[key]
+
+    def cache(self, **options: object) -> Path:
+        """A cache that a run on 2 ranks has written."""
+        if (key := str(options)) not in self._caches:
+            self._caches[key] = self.folder / f"cache{len(self._caches)}"
+            output_dir = self.folder / f"writer{len(self._caches)}"
+            output, losses = self.train(2, output_dir, **options, quant_cache=self._caches[key])
+            assert KEPT in output and FROM_CACHE not in output and names(self._caches[key]) == ["entry"]
+            self._losses.setdefault(f"2 {options}", losses)
+        return self._caches[key]
+
+
+@pytest.fixture(scope="module")
+def runs(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(models("llama", **SHAPE), tmp_path_factory.mktemp("runs"))
+
+
 @pytest.fixture
-def run(models: Models, tmp_path: Path) -> Callable[..., tuple[str, list[float]]]:
+def run(runs: Runs, tmp_path: Path) -> Callable[..., tuple[str, list[float]]]:
     """run(ranks, **options) -> what it printed, its losses; the cache is tmp_path/cache."""
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(6))
-    common = {"model_name": models("llama", **SHAPE), "dataset": data, "lr": 1e-3, "precision": "fp32", "lora_rank": 4}
     number = iter(range(99))
 
     def run(ranks: int, **options: object) -> tuple[str, list[float]]:
-        output_dir = tmp_path / f"out{next(number)}"
-        output = train_ok(ranks, output_dir, **{**common, "quant_cache": tmp_path / "cache", **options})
-        return output, read_metrics(output_dir)
+        return runs.train(ranks, tmp_path / f"out{next(number)}", **{"quant_cache": tmp_path / "cache", **options})
 
     return run
 
@@ -62,18 +95,17 @@ def entry(cache: Path) -> Path:
 def test_a_cache_written_on_2_ranks_gives_the_same_losses_on_1_2_and_3(
     double_quant: bool,
     all_ranks: list[int],
+    runs: Runs,
     run: Callable[..., tuple[str, list[float]]],
     models: Models,
     tmp_path: Path,
 ) -> None:
-    first, _ = run(2, double_quant=double_quant)
-    assert KEPT in first and FROM_CACHE not in first and names(tmp_path / "cache") == ["entry"]
+    options = {} if double_quant else {"double_quant": False}
+    shutil.copytree(runs.cache(**options), tmp_path / "cache")
     for ranks in all_ranks:
-        output, cached = run(ranks, double_quant=double_quant)
-        without, expected = run(ranks, double_quant=double_quant, quant_cache="off")
+        output, cached = run(ranks, **options)
         assert FROM_CACHE in output and "bit-identical to the same weight quantized whole" in output
-        assert KEPT not in output and FROM_CACHE not in without and KEPT not in without
-        assert cached == expected and len(set(expected)) > 1
+        assert KEPT not in output and cached == runs.without(ranks, **options)
     # What is kept is what bitsandbytes makes of the whole weight, in its own format.
     stored, weights = (
         load_file(entry(tmp_path / "cache") / "model.safetensors"),
@@ -174,25 +206,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("what", DAMAGES)
 def test_damage_is_named_and_the_entry_is_made_again_in_the_same_run(
-    what: str, run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+    what: str, runs: Runs, run: Callable[..., tuple[str, list[float]]], tmp_path: Path
 ) -> None:
     damage, words = DAMAGES[what]
-    _, expected = run(2)
+    shutil.copytree(runs.cache(), tmp_path / "cache")
     before = {path.name: path.read_bytes() for path in entry(tmp_path / "cache").iterdir()}
     damage(entry(tmp_path / "cache") / what.split()[0])
     output, losses = run(2)
     assert "is damaged (" in output and words in output and KEPT in output and FROM_CACHE not in output
-    assert losses == expected and names(tmp_path / "cache") == ["entry"]
+    assert losses == runs.without(2) and names(tmp_path / "cache") == ["entry"]
     after = {path.name: path.read_bytes() for path in entry(tmp_path / "cache").iterdir()}
     assert after["model.safetensors"] == before["model.safetensors"]
-    output, losses = run(2)
-    assert FROM_CACHE in output and losses == expected
 
 
 def test_damage_that_one_rank_finds_stops_no_other_where_loading_ends_with_an_exchange(
-    run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+    runs: Runs, run: Callable[..., tuple[str, list[float]]], tmp_path: Path
 ) -> None:
-    _, expected = run(2, train_type="bnb_dora")  # whose lengths of rows are taken from gathered blocks
+    shutil.copytree(runs.cache(), tmp_path / "cache")
+    expected = runs.without(2, train_type="bnb_dora")  # whose lengths of rows are taken from gathered blocks
     _flip(entry(tmp_path / "cache") / "model.safetensors")  # in the second rank's part
     output, losses = run(2, train_type="bnb_dora")
     assert "is damaged (" in output and KEPT in output and losses == expected
@@ -220,32 +251,23 @@ def _train_and_fail(argv: list[str], how: str) -> int:
     return train.main(argv)
 
 
-def failing_run(how: str, models: Models, tmp_path: Path, *, ranks: int = 2) -> tuple[list[int], str]:
-    options = {
-        "lr": 1e-3,
-        "precision": "fp32",
-        "lora_rank": 4,
-        "quant_cache": tmp_path / "cache",
-        "save_model": False,
-        "overwrite_output_dir": True,
-    }
-    argv = flags(
-        model_name=models("llama", **SHAPE), dataset=tmp_path / "rows.jsonl", output_dir=tmp_path / "failing", **options
-    )
+def failing_run(how: str, runs: Runs, tmp_path: Path, *, ranks: int = 2) -> tuple[list[int], str]:
+    options = {"quant_cache": tmp_path / "cache", "save_model": False, "overwrite_output_dir": True}
+    argv = flags(**runs.common, output_dir=tmp_path / "failing", **options)
     return on_ranks(ranks, _train_and_fail, (argv, how), tmp_path / "failing_logs")
 
 
 def test_a_kill_while_writing_leaves_nothing_that_a_later_start_reads(
-    run: Callable[..., tuple[str, list[float]]], models: Models, tmp_path: Path
+    runs: Runs, run: Callable[..., tuple[str, list[float]]], tmp_path: Path
 ) -> None:
-    statuses, _ = failing_run("kill", models, tmp_path, ranks=1)
+    statuses, _ = failing_run("kill", runs, tmp_path, ranks=1)
     assert statuses == [-signal.SIGKILL] and names(tmp_path / "cache") == ["writing"]
-    statuses, _ = failing_run("kill", models, tmp_path)  # of the last rank: the first lives to clear up
+    statuses, _ = failing_run("kill", runs, tmp_path)  # of the last rank: the first lives to clear up
     assert -signal.SIGKILL in statuses and names(tmp_path / "cache") == []
-    failing_run("kill", models, tmp_path, ranks=1)
+    failing_run("kill", runs, tmp_path, ranks=1)
     output, losses = run(1)
     assert KEPT in output and FROM_CACHE not in output and names(tmp_path / "cache") == ["entry"]
-    assert run(1)[1] == losses == run(1, quant_cache="off")[1]
+    assert losses == runs.without(1)
 
 
 def test_what_another_model_s_killed_run_left_is_removed_and_a_living_one_s_is_not(
@@ -263,20 +285,20 @@ def test_what_another_model_s_killed_run_left_is_removed_and_a_living_one_s_is_n
     ("how", "words"), [("full disk", "No space left on device"), ("file size limit", "File too large")]
 )
 def test_training_goes_on_without_a_cache_when_the_disk_is_full(
-    how: str, words: str, run: Callable[..., tuple[str, list[float]]], models: Models, tmp_path: Path
+    how: str, words: str, runs: Runs, tmp_path: Path
 ) -> None:
-    statuses, output = failing_run(how, models, tmp_path)
+    statuses, output = failing_run(how, runs, tmp_path)
     assert statuses == [0, 0], output
     assert (
         output.count("No quantized cache is") == 1
         and f"cache cannot be written ({words}); give another folder with --quant_cache" in output
     )
     assert names(tmp_path / "cache") == []
-    assert read_metrics(tmp_path / "failing") == run(2, quant_cache="off")[1]
+    assert read_metrics(tmp_path / "failing") == runs.without(2)
 
 
 def test_runs_that_start_together_leave_one_entry_and_are_all_right(
-    run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+    runs: Runs, run: Callable[..., tuple[str, list[float]]], tmp_path: Path
 ) -> None:
     results: list[tuple[str, list[float]]] = []
     threads = [threading.Thread(target=lambda: results.append(run(1))) for _ in range(2)]
@@ -285,17 +307,14 @@ def test_runs_that_start_together_leave_one_entry_and_are_all_right(
     for thread in threads:
         thread.join()
     (_, first), (_, second) = results
-    assert first == second == run(1, quant_cache="off")[1]
-    assert names(tmp_path / "cache") == ["entry"]
-    assert FROM_CACHE in run(1)[0]
+    assert first == second == runs.without(1) and names(tmp_path / "cache") == ["entry"]
 
 
 def test_a_run_does_not_write_what_another_one_is_writing(
-    run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+    runs: Runs, run: Callable[..., tuple[str, list[float]]], tmp_path: Path
 ) -> None:
-    run(1)
-    folder = entry(tmp_path / "cache")
-    shutil.rmtree(folder)
+    folder = tmp_path / "cache" / entry(runs.cache()).name
+    folder.parent.mkdir()
     with FileLock(f"{folder}.lock"):
         output, _ = run(1)
     assert "No quantized cache is written: another run is writing it." in output and not folder.exists()
@@ -339,10 +358,11 @@ def test_a_file_of_the_hub_is_known_by_the_name_of_its_blob(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("options", [{"sharding_strategy": "ddp"}, {"use_cpu_offload": True}, {"precision": "bf16"}])
 def test_other_ways_to_hold_the_model_write_and_read_the_same_entry(
-    options: dict[str, object], run: Callable[..., tuple[str, list[float]]], tmp_path: Path
+    options: dict[str, object], runs: Runs, run: Callable[..., tuple[str, list[float]]], tmp_path: Path
 ) -> None:
     output, losses = run(2, **options)
-    assert KEPT in output and names(tmp_path / "cache") == ["entry"]
-    assert FROM_CACHE in run(2)[0]
+    made, written = entry(runs.cache()), entry(tmp_path / "cache")
+    assert KEPT in output and written.name == made.name
+    assert (written / "model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
     output, again = run(2, **options)
     assert FROM_CACHE in output and again == losses
