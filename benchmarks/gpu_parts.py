@@ -24,7 +24,7 @@ from fsdp_qlora import distributed
 from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.precision import choose_precision
 from fsdp_qlora.quantizers.table import QUANTIZERS
-from fsdp_qlora.sharding.host_arena import split_arena
+from fsdp_qlora.sharding.host_memory import split_arena
 
 MIB = 2**20
 _QUANTIZED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.lean.modules import set_save_inputs_only
 from fsdp_qlora.models import find_blocks
-from fsdp_qlora.sharding.activation_offload import InputStore
+from fsdp_qlora.sharding.host_memory import InputStore
 
 
 class RecomputedBlock(ActivationWrapper):

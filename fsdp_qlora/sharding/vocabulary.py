@@ -21,7 +21,7 @@ from fsdp_qlora.collectives import all_gather, reduce_scatter
 from fsdp_qlora.device import to_device
 from fsdp_qlora.distributed import gather_numbers, local_part, own_rows, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.models import find_blocks, has_tied_embeddings
-from fsdp_qlora.sharding.side_stream import SideStream
+from fsdp_qlora.sharding.host_memory import SideStream
 
 
 def is_shared(model: PreTrainedModel, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:

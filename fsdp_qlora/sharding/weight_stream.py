@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from fsdp_qlora.models import find_blocks
+from fsdp_qlora.sharding.host_memory import SideStream
 from fsdp_qlora.sharding.recompute import unwrapped
-from fsdp_qlora.sharding.side_stream import SideStream
 
 
 def streamed_modules(model: PreTrainedModel) -> list[nn.Module]:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from fsdp_qlora.sharding.host_arena import split_arena
+from fsdp_qlora.sharding.host_memory import split_arena
 from tests.gpu.check import IS_STAND_IN, holds
 
 GIB, MIB = 2**30, 2**20

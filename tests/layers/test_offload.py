@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from fsdp_qlora.sharding import weight_stream
-from fsdp_qlora.sharding.activation_offload import InputStore
-from fsdp_qlora.sharding.host_arena import split_arena
+from fsdp_qlora.sharding.host_memory import InputStore, SideStream, split_arena
 from fsdp_qlora.sharding.recompute import RecomputedBlock, set_recompute, wrap_blocks
-from fsdp_qlora.sharding.side_stream import SideStream
 
 SIZE, BLOCKS = 8, 4
 

@@ -1,0 +1,190 @@
+"""Host memory beside a GPU: one pinned allocation for a rank's shards, a stream for copies, offloaded activations.
+
+torch rounds pinned memory up to a power of two per tensor, which adds 12% to the shards of a 70B model and 70% to those
+of a 13B model. Here ordinary pages are mapped once and registered with CUDA, without rounding. A tensor that is a view
+of them counts as pinned, so FSDP2 uses it directly and copies it asynchronously.
+
+torch's own allocator does without rounding only since 2.13 (`pinned_max_round_threshold_mb`), and 2.11 is supported.
+Registering has not run on a GPU yet; on a CPU the same arena is used without it.
+"""
+
+import contextlib
+import logging
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+log = logging.getLogger("fsdp_qlora")
+
+_MUCH = 18 * 2**30  # bytes
+_ALIGNMENT = 64  # bytes, for each part: best for the widest vector instructions
+
+
+class _Pinned(mmap.mmap):
+    """Pages registered with CUDA, unregistered before they are unmapped: the address may be used again."""
+
+    pointer: int = 0
+
+    def __del__(self) -> None:
+        if self.pointer:
+            torch.cuda.cudart().cudaHostUnregister(self.pointer)
+
+
+def split_arena(sizes: Sequence[int], *, pinned: bool, what: str = "offloaded weights") -> list[torch.Tensor]:
+    """One allocation cut into aligned, zeroed uint8 parts of the given sizes in bytes.
+
+    Args:
+        what: lies there, for messages.
+    Raises:
+        MemoryError: the memory cannot be allocated or pinned.
+    """
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // _ALIGNMENT) * _ALIGNMENT
+    try:
+        pages = _Pinned(-1, max(total, 1))
+    except OSError as error:
+        needed = f"{total / 2**30:.1f} GiB"
+        raise MemoryError(f"{needed} of host memory for {what} cannot be allocated: {error}") from error
+    arena = torch.frombuffer(pages, dtype=torch.uint8)
+    if pinned:
+        if total >= _MUCH:
+            log.info(
+                "Pinning %.1f GiB of host memory for %s on each rank, which takes seconds to minutes. A container's "
+                "limit must allow it; WSL2 pins at most half of the memory that Windows gives it.",
+                total / 2**30,
+                what,
+            )
+        status = int(torch.cuda.cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0))
+        if status != 0:
+            raise MemoryError(
+                f"{total / 2**30:.1f} GiB of host memory for {what} cannot be pinned (CUDA error {status}). "
+                "Free host memory, raise the container's limit, or use more ranks."
+            )
+        pages.pointer = arena.data_ptr()
+    return [arena[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+class SideStream:
+    """Copies that overlap with the work of the compute stream. On a CPU they are done at once.
+
+    Memory is allocated on the compute stream, so what is freed must not be in use here any more: the compute stream
+    waits for the copy first. The compute stream is the one that is current when this is made: what frees memory may run
+    where another one is current, such as a `__del__` in autograd's or FSDP2's code.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None
+        self.compute = torch.cuda.current_stream(device) if on_gpu else None
+
+    @contextlib.contextmanager
+    def after_compute(self) -> Iterator[None]:
+        """What is issued in this block runs here, after all that the compute stream has been given so far."""
+        if self.stream is None or self.compute is None:
+            yield
+            return
+        self.stream.wait_stream(self.compute)
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def event(self) -> torch.cuda.Event | None:
+        """The end of what has been issued here so far."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def finish(self) -> None:
+        """Let the host wait for all copies."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def compute_waits(self, event: torch.cuda.Event | None) -> None:
+        """Let the compute stream go on after `event` of this stream only. The host does not wait."""
+        if event is not None and self.compute is not None:
+            self.compute.wait_event(event)
+
+
+class InputStore:
+    """Where all blocks keep their inputs.
+
+    An input is copied to the host while its block runs, and comes back while the block after it runs backward. The
+    newest stays on the device: the backward pass begins with it. Host memory is used again from step to step.
+    """
+
+    def __init__(self) -> None:
+        self.side: SideStream | None = None  # there is no device yet when blocks are wrapped
+        self.free: list[torch.Tensor] = []
+        self._newest: weakref.ref[_Kept] | None = None
+
+    def keep(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
+        """Copy a tensor to the host; what is no input of a block, such as a number or a position, is kept as it is."""
+        if not tensor.is_floating_point() or tensor.dim() < 2:
+            return tensor
+        self.side = self.side or SideStream(tensor.device)
+        before = self._newest
+        if before is not None and (last := before()) is not None:
+            last.leave_device()
+        kept = _Kept(self, tensor.detach(), before)
+        self._newest = weakref.ref(kept)
+        return kept
+
+    def give_back(self, kept: "torch.Tensor | _Kept") -> torch.Tensor:
+        """The tensor, once the compute stream gets there; the one before it begins to come."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        tensor = kept.come_back()
+        kept.side.compute_waits(kept.copied)
+        if kept.before is not None and (before := kept.before()) is not None:
+            before.come_back()
+        kept.on_device = None  # autograd has it now
+        return tensor
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        """Pinned uint8 memory of at least `size` bytes that is not in use."""
+        for index, memory in enumerate(self.free):
+            if memory.numel() >= size:
+                return self.free.pop(index)
+        assert self.side is not None
+        if self.free:  # too short for now, and so for later
+            self.side.finish()
+            self.free.pop()
+        return split_arena([size], pinned=self.side.stream is not None, what="activations")[0]
+
+
+class _Kept:
+    """A tensor on the host, on the device, or on its way. copied: when the last copy is done."""
+
+    def __init__(self, store: InputStore, tensor: torch.Tensor, before: "weakref.ref[_Kept] | None") -> None:
+        assert store.side is not None
+        self.store, self.side, self.before = store, store.side, before
+        self.memory = store.host_memory(tensor.numel() * tensor.element_size())
+        self.like = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
+        self.device = tensor.device
+        self.on_device: torch.Tensor | None = tensor
+        with self.side.after_compute():
+            self._on_host().copy_(tensor, non_blocking=True)
+        self.copied = self.side.event()
+
+    def _on_host(self) -> torch.Tensor:
+        used = self.memory[: self.like.numel() * self.like.element_size()]
+        return used.view(self.like.dtype).view(self.like.shape)
+
+    def leave_device(self) -> None:
+        if self.on_device is not None:
+            self.side.compute_waits(self.copied)
+            self.on_device = None
+
+    def come_back(self) -> torch.Tensor:
+        """The tensor on the device, which the compute stream may use after `copied`."""
+        if self.on_device is None:
+            self.on_device = torch.empty_like(self.like, device=self.device)
+            with self.side.after_compute():
+                self.on_device.copy_(self._on_host(), non_blocking=True)
+            self.copied = self.side.event()
+        return self.on_device
+
+    def __del__(self) -> None:
+        self.leave_device()
+        self.store.free.append(self.memory)
