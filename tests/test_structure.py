@@ -32,7 +32,7 @@ MOST = {
     "folders of the library": 22,
     "files at the package's root": 27,
     "options": 110,
-    "lines of tests": 20_750,
+    "lines of tests": 20_830,
 }
 
 

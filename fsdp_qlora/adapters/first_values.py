@@ -1,8 +1,12 @@
-"""Initial values of sharded adapters, and the update that some of them subtract from the base."""
+"""Initial values of sharded adapters, and the update that some of them subtract from the base.
+
+Shapes of a decomposition: weight [out, in] float32, A [rank, in], B [out, rank]; `scaling` is the factor of B A in the
+adapted layer.
+"""
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -20,6 +24,8 @@ from fsdp_qlora.models import canonical_name, find_blocks
 from fsdp_qlora.whole_weights import whole_weights
 
 log = logging.getLogger("fsdp_qlora")
+
+Factors = tuple[torch.Tensor, torch.Tensor]  # A and B
 
 _PIECE = 2**22  # weights whose update is computed at a time
 
@@ -190,3 +196,47 @@ def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
                 first, last = own_rows(magnitude.weight, mesh)
                 store_rows(magnitude.row_squares, squares[first:last])
                 store_rows(magnitude.weight, squares[first:last].sqrt())
+
+
+# --- A and B from the weight: PiSSA, OLoRA, LoftQ ---
+
+
+def pissa(weight: torch.Tensor, rank: int, scaling: float) -> Factors:
+    """The weight's `rank` largest singular values and vectors (Meng et al. 2024)."""
+    # On a GPU torch's default is Jacobi's method (gesvdj), slow and inexact for matrices that large.
+    driver = "gesvd" if weight.is_cuda else None
+    left, values, right = torch.linalg.svd(weight, full_matrices=False, driver=driver)
+    return _split_factors(left[:, :rank], values[:rank], right[:rank], scaling)
+
+
+def pissa_niter(weight: torch.Tensor, rank: int, scaling: float, *, iterations: int, seed: int) -> Factors:
+    """PiSSA by randomized SVD (Halko et al. 2009): much faster, slightly less accurate."""
+    devices = [weight.device] if weight.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        left, values, right = torch.svd_lowrank(weight, q=rank, niter=iterations)
+    return _split_factors(left, values, right.T, scaling)
+
+
+def olora(weight: torch.Tensor, rank: int) -> Factors:
+    """The first `rank` columns of Q and rows of R of the weight's QR decomposition (Büyükakyüz 2024)."""
+    orthogonal, triangular = torch.linalg.qr(weight)
+    return triangular[:rank], orthogonal[:, :rank]
+
+
+def loftq(
+    weight: torch.Tensor, rank: int, scaling: float, *, quantize: Callable[[torch.Tensor], torch.Tensor]
+) -> Factors:
+    """The largest singular values of the quantization error (Li et al. 2023, one iteration, PEFT's default).
+
+    With one iteration the base is the quantized weight itself, which anyone can reproduce.
+
+    Args:
+        quantize: weight -> its quantized values.
+    """
+    return pissa(weight.float() - quantize(weight).float(), rank, scaling)
+
+
+def _split_factors(left: torch.Tensor, values: torch.Tensor, right: torch.Tensor, scaling: float) -> Factors:
+    root = (values / scaling).sqrt()
+    return root[:, None] * right, left * root

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.adapters import decompositions
+from fsdp_qlora.adapters import first_values
 from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
 from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
 from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
@@ -62,18 +62,18 @@ def decompose_weights(
     log.info("Adapters start from their weights: %s of %d, computed in %.1f s.", init, len(layers), seconds)
 
 
-def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> decompositions.Factors:
+def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> first_values.Factors:
     rank, scaling = layer.lora.lora_A.out_features, layer.scaling
     if init == "loftq":
         assert isinstance(layer.base_layer, QuantizedWeight)
-        lora_A, lora_B = decompositions.loftq(weight, rank, scaling, quantize=layer.base_layer.quantize_whole)
+        lora_A, lora_B = first_values.loftq(weight, rank, scaling, quantize=layer.base_layer.quantize_whole)
     elif init == "olora":
-        lora_A, lora_B = decompositions.olora(weight.float(), rank)
+        lora_A, lora_B = first_values.olora(weight.float(), rank)
     elif init == "pissa":
-        lora_A, lora_B = decompositions.pissa(weight.float(), rank, scaling)
+        lora_A, lora_B = first_values.pissa(weight.float(), rank, scaling)
     else:
         iterations = int(init.removeprefix("pissa_niter_"))
-        lora_A, lora_B = decompositions.pissa_niter(weight.float(), rank, scaling, iterations=iterations, seed=seed)
+        lora_A, lora_B = first_values.pissa_niter(weight.float(), rank, scaling, iterations=iterations, seed=seed)
     if reduces_base(init):
         lora_A, lora_B = lora_A.bfloat16().float(), lora_B.bfloat16().float()
     return lora_A.contiguous(), lora_B.contiguous()

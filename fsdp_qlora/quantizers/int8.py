@@ -140,10 +140,11 @@ def _multiply_part(
         rounded = rounded.masked_fill(outliers, 0.0)
     x_codes, x_scale, _ = bnb.int8_vectorwise_quant(rounded)
     # The kernel for GPUs writes fp16, whatever the dtype. Tokens scaled to at most 1 stay in its range, and a factor
-    # that is a power of two changes no other bit.
-    mantissa, exponent = torch.frexp(x_scale)
-    y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, mantissa, row_scale, dtype=tokens.dtype)
-    y.mul_(torch.exp2(exponent).to(y.dtype).unsqueeze(1))
+    # that is a power of two, here the scale without its mantissa, changes no other bit.
+    x_scale = x_scale.clamp(min=2**-24)  # fp16's smallest number; tokens of zeros have none
+    power = 2 * (x_scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, x_scale / power, row_scale, dtype=tokens.dtype)
+    y.mul_(power.to(y.dtype).unsqueeze(1))
     if bias is not None:
         y.add_(bias)
     if outliers is not None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_qlora.adapters.first_values import pissa
 from fsdp_qlora.quantizers.base import QuantizedWeight, write_bytes
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear, quantize_blocks
 from fsdp_qlora.quantizers.hqq import HqqExperts, HqqLinear, _pack, _quantize_groups
@@ -188,7 +189,7 @@ def test_hqq_solved_on_a_gpu_decodes_to_the_weights_of_the_cpu():
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
-@pytest.mark.parametrize("shape", [(256, 128), (52, 96)])
+@pytest.mark.parametrize("shape", [(256, 128), (52, 96), (52, 98)])  # cuBLAS takes no int8 of 98 columns
 def test_int8_layers_are_those_of_the_cpu(shape, threshold, dtype):
     if threshold and IS_STAND_IN:
         pytest.skip("the stand-in finds a random number of outliers, more than fit its memory")
@@ -202,3 +203,20 @@ def test_int8_layers_are_those_of_the_cpu(shape, threshold, dtype):
         # Activations have 8 bits: one that is rounded the other way counts, on average a few per row.
         for found, wanted in zip(_forward_and_gradient(layer, x.cuda()), expected, strict=True):
             same(found.float(), wanted, tolerance=max(TOLERANCES[dtype], 1e-3))
+
+
+def test_int8_products_beyond_fp16_are_those_of_the_cpu():
+    reference, layer = int8((256, 128), 0.0, torch.bfloat16), int8((256, 128), 0.0, torch.bfloat16).to("cuda")
+    x = (60_000 * torch.ones(128, 33)).bfloat16().T  # not contiguous
+    weight_sums = reference.dequantize().float().sum(dim=1)
+    expected = reference(x)
+    holds(60_000 * weight_sums.abs().max() > torch.finfo(torch.float16).max)
+    same(layer(x.cuda()), expected, tolerance=1e-2)
+
+
+@pytest.mark.skipif(IS_STAND_IN, reason="the stand-in has no cuSOLVER")
+@pytest.mark.parametrize("shape", [(256, 128), (50, 96)])
+def test_a_full_decomposition_is_that_of_the_cpu(shape):
+    weight = _weight(shape)
+    expected, found = pissa(weight, 8, 2.0), pissa(weight.cuda(), 8, 2.0)
+    same(found[1] @ found[0], expected[1] @ expected[0], tolerance=1e-5)  # a pair of vectors may change its sign
