@@ -1,5 +1,6 @@
 """The README and the docs say what the code does: their commands run, their links lead somewhere, their names exist."""
 
+import io
 import json
 import os
 import re
@@ -150,6 +151,7 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
 ) -> None:
     monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("name a river\n"))  # of a chat
     for name in ("output", "output_2"):  # runs
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
