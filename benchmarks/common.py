@@ -21,16 +21,17 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from fsdp_qlora import distributed, load_model
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.device import configure_kernels
-from fsdp_qlora.distributed import Ranks, derive_seed
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
 from fsdp_qlora.planning.plan import Plan, build_plan
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.device import configure_kernels
+from fsdp_qlora.ranks.distributed import Ranks, derive_seed
+from fsdp_qlora.run import load_model
 from fsdp_qlora.sharding import byte_account
 from fsdp_qlora.training.trainer import Trainer
 

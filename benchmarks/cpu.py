@@ -38,8 +38,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from benchmarks.common import describe_machine, peak_bytes, quiet_on_one_thread, random_rows, write_results
 from benchmarks.dora import our_layer, peft_layer, quantized_linear, step
 from benchmarks.overhead import LR, RANKS, SEED, Step, load_reference, make_checkpoint, our_step, take_turns
-from fsdp_qlora import distributed
 from fsdp_qlora.adapters.lora import LoraLinear
+from fsdp_qlora.ranks import distributed
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 
 # part -> the other -> what ours may take of its CPU time and peak memory

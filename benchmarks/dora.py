@@ -29,10 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.common import describe_machine, peak_bytes, seconds_of, write_results
-from fsdp_qlora import distributed
 from fsdp_qlora.adapters.dora import DoraLinear
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.ranks import distributed
 
 MAX_RATIO = 1.15
 RANKS = distributed.Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))

@@ -29,11 +29,11 @@ from benchmarks.common import build_run, describe_machine, quiet_on_one_thread, 
 from benchmarks.cpu import StepByStep, training_options
 from benchmarks.gpu_peers import _tokenizer
 from benchmarks.overhead import LORA_RANK, LR, RANKS, SEED, load_reference, make_checkpoint
-from fsdp_qlora import distributed
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.ranks import distributed
 
 VOCABULARY = 8192
 LOSS_TOLERANCE = 0.02

@@ -33,8 +33,8 @@ from benchmarks.gpu_parts import PARTS
 from benchmarks.gpu_report import command, describe_row, report
 from benchmarks.gpu_rows import note
 from benchmarks.gpu_steps import GIB
-from fsdp_qlora import distributed
-from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.model.precision import PRECISIONS
+from fsdp_qlora.ranks import distributed
 
 MAX_SECONDS = 535.0
 

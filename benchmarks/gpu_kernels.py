@@ -16,8 +16,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.gpu_rows import ALPACA_LENGTHS, peak, ratio_of, reset_peak, row
 from benchmarks.gpu_steps import GIB, synchronize
-from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.precision import PRECISIONS, choose_precision
+from fsdp_qlora.model.precision import PRECISIONS, choose_precision
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 
 _MASKED = 0.6  # of a row's tokens

@@ -20,10 +20,10 @@ from benchmarks.gpu_kernels import measure_attention, measure_head
 from benchmarks.gpu_peers import measure_peers
 from benchmarks.gpu_steps import BATCHES, SHAPES, TINY_BATCHES, Steps, measure, synchronize
 from benchmarks.one_rank import RepeatedWeights, keep_own_part, limit_memory, rank_0_of, start_alone
-from fsdp_qlora import distributed
-from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.precision import choose_precision
+from fsdp_qlora.model.precision import choose_precision
 from fsdp_qlora.quantizers.table import QUANTIZERS
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.host_memory import split_arena
 
 MIB = 2**20

@@ -23,12 +23,12 @@ from benchmarks.common import RandomWeights, Run, build_run
 from benchmarks.gpu_peers import measure_peers
 from benchmarks.gpu_steps import GIB, Batch, Files, Steps, Timed, make_config, make_options, make_rows, measure
 from benchmarks.one_rank import RepeatedWeights, keep_own_part, limit_memory, rank_0_of, start_alone
-from fsdp_qlora import distributed
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.load_model import build_trainer
+from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.plan import Plan
-from fsdp_qlora.precision import PRECISIONS, choose_precision
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding import parallelize
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute

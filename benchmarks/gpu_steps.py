@@ -30,9 +30,9 @@ from transformers import LlamaConfig
 from benchmarks.common import RandomWeights, Run, build_run
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
-from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.byte_account import CategoryBytes
 
 GIB = 2**30

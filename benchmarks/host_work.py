@@ -68,7 +68,7 @@ def run_passes(shape: str, recompute: str) -> None:
     import gc
 
     from benchmarks.standin_memory import passes
-    from fsdp_qlora.models import find_blocks
+    from fsdp_qlora.model.models import find_blocks
     from fsdp_qlora.sharding.recompute import set_recompute
 
     model, run = passes(shape, BLOCKS)

@@ -81,12 +81,12 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     """One rank: build, shard and load as train.py does; rank 0 prints what all ranks measured."""
     import torch.distributed as dist
 
-    from fsdp_qlora import distributed
     from fsdp_qlora.config.options import TrainConfig
-    from fsdp_qlora.load_model import load_model
     from fsdp_qlora.loading.load_weights import match_tensors
     from fsdp_qlora.loading.weight_files import WeightFiles
     from fsdp_qlora.planning.plan import build_plan
+    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.run.load_model import load_model
     from fsdp_qlora.sharding import byte_account
 
     ranks = distributed.read_ranks()

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from benchmarks.common import RandomWeights
-from fsdp_qlora import distributed
-from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.parallelize import fsdp_modules
 
 

@@ -34,12 +34,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from benchmarks.common import build_run, describe_machine, random_rows, write_results
-from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import first_adapter_value
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.ranks import distributed
 
 MAX_RATIO = 1.05
 # Adam amplifies the order of fp32 sums over the steps; tests/splits/test_splits.py allows the same.

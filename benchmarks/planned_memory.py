@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from transformers import AutoConfig
 
-from fsdp_qlora import distributed
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.planning.plan import estimate_needs, plan_model, step_bytes
+from fsdp_qlora.ranks import distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planned_memory.json"

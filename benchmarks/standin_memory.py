@@ -137,12 +137,12 @@ def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str,
     from transformers import LlamaConfig
 
     from benchmarks.common import random_rows
-    from fsdp_qlora import distributed
     from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.data.prepare import RunData
     from fsdp_qlora.data.schedule import Schedule
-    from fsdp_qlora.load_model import build_trainer
     from fsdp_qlora.planning.plan import Plan, build_plan
+    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.run.load_model import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
     from fsdp_qlora.sharding.recompute import wrap_blocks
 
@@ -192,8 +192,8 @@ def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
 
 def expect(model: Any, mesh: Any, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of what lies there between steps, by category, from the shapes alone."""
-    from fsdp_qlora import distributed
     from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+    from fsdp_qlora.ranks import distributed
     from fsdp_qlora.sharding.byte_account import count_bytes
 
     account = count_bytes(model, distributed.shard_size(mesh))
@@ -209,9 +209,9 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     That is in the backward pass of the last block, where the gradients of its gate are computed: logits and what ranks
     exchange for them come in chunks that are smaller.
     """
-    from fsdp_qlora import distributed
-    from fsdp_qlora.lean.functions import PIECE
-    from fsdp_qlora.models import find_blocks
+    from fsdp_qlora.model.fused_functions import PIECE
+    from fsdp_qlora.model.models import find_blocks
+    from fsdp_qlora.ranks import distributed
     from fsdp_qlora.sharding.byte_account import count_bytes
 
     config, blocks = model.config, find_blocks(model)

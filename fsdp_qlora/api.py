@@ -66,7 +66,7 @@ def train(config: TrainConfig | str | Path | None = None, **options: Any) -> Tra
     """
     chosen = make_train_config(config, options)
     if launch.is_started_by_others():
-        from fsdp_qlora.run import run
+        from fsdp_qlora.run.run import run
 
         run(chosen)
     else:

@@ -354,7 +354,7 @@ def main() -> int:
     parser.add_argument("train_types", nargs="*")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative; 0 demands the same bytes")
     arguments = parser.parse_args()
-    from fsdp_qlora.train_types import TRAIN_TYPES
+    from fsdp_qlora.config.train_types import TRAIN_TYPES
 
     if unknown := set(arguments.train_types) - TRAIN_TYPES.keys():
         parser.error(f"no train type is named {', '.join(sorted(unknown))}; there are {', '.join(TRAIN_TYPES)}")

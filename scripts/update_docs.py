@@ -13,7 +13,7 @@ from typing import get_origin
 from fsdp_qlora.config.marks import MAY_DIFFER, NOT_EMPTY, OF_ADAPTER, PER_NODE, Mark, of_quantizer
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, names_marked, option_types
 from fsdp_qlora.config.text import option_help, type_text, value_text
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.config.train_types import TRAIN_TYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS = ROOT / "docs" / "options.md"

@@ -39,9 +39,9 @@ def add_the_examples() -> None:
     from fsdp_qlora.config import cli
     from fsdp_qlora.config.marks import MAY_DIFFER, NOT_EMPTY, one_of_names
     from fsdp_qlora.config.options import LIMITS, TrainConfig, option_types
+    from fsdp_qlora.config.train_types import TRAIN_TYPES
     from fsdp_qlora.data.formats import FORMATS
     from fsdp_qlora.metrics.metric_log import SINKS
-    from fsdp_qlora.train_types import TRAIN_TYPES
 
     for example in re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
         exec(example, {"__name__": "example"})

@@ -30,9 +30,9 @@ MOST = {
     "lines of the library": 28_200,
     "files of the library": 203,
     "folders of the library": 22,
-    "files at the package's root": 27,
+    "files at the package's root": 6,
     "options": 110,
-    "lines of tests": 20_830,
+    "lines of tests": 20_850,
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_qlora.adapters.dora_product import DoraOperands, dora_product
 from fsdp_qlora.adapters.lora import LoraAdapter
-from fsdp_qlora.lean.functions import recompute_source
+from fsdp_qlora.model.fused_functions import recompute_source
 from fsdp_qlora.quantizers.base import QuantizedWeight, frozen_product
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.adapters.lora_product import Dropout, LowRank, as_before, as_rows, kept, low_rank_grads
-from fsdp_qlora.lean.functions import differentiated_once
+from fsdp_qlora.model.fused_functions import differentiated_once
 from fsdp_qlora.quantizers.base import FrozenProduct
 
 _PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow

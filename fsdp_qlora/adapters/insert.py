@@ -12,8 +12,8 @@ from fsdp_qlora.adapters.dora import DoraAdapter, DoraLinear, Magnitude
 from fsdp_qlora.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
 from fsdp_qlora.adapters.targets import find_pattern
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.lean.modules import GatedMlp
-from fsdp_qlora.models import canonical_name, has_tied_embeddings
+from fsdp_qlora.model.fused import GatedMlp
+from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 
 # adapter kind -> the layer that replaces a linear layer, given rank, scaling and dropout.
 ADAPTERS: dict[str, Callable[..., nn.Module]] = {"lora": LoraLinear, "dora": DoraLinear}

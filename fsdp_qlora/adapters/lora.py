@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.adapters.lora_product import Dropout, Product, lora_product
-from fsdp_qlora.distributed import as_shard_of
-from fsdp_qlora.lean.functions import recompute_source
+from fsdp_qlora.model.fused_functions import recompute_source
 from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
+from fsdp_qlora.ranks.distributed import as_shard_of
 
 
 class LoraAdapter(nn.Module):

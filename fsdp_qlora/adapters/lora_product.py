@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fsdp_qlora.lean.functions import differentiated_once, recompute_output
+from fsdp_qlora.model.fused_functions import differentiated_once, recompute_output
 from fsdp_qlora.quantizers.base import FrozenProduct
 
 
@@ -60,7 +60,7 @@ def lora_product(
     """x W^T + b + scaling * B A x' of x [.., in], as [.., out] in the base's dtype; differentiable in x, A and B.
 
     Args:
-        source: what can compute x again (lean/functions.py), None if x must be kept.
+        source: what can compute x again (model/fused_functions.py), None if x must be kept.
     """
     x = in_dtype(x, product.base.dtype)
     low = LowRank.apply(x, lora_A, product.dropout, source) if product.ends_block else None

@@ -34,9 +34,9 @@ from fsdp_qlora.checkpointing.run_folder import (
 from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_differences, find_other_options, refuse
 from fsdp_qlora.checkpointing.train_state import DESCRIPTION_KEYS
 from fsdp_qlora.data import schedule
-from fsdp_qlora.distributed import Ranks, first_failure, gather_texts
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
 from fsdp_qlora.output.redact import redact
+from fsdp_qlora.ranks.distributed import Ranks, first_failure, gather_texts
 from fsdp_qlora.storage.files import write_json
 
 log = logging.getLogger("fsdp_qlora")

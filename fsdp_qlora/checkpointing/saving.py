@@ -13,8 +13,8 @@ from typing import Any
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.train_state import TrainState
-from fsdp_qlora.distributed import Ranks, first_failure, gather_numbers, gather_texts
 from fsdp_qlora.errors import TrainingError
+from fsdp_qlora.ranks.distributed import Ranks, first_failure, gather_numbers, gather_texts
 from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
 
 log = logging.getLogger("fsdp_qlora")

@@ -23,7 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.checkpointing.checkpoint import TensorReader
-from fsdp_qlora.distributed import (
+from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.model.models import canonical_name
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer, averaged_value
+from fsdp_qlora.ranks.distributed import (
     Ranks,
     as_shard_of,
     gather_numbers,
@@ -34,9 +37,6 @@ from fsdp_qlora.distributed import (
     shard_rank,
     shard_size,
 )
-from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.models import canonical_name
-from fsdp_qlora.optimizers.sharded import ShardedOptimizer, averaged_value
 from fsdp_qlora.storage import safetensors_files
 from fsdp_qlora.storage.files import FileRecord
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm

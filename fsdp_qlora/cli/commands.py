@@ -113,7 +113,7 @@ def _merge(args: argparse.Namespace) -> None:
     from fsdp_qlora.commands.merge import check_base, one_process, open_merge, write_merged
     from fsdp_qlora.commands.model_folder import check_is_new, return_freed_memory
     from fsdp_qlora.commands.verify import compare, read_rows
-    from fsdp_qlora.distributed import read_ranks
+    from fsdp_qlora.ranks.distributed import read_ranks
 
     return_freed_memory()
     out = Path(args.out)
@@ -133,9 +133,9 @@ def _trained_on(config: TrainConfig) -> "TrainedOn":
     """The base of a run's adapter."""
     from fsdp_qlora.adapters.first_values import reduces_base
     from fsdp_qlora.commands.merge import TrainedOn
-    from fsdp_qlora.device import choose_device
+    from fsdp_qlora.model.precision import PRECISIONS, choose_precision
     from fsdp_qlora.planning.plan import quantizer_options
-    from fsdp_qlora.precision import PRECISIONS, choose_precision
+    from fsdp_qlora.ranks.device import choose_device
 
     quantizer = config.kind.quantizer
     return TrainedOn(
@@ -250,9 +250,9 @@ def _generate(args: argparse.Namespace) -> int | None:
 def _answer(args: argparse.Namespace, config: TrainConfig, folder: Path | None) -> None:
     """Load the model and answer. Called on every rank."""
     from fsdp_qlora.commands.generate import LoadedModel, answer_file, chat
-    from fsdp_qlora.distributed import read_ranks, set_up_logging, stop_process_group
     from fsdp_qlora.generation.generate import SamplingOptions
     from fsdp_qlora.generation.prompts import question, read_questions
+    from fsdp_qlora.ranks.distributed import read_ranks, set_up_logging, stop_process_group
 
     ranks = read_ranks(config.device)
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)

@@ -1,6 +1,6 @@
 """`fsdp-qlora train`, which is also `train.py` of a clone: options, then one process per GPU, then the run itself.
 
-The run is `run` in fsdp_qlora/run.py. It calls `train` in fsdp_qlora/training/loop.py;
+The run is `run` in fsdp_qlora/run/run.py. It calls `train` in fsdp_qlora/training/loop.py;
 the optimizer step is in training/trainer.py.
 """
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         if sys.__stderr__ and not faulthandler.is_enabled():  # a crash in a library shows where Python was
             faulthandler.enable(sys.__stderr__)
         # Imported here so that --help and wrong options answer at once.
-        from fsdp_qlora.run import run
+        from fsdp_qlora.run.run import run
 
         run(config)
     except (UserError, TrainingError, RunStopped) as error:

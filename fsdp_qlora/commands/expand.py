@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora import models
 from fsdp_qlora.commands.model_folder import (
     build_plain_model,
     check_is_new,
@@ -27,6 +26,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.bnb_4bit_format import take_settings
 from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora import distributed, models
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.resume import verified_state
@@ -18,7 +17,9 @@ from fsdp_qlora.commands.model_folder import check_is_new
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import hub
+from fsdp_qlora.model import models
 from fsdp_qlora.planning.plan import build_plan
+from fsdp_qlora.ranks import distributed
 from fsdp_qlora.results.upload import upload
 from fsdp_qlora.results.write import result_form
 from fsdp_qlora.storage.files import staged_folder

@@ -12,18 +12,19 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora import distributed, models
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits
-from fsdp_qlora.device import configure_kernels
-from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
 from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question, read_questions
-from fsdp_qlora.load_model import load_model
 from fsdp_qlora.loading import hub
+from fsdp_qlora.model import models
 from fsdp_qlora.planning.plan import plan_model
-from fsdp_qlora.run import open_weights
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.device import configure_kernels
+from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.run.load_model import load_model
+from fsdp_qlora.run.run import open_weights
 from fsdp_qlora.storage.files import read_json, staged_file
 
 log = logging.getLogger("fsdp_qlora")

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.commands.merging import (
@@ -28,18 +27,20 @@ from fsdp_qlora.commands.merging import (
     split_ends,
 )
 from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights
-from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
 from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import open_weight_files
-from fsdp_qlora.precision import Precision
+from fsdp_qlora.model import models
+from fsdp_qlora.model.precision import Precision
+from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings, take_settings
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.results.card import Base, merged_documents
-from fsdp_qlora.sharding.build_model import LayerOptions, build_model
 from fsdp_qlora.storage.files import read_json
-from fsdp_qlora.train_types import TrainType
 
 log = logging.getLogger("fsdp_qlora")
 

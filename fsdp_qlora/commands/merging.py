@@ -23,7 +23,7 @@ from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, weights_file
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.load_weights import load_quantized
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights
-from fsdp_qlora.models import canonical_name, has_tied_embeddings
+from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.storage.safetensors_files import TensorForm
 

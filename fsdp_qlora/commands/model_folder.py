@@ -13,10 +13,10 @@ import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora import models
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, read_ahead
+from fsdp_qlora.model import models
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.storage.files import free_disk, staged_folder
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm

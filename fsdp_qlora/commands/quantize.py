@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora import models
 from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
 from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import Weights, open_weight_files
+from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.base import packed_forms
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitWeight, quantize_blocks
 from fsdp_qlora.quantizers.bnb_4bit_format import EXPERTS_KEY, take_settings

@@ -20,15 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from fsdp_qlora import models
 from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
 from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import IGNORE_INDEX
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
-from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.models import canonical_name, find_blocks, has_tied_embeddings
+from fsdp_qlora.model import models
+from fsdp_qlora.model.models import canonical_name, find_blocks, has_tied_embeddings
+from fsdp_qlora.ranks.distributed import Ranks
 
 log = logging.getLogger("fsdp_qlora")
 

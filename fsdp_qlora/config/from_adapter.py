@@ -8,8 +8,8 @@ from typing import Any
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.train_types import TRAIN_TYPES
 
 # They may name the same layers in another way, which is checked when the model is known.
 _NAMES_LAYERS = ("lora_target_modules", "lora_target_parameters", "modules_to_save")

@@ -31,7 +31,7 @@ from fsdp_qlora.config.marks import (
     one_of_names,
     one_of_numbers,
 )
-from fsdp_qlora.train_types import TRAIN_TYPES, TrainType
+from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
 

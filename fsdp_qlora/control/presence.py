@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from fsdp_qlora.distributed import MAX_WAIT_MINUTES, Ranks
 from fsdp_qlora.errors import ENDINGS, note_reason, write_line
+from fsdp_qlora.ranks.distributed import MAX_WAIT_MINUTES, Ranks
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 10.0  # between two looks: the whole machine was paused, so all times are too old

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers, gather_texts
 from fsdp_qlora.generation.prompts import PromptFormat, Question
 from fsdp_qlora.metrics.sinks import SAMPLES_FILE
-from fsdp_qlora.models import can_skip_logits
+from fsdp_qlora.model.models import can_skip_logits
+from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.redact import redact_values
-from fsdp_qlora.precision import Precision
+from fsdp_qlora.ranks.distributed import Ranks, derive_seed, gather_numbers, gather_texts
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.storage.files import staged_file
 

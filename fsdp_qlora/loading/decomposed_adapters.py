@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.adapters import first_values
 from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
 from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
-from fsdp_qlora.distributed import derive_seed, own_rows, store_rows
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.ranks.distributed import derive_seed, own_rows, store_rows
 
 log = logging.getLogger("fsdp_qlora")
 

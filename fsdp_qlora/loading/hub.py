@@ -13,8 +13,8 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
-from fsdp_qlora.distributed import Ranks, once_per_machine
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.ranks.distributed import Ranks, once_per_machine
 from fsdp_qlora.storage.files import free_disk, staged_file
 
 log = logging.getLogger("fsdp_qlora")

@@ -19,13 +19,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.adapters.lora import LoraLinear
-from fsdp_qlora.distributed import own_rows, store_rows
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.merged import MergedTensor
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
-from fsdp_qlora.models import canonical_name, persistent_buffers
+from fsdp_qlora.model.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.base import QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE
+from fsdp_qlora.ranks.distributed import own_rows, store_rows
 
 log = logging.getLogger("fsdp_qlora")
 

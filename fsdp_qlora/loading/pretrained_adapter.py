@@ -14,8 +14,8 @@ from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
 from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.adapters.lora import KeptShard
 from fsdp_qlora.adapters.peft_folder import PretrainedAdapter
-from fsdp_qlora.distributed import first_failure, own_rows, store_rows
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.ranks.distributed import first_failure, own_rows, store_rows
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_qlora.distributed import as_shard_of, own_rows
+from fsdp_qlora.ranks.distributed import as_shard_of, own_rows
 
 
 class MatrixOptimizer(Optimizer):

@@ -12,9 +12,9 @@ import bitsandbytes
 import torch
 from torch import nn
 
-from fsdp_qlora.distributed import local_part, shard_bounds
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers.matrix import Adafactor, MatrixOptimizer, Muon
+from fsdp_qlora.ranks.distributed import local_part, shard_bounds
 
 
 def _schedule_free(parameters: Any, **options: Any) -> torch.optim.Optimizer:

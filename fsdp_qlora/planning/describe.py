@@ -11,9 +11,9 @@ from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.output.text import GIB, format_bytes
+from fsdp_qlora.planning.build_model import MetaModel
 from fsdp_qlora.planning.memory import Needs
 from fsdp_qlora.planning.step_memory import StepBytes
-from fsdp_qlora.sharding.build_model import MetaModel
 from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
 
 SERVED_RANK = 16  # vLLM's default of max_lora_rank

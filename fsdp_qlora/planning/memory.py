@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.model.models import canonical_name, find_blocks
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.quantizers.base import QuantizedWeight

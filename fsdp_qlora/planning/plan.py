@@ -14,7 +14,6 @@ import torch.distributed as dist
 from peft import LoraConfig
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fsdp_qlora import distributed, models
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.adapters.peft_folder import read_adapter
@@ -23,26 +22,28 @@ from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.config.text import needless_lines
+from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.tokenization import describe_sample
-from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.documents import choose, describe_kernel
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.pretrained_adapter import wanted_shapes
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
+from fsdp_qlora.model import models
+from fsdp_qlora.model.documents import choose, describe_kernel
+from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
 from fsdp_qlora.output.text import shorten
 from fsdp_qlora.planning import describe, memory, placement
+from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.placement import Placement, Sized
 from fsdp_qlora.planning.step_memory import Step, StepBytes, estimate_step
-from fsdp_qlora.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.quantizers import bnb_4bit_format
-from fsdp_qlora.sharding.build_model import LayerOptions, MetaModel, build_model
-from fsdp_qlora.train_types import TrainType
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -9,18 +9,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.lean.functions import PIECE
-from fsdp_qlora.lean.modules import GatedMlp, RmsNorm
-from fsdp_qlora.models import canonical_name, find_blocks, has_tied_embeddings
-from fsdp_qlora.precision import Precision
+from fsdp_qlora.model.fused import GatedMlp, RmsNorm
+from fsdp_qlora.model.fused_functions import PIECE
+from fsdp_qlora.model.models import canonical_name, find_blocks, has_tied_embeddings
+from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.sharding.byte_account import each_parameter
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
 # Of the activations that a block keeps without recompute: what its backward pass holds at once with their gradients.
-# Where many tokens go through a gate in pieces, the second and three pieces (lean/functions.py). The allocator of the
-# stand-in counts 4.2 GiB for Qwen3-8B's 4.6 GiB at 32,768 tokens, and 1.0 for Llama-2-70B's 1.2 at 4,096 (docs/gpu.md).
+# Where many tokens go through a gate in pieces, the second and three pieces (model/fused_functions.py). The allocator
+# of the stand-in counts 4.2 GiB for Qwen3-8B's 4.6 GiB at 32,768 tokens, and 1.0 for Llama-2-70B's 1.2 at 4,096.
 _BACKWARD_FACTOR, _IN_PIECES_FACTOR = 1.5, 0.95
 
 
@@ -134,7 +134,7 @@ def _kept(block: nn.Module, model: PreTrainedModel, step: Step, *, is_lean: bool
     """About what a block keeps for its backward pass: the inputs and outputs of its matrices.
 
     Args:
-        is_lean: without recompute, when what follows a norm and what is gated is not kept (lean/modules.py).
+        is_lean: without recompute, when what follows a norm and what is gated is not kept (model/fused.py).
     """
     config = model.config.get_text_config()
     # Of a mixture's experts [experts, out, in] some work on a token.

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed import Ranks, first_failure, gather_texts, shard_size
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quant_cache.entries import (
@@ -33,6 +32,7 @@ from fsdp_qlora.quant_cache.entries import (
 )
 from fsdp_qlora.quant_cache.writer import EntryWriter, Unavailable
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
+from fsdp_qlora.ranks.distributed import Ranks, first_failure, gather_texts, shard_size
 
 log = logging.getLogger("fsdp_qlora")
 

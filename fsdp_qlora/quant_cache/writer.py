@@ -13,7 +13,6 @@ import torch
 from filelock import FileLock
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed import first_failure, shard_rank, shard_size
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quant_cache.entries import (
     CHECKSUMS,
@@ -24,6 +23,7 @@ from fsdp_qlora.quant_cache.entries import (
     try_lock,
 )
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
+from fsdp_qlora.ranks.distributed import first_failure, shard_rank, shard_size
 from fsdp_qlora.storage.files import free_disk, publish_folder, write_hashed_json
 from fsdp_qlora.storage.safetensors_files import PackedFiles
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed import local_part, own_rows, shard_bounds
 from fsdp_qlora.quantizers.experts import ExpertMatrix
+from fsdp_qlora.ranks.distributed import local_part, own_rows, shard_bounds
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 # Of a matrix decoded at a time in float32, where a part stays in a CPU's cache. Sums over parts would lose precision in

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.distributed import gather_rows, shard_rank, shard_size
 from fsdp_qlora.quantizers.base import (
     MatrixFormat,
     QuantizedExperts,
@@ -33,6 +32,7 @@ from fsdp_qlora.quantizers.bnb_4bit_format import (
     value_tables,
     write_state,
 )
+from fsdp_qlora.ranks.distributed import gather_rows, shard_rank, shard_size
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 _BLOCKSIZE = 64  # weights that share one absmax: QLoRA (Dettmers et al. 2023), bitsandbytes' default

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_qlora.models import block_linears, find_blocks
+from fsdp_qlora.model.models import block_linears, find_blocks
 
 # x @ M. The other product with an expert's matrix in transformers' eager forwards is linear(x, M) = x @ M^T.
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)

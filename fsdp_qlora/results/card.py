@@ -12,10 +12,10 @@ from huggingface_hub import ModelCardData
 
 from fsdp_qlora.checkpointing.run_folder import CARD, RECORD
 from fsdp_qlora.config.text import identity_settings
+from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.data.rendering import TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.output.redact import redact_values
-from fsdp_qlora.train_types import TrainType
 from fsdp_qlora.version import VERSION
 
 _TEMPLATE = Path(__file__).resolve().parent / "card.md"

@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsdp_qlora.adapters.first_values import Values, saved_parameters
 from fsdp_qlora.checkpointing.result import cannot_save, publish_files, record_result, write_with_room
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.models import canonical_name, persistent_buffers
+from fsdp_qlora.model.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
 from fsdp_qlora.storage.files import flush
 from fsdp_qlora.storage.safetensors_files import PackedFiles

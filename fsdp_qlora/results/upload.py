@@ -9,9 +9,9 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from fsdp_qlora.checkpointing.run_folder import BEST, RESULT
-from fsdp_qlora.distributed import Ranks, first_failure
 from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason
 from fsdp_qlora.output.redact import redact
+from fsdp_qlora.ranks.distributed import Ranks, first_failure
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from peft import LoraConfig
 
-from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import LiveValues, Values, reduces_base
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
@@ -17,10 +16,11 @@ from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import identity_settings, resolved_options
-from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.planning.plan import ModelPlan, adapter_config
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, how_to_load, training_record
 from fsdp_qlora.storage.files import read_json

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import nn
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.distributed import shard_bounds
-from fsdp_qlora.models import find_blocks
+from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.ranks.distributed import shard_bounds
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from fsdp_qlora.adapters.insert import (
     adapter_modules,
     magnitudes,
 )
-from fsdp_qlora.distributed import SHARDING_STRATEGIES, own_rows, padded_rows, shard_size
-from fsdp_qlora.models import find_blocks, has_tied_embeddings
-from fsdp_qlora.precision import Precision
+from fsdp_qlora.model.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES, own_rows, padded_rows, shard_size
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.recompute import adapter_owners
 from fsdp_qlora.sharding.vocabulary import look_up_on_host, lookup_of, share_vocabulary, shared_head_of

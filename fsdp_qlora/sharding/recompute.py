@@ -9,8 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.lean.modules import set_save_inputs_only
-from fsdp_qlora.models import find_blocks
+from fsdp_qlora.model.fused import set_save_inputs_only
+from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.sharding.host_memory import InputStore
 
 

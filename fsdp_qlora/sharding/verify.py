@@ -11,14 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.lora import LoraLinear
-from fsdp_qlora.distributed import gather_numbers, local_part, shard_size
 from fsdp_qlora.loading.weight_files import Weights
-from fsdp_qlora.models import canonical_name, find_blocks
+from fsdp_qlora.model.models import canonical_name, find_blocks
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
+from fsdp_qlora.ranks.distributed import gather_numbers, local_part, shard_size
+from fsdp_qlora.ranks.whole_weights import whole_weights
 from fsdp_qlora.sharding.byte_account import count_bytes, each_parameter
-from fsdp_qlora.whole_weights import whole_weights
 
 log = logging.getLogger("fsdp_qlora")
 

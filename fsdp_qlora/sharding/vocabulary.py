@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from fsdp_qlora.collectives import all_gather, reduce_scatter
-from fsdp_qlora.device import to_device
-from fsdp_qlora.distributed import gather_numbers, local_part, own_rows, shard_bounds, shard_rank, shard_size
-from fsdp_qlora.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.model.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.ranks.collectives import all_gather, reduce_scatter
+from fsdp_qlora.ranks.device import to_device
+from fsdp_qlora.ranks.distributed import gather_numbers, local_part, own_rows, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.sharding.host_memory import SideStream
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdp_qlora.models import find_blocks
+from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.sharding.host_memory import SideStream
 from fsdp_qlora.sharding.recompute import unwrapped
 

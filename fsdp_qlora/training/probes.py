@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.data.batches import describe_documents
-from fsdp_qlora.distributed import Ranks, gather_numbers
-from fsdp_qlora.documents import attending, why_not
+from fsdp_qlora.model.documents import attending, why_not
+from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.text import GIB
-from fsdp_qlora.precision import Precision
+from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.sharding.vocabulary import same_tokens

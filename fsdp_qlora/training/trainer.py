@@ -17,13 +17,13 @@ from fsdp_qlora.control.stops import NUM_FLAGS, Control
 from fsdp_qlora.data.batches import collate, describe_documents, join
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.device import to_device
-from fsdp_qlora.distributed import Ranks, derive_seed, gather_numbers
-from fsdp_qlora.documents import attending
 from fsdp_qlora.errors import NotFinite
-from fsdp_qlora.models import can_skip_logits
+from fsdp_qlora.model.documents import attending
+from fsdp_qlora.model.models import can_skip_logits
+from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
-from fsdp_qlora.precision import Precision
+from fsdp_qlora.ranks.device import to_device
+from fsdp_qlora.ranks.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.head_loss import learned_rows

@@ -17,7 +17,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import spike
 from fsdp_qlora.control import presence, watchdog
 from fsdp_qlora.control.clock import Heartbeat
-from fsdp_qlora.distributed import Ranks
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage import safetensors_files
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, adapter, ended, numbers, run, status, wait_for
@@ -278,11 +278,11 @@ class Roomy:
 
 def lose_memory_with_few_recomputing() -> None:
     """From the fourth step on rank 1 lacks memory unless a block recomputes."""
-    import fsdp_qlora.run
+    import fsdp_qlora.run.run
     from fsdp_qlora.training import trainer as trainers
     from fsdp_qlora.training.trainer import Trainer
 
-    train, original = fsdp_qlora.run.train, Trainer._loss
+    train, original = fsdp_qlora.run.run.train, Trainer._loss
 
     def train_after_probes(trainer: Trainer, data: Any, progress: Any, recorder: Any) -> None:
         trainer.fit_recompute(data.train_rows, block_bytes=1, too_few=recorder.guard.start.too_few)
@@ -294,7 +294,7 @@ def lose_memory_with_few_recomputing() -> None:
         return original(self, micro_batch)
 
     trainers.GpuMeter = Roomy  # type: ignore[assignment, misc]
-    fsdp_qlora.run.train, Trainer._loss = train_after_probes, loss  # type: ignore[method-assign]
+    fsdp_qlora.run.run.train, Trainer._loss = train_after_probes, loss  # type: ignore[method-assign]
 
 
 def test_restart_after_out_of_memory_recomputes_more(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_a_rank_that_is_stopped_is_missed_by_its_neighbour(
 
 
 def try_longest() -> None:
-    from fsdp_qlora import run as module
+    from fsdp_qlora.run import run as module
 
     original = module.train
 

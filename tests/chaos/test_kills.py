@@ -11,7 +11,7 @@ import pytest
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.commands.expand import expand_model
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import RANKS, Job, ended, numbers, run, steps_done, wait_for
 

@@ -21,7 +21,7 @@ def private_kib() -> int:
 
 def train_and_measure(argv: list[str], folder: Path) -> int:
     import train
-    from fsdp_qlora.supervision import Recorder
+    from fsdp_qlora.run.supervision import Recorder
 
     stepped, kib = Recorder.stepped, {}
 

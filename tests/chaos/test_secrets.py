@@ -21,7 +21,7 @@ def train_with_secrets(folder: Path, argv: list[str], bug: bool) -> int:
     import sys
 
     import train
-    from fsdp_qlora import run
+    from fsdp_qlora.run import run
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError(f"could not reach {LOGIN} with {IN_ENVIRONMENT}")

@@ -16,8 +16,8 @@ Models = Callable[..., Path]
 
 def fail_while_loading(how: str, rank: int) -> None:
     """Let a rank fail once its model is loaded; the others wait then, in what would not notice, as NCCL does not."""
-    from fsdp_qlora import run as module
     from fsdp_qlora.errors import UserError
+    from fsdp_qlora.run import run as module
 
     be_impatient()
 

@@ -11,7 +11,7 @@ from tests.tiny import make_rows, read_metrics, write_rows
 
 def die_after(step: int) -> None:
     """Let rank 0 be killed after a step, of which there is no checkpoint yet."""
-    from fsdp_qlora.supervision import Recorder
+    from fsdp_qlora.run.supervision import Recorder
 
     stepped = Recorder.stepped
 

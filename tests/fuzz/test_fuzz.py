@@ -19,7 +19,6 @@ import pytest
 import torch
 import yaml
 
-from fsdp_qlora import distributed
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.resume import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
@@ -27,12 +26,13 @@ from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig, option_types
 from fsdp_qlora.config.text import resolved_yaml
 from fsdp_qlora.data.files import FILE_KINDS
-from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
 from fsdp_qlora.planning.plan import make_plan
 from fsdp_qlora.quant_cache.entries import CachedWeights
-from fsdp_qlora.run import open_weights
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.run.run import open_weights
 from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz
 from tests.tiny import flags, make_rows, train_ok, write_rows
 

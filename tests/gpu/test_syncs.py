@@ -5,7 +5,7 @@ import pytest
 from tests.gpu.runs import last_line, run
 
 # Per step: all ranks' numbers come back.
-PER_STEP = {"fsdp_qlora/distributed.py:gather_numbers": 1}
+PER_STEP = {"fsdp_qlora/ranks/distributed.py:gather_numbers": 1}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

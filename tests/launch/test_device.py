@@ -10,9 +10,9 @@ import torch
 
 from fsdp_qlora.cli import launch
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.device import choose_device, configure_kernels
-from fsdp_qlora.distributed import _warn_of_small_shared_memory
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.ranks.device import choose_device, configure_kernels
+from fsdp_qlora.ranks.distributed import _warn_of_small_shared_memory
 
 
 @pytest.fixture(autouse=True)

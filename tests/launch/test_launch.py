@@ -13,14 +13,15 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from fsdp_qlora import api, distributed
+from fsdp_qlora import api
 from fsdp_qlora.cli import launch
 from fsdp_qlora.cli.launch import is_from_an_agent
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import restarts
-from fsdp_qlora.distributed import Ranks, connect
 from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks, connect
 from tests.tiny import ROOT, _free_port
 
 # Stands for train.py: --name says what a worker does.

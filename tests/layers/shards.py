@@ -26,7 +26,7 @@ def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
 def _save_shards(make: Make, keys: list[Any], folder: Path) -> int:
     from torch.distributed.fsdp import fully_shard
 
-    from fsdp_qlora.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
+    from fsdp_qlora.ranks.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
 
     ranks = read_ranks()
     start_process_group(ranks)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from fsdp_qlora.models import has_tied_embeddings
+from fsdp_qlora.model.models import has_tied_embeddings
 from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss, learned_rows
 from tests.tiny import on_ranks
@@ -152,8 +152,14 @@ class _OwnLogits(LlamaForCausalLM):
 
 
 def _compare(folders: dict[str, str]) -> int:
-    from fsdp_qlora.distributed import build_mesh, read_ranks, set_up_logging, start_process_group, stop_process_group
-    from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.model.precision import PRECISIONS
+    from fsdp_qlora.ranks.distributed import (
+        build_mesh,
+        read_ranks,
+        set_up_logging,
+        start_process_group,
+        stop_process_group,
+    )
     from fsdp_qlora.sharding.parallelize import shard_model
     from fsdp_qlora.training.probes import few_tokens, probe_head_loss
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_qlora.lean import functions
-from fsdp_qlora.lean.modules import (
+from fsdp_qlora.model import fused_functions as functions
+from fsdp_qlora.model.fused import (
     FORMS,
     GatedMlp,
     RmsNorm,

@@ -62,8 +62,8 @@ def test_an_embedding_is_shared_if_a_token_gives_what_follows_from_its_row() -> 
 
 
 def _compare(folders: dict[str, str]) -> int:
-    from fsdp_qlora.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
-    from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.model.precision import PRECISIONS
+    from fsdp_qlora.ranks.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
     from fsdp_qlora.sharding.parallelize import reshard_all, shard_model
     from fsdp_qlora.training import head_loss
     from fsdp_qlora.training.probes import few_tokens, probe_head_loss

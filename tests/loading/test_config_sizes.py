@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.models import build_meta_model, load_config
+from fsdp_qlora.model.models import build_meta_model, load_config
 
 
 def change(**values: object) -> Callable[[str], str]:

@@ -54,14 +54,15 @@ def _peak_kib() -> int:
 
 def _load(folder: Path, result: Path) -> int:
     """Build, shard and load as train.py does, and note what it took."""
-    from fsdp_qlora import distributed, models
     from fsdp_qlora.adapters.insert import LoraOptions
+    from fsdp_qlora.config.train_types import TRAIN_TYPES
     from fsdp_qlora.loading import load_weights
     from fsdp_qlora.loading.weight_files import WeightFiles
-    from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.model import models
+    from fsdp_qlora.model.precision import PRECISIONS
+    from fsdp_qlora.planning.build_model import LayerOptions, build_model
+    from fsdp_qlora.ranks import distributed
     from fsdp_qlora.sharding import byte_account, parallelize
-    from fsdp_qlora.sharding.build_model import LayerOptions, build_model
-    from fsdp_qlora.train_types import TRAIN_TYPES
 
     ranks = distributed.read_ranks()
     precision = PRECISIONS["bf16"]

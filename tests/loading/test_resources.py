@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
+from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.planning import memory
+from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.describe import describe_memory
 from fsdp_qlora.planning.step_memory import StepBytes
-from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding.build_model import LayerOptions, MetaModel, build_model
-from fsdp_qlora.train_types import TRAIN_TYPES
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -155,7 +155,8 @@ def test_too_little_host_memory_ends_every_rank_with_the_numbers(models: Callabl
 
 def _shards(folder: Path) -> int:
     """Lay out a model's shards offloaded and not, and compare them."""
-    from fsdp_qlora import distributed, models
+    from fsdp_qlora.model import models
+    from fsdp_qlora.ranks import distributed
     from fsdp_qlora.sharding import parallelize
 
     ranks = distributed.read_ranks()

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics import metric_log as metrics
 from fsdp_qlora.metrics import wandb_sink
 from fsdp_qlora.metrics.metric_log import cut_metrics, open_metric_log, refuse_sinks
 from fsdp_qlora.metrics.sinks import SinkOptions, named_numbers
 from fsdp_qlora.planning.plan import make_plan
+from fsdp_qlora.ranks.distributed import read_ranks
 
 
 def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object) -> metrics.MetricLog:

@@ -18,8 +18,8 @@ from fsdp_qlora.config.cli import OTHER_NAMES, UNSUPPORTED, parse_train_config
 from fsdp_qlora.config.marks import NO_EFFECT, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
 from fsdp_qlora.config.text import needless_lines, option_help, resolved_yaml
+from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.train_types import TRAIN_TYPES
 
 pytestmark = pytest.mark.quick
 
@@ -335,10 +335,10 @@ def test_every_option_has_help():
 
 def test_every_choice_has_its_row_in_the_table_it_selects_from():
     from fsdp_qlora.data.formats import FORMATS
-    from fsdp_qlora.distributed import SHARDING_STRATEGIES
     from fsdp_qlora.metrics.metric_log import SINKS
+    from fsdp_qlora.model.precision import PRECISIONS
     from fsdp_qlora.optimizers.sharded import OPTIMIZERS, SCHEDULES
-    from fsdp_qlora.precision import PRECISIONS
+    from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 
     hints = option_types()
 

@@ -25,7 +25,7 @@ def test_escape_sequences_in_rows_are_shown_and_not_obeyed(models: Callable[...,
 
 def _read_damaged(path: str) -> int:
     from fsdp_qlora.data.cache import read_cache
-    from fsdp_qlora.distributed import read_ranks, set_up_logging
+    from fsdp_qlora.ranks.distributed import read_ranks, set_up_logging
 
     set_up_logging(read_ranks(), verbose=False)
     if os.environ["RANK"] == "1":

@@ -13,7 +13,7 @@ import pytest
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT, OF_ADAPTER, PER_NODE, Limit, Mark, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, marks_of, names_marked
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick

@@ -22,7 +22,7 @@ from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.quantizers.base import frozen_product
-from fsdp_qlora.run import run
+from fsdp_qlora.run.run import run
 from tests.parity.test_train_types import _base as library_base
 from tests.reference import LINEARS, batch_loss, decode, encode, load_adapter, load_base, load_decoded_base
 from tests.tiny import PROBE, flags, make_rows, read_metrics, train_ok, write_rows

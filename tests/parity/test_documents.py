@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.documents import choose, why_not
+from fsdp_qlora.model.documents import choose, why_not
 from fsdp_qlora.training.loss import summed_loss, target_positions
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 

@@ -170,7 +170,7 @@ def _weight(shape: tuple[int, ...]) -> torch.Tensor:
 def _save_shards(folder: Path) -> int:
     from torch.distributed.fsdp import fully_shard
 
-    from fsdp_qlora.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
+    from fsdp_qlora.ranks.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
 
     ranks = read_ranks()
     start_process_group(ranks)

@@ -41,7 +41,7 @@ def steps_of_a_sharded_model(names: list[str], folder: Path) -> int:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    from fsdp_qlora import distributed
+    from fsdp_qlora.ranks import distributed
 
     ranks = distributed.read_ranks()
     distributed.start_process_group(ranks)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from fsdp_qlora import models as architectures
-from fsdp_qlora.precision import choose_precision
+from fsdp_qlora.model import models as architectures
+from fsdp_qlora.model.precision import choose_precision
 from fsdp_qlora.training.loss_scale import LossScale
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 

@@ -27,7 +27,7 @@ def run(config):
         optimizer = ShardedOptimizer(torch.nn.Linear(4, 4, device=device), "adamw", lr=0.1, weight_decay=0.0)
         print(device, "fused:", bool(optimizer.optimizer.param_groups[0]["fused"]))
 
-sys.modules["fsdp_qlora.run"] = types.SimpleNamespace(run=run)
+sys.modules["fsdp_qlora.run.run"] = types.SimpleNamespace(run=run)
 sys.exit(train.main([]))
 """
 

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
-from fsdp_qlora.models import find_blocks
-from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding.build_model import LayerOptions, build_model
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.model.models import find_blocks
+from fsdp_qlora.model.precision import PRECISIONS
+from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from tests.phantom.environment import run, subtract
 from tests.reference import encode
 from tests.tiny import flags, make_rows, write_rows
@@ -21,7 +21,7 @@ ROW, BATCH = make_rows(1)[0], 2  # all rows are equal, so that each micro-batch 
 # float64 of each rank in a step: loss, norm, three flags of `control`, memory allocated and reserved
 NUMBERS = 7
 ADAPTER_TENSORS = 2 * 7 * 2  # of 2 blocks
-PER_STEP = {"fsdp_qlora/distributed.py": 1}  # all ranks' numbers come back
+PER_STEP = {"fsdp_qlora/ranks/distributed.py": 1}  # all ranks' numbers come back
 # With padding transformers asks the device whether a mask is needed.
 PER_PADDED_MICRO_BATCH = {"fsdp_qlora/training/head_loss.py": 1}
 

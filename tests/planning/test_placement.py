@@ -8,7 +8,9 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
-from fsdp_qlora.distributed import Ranks, least_over_ranks
+from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.model.precision import PRECISIONS
+from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.planning.placement import (
     Placement,
     Sized,
@@ -19,9 +21,7 @@ from fsdp_qlora.planning.placement import (
     with_margin,
 )
 from fsdp_qlora.planning.step_memory import Step, StepBytes, estimate_step
-from fsdp_qlora.precision import PRECISIONS
-from fsdp_qlora.sharding.build_model import LayerOptions, build_model
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.ranks.distributed import Ranks, least_over_ranks
 
 pytestmark = pytest.mark.quick
 

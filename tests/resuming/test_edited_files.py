@@ -14,8 +14,8 @@ from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import publish_files, record_result
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.same_run import StartRequest
-from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.ranks.distributed import read_ranks
 from fsdp_qlora.storage.files import write_json
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 

@@ -16,11 +16,11 @@ from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.same_run import FACTS, StartRequest
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import RunStopped, UserError
+from fsdp_qlora.ranks.distributed import read_ranks
+from fsdp_qlora.run.supervision import Guard
 from fsdp_qlora.storage.files import read_json, write_hashed_json, write_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
-from fsdp_qlora.supervision import Guard
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
 ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(FACTS, "x")}

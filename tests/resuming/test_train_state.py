@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_qlora import distributed
 from fsdp_qlora.checkpointing import checkpoint, train_state
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
+from fsdp_qlora.ranks import distributed
 from fsdp_qlora.storage.files import write_hashed_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
 from tests.tiny import on_ranks

@@ -9,8 +9,8 @@ from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
 from fsdp_qlora.checkpointing.resume import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
-from fsdp_qlora.distributed import read_ranks
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.ranks.distributed import read_ranks
 from fsdp_qlora.storage.files import write_hashed_json
 
 

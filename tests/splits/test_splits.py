@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_qlora.commands.expand import expand_model
-from fsdp_qlora.train_types import TRAIN_TYPES
+from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]

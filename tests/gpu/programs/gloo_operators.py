@@ -6,7 +6,7 @@ import json
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora import distributed
+from fsdp_qlora.ranks import distributed
 
 
 def main() -> None:

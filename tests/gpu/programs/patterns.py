@@ -15,14 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
-from fsdp_qlora.distributed import Ranks, build_mesh, own_rows, read_ranks, start_process_group, stop_process_group
-from fsdp_qlora.models import find_blocks
-from fsdp_qlora.precision import PRECISIONS
+from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.model.models import find_blocks
+from fsdp_qlora.model.precision import PRECISIONS
+from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.quantizers.base import QuantizedWeight, write_bytes
-from fsdp_qlora.sharding.build_model import LayerOptions, build_model
+from fsdp_qlora.ranks.distributed import (
+    Ranks,
+    build_mesh,
+    own_rows,
+    read_ranks,
+    start_process_group,
+    stop_process_group,
+)
+from fsdp_qlora.ranks.whole_weights import whole_weights
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
-from fsdp_qlora.train_types import TRAIN_TYPES
-from fsdp_qlora.whole_weights import whole_weights
 
 # A query projection of 512 x 512 weights has 65,536 words of 16 bits at 4 bits a weight.
 SIZES = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_hidden_layers": 1}

@@ -19,13 +19,13 @@ from transformers import LlamaConfig
 from benchmarks.common import random_rows
 from benchmarks.gpu_steps import SHAPES
 from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_alone
-from fsdp_qlora import distributed
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.distributed import local_part
-from fsdp_qlora.load_model import build_trainer
 from fsdp_qlora.planning.plan import Plan, build_plan
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import local_part
+from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 

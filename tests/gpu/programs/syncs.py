@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from benchmarks.common import RandomWeights, build_run, random_rows
 from benchmarks.gpu_steps import SHAPES
-from fsdp_qlora import distributed
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.ranks import distributed
 from tests.tiny import ROOT
 
 STEPS = 2

@@ -23,7 +23,8 @@ def main(argv: list[str]) -> int:
     import torch
 
     import train
-    from fsdp_qlora import distributed, run
+    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.run import run
 
     if args.backend:
         distributed.start_process_group = functools.partial(distributed.start_process_group, backend=args.backend)

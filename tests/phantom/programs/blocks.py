@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.standin_memory import passes
-from fsdp_qlora.models import find_blocks
+from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.sharding.recompute import set_recompute
 from tests.phantom.counts import recording
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-import fsdp_qlora.run
+import fsdp_qlora.run.run
 import train
-from fsdp_qlora.load_model import build_trainer
+from fsdp_qlora.run.load_model import build_trainer
 from tests.less_memory import build_with_less
 
 
@@ -24,5 +24,5 @@ def take(used: int, needed: int) -> None:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(fsdp_qlora.run, "build_trainer", partial(build_with_less, build_trainer, take)):
+    with mock.patch.object(fsdp_qlora.run.run, "build_trainer", partial(build_with_less, build_trainer, take)):
         sys.exit(train.main(sys.argv[1:]))

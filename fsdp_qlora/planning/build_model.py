@@ -12,14 +12,14 @@ from fsdp_qlora.adapters.first_values import check_init
 from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lora, mark_ends, train_in_full
 from fsdp_qlora.adapters.peft_format import check_fits_peft
 from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
+from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.lean.modules import fuse_modules
-from fsdp_qlora.models import build_meta_model, find_blocks
-from fsdp_qlora.precision import Precision
+from fsdp_qlora.model.fused import fuse_modules
+from fsdp_qlora.model.models import build_meta_model, find_blocks
+from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
-from fsdp_qlora.train_types import TrainType
 
 
 @dataclass(frozen=True)

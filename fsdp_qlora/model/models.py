@@ -25,8 +25,8 @@ from transformers import (
 )
 from transformers.utils import HF_MODULES_CACHE
 
-from fsdp_qlora.attention import choose_sdpa
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.model.attention import choose_sdpa
 from fsdp_qlora.storage.files import why_not_writable
 
 log = logging.getLogger("fsdp_qlora")

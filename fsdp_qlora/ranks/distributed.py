@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.collectives import all_gather
-from fsdp_qlora.device import choose_device
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.output.text import LineHandler, PrintableFormatter
+from fsdp_qlora.ranks.collectives import all_gather
+from fsdp_qlora.ranks.device import choose_device
 
 log = logging.getLogger("fsdp_qlora")
 

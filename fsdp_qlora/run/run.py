@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import start_values
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.progress import Progress
@@ -17,12 +16,9 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.device import configure_kernels
-from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat
-from fsdp_qlora.load_model import build_trainer, load_model
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import Weights, open_weight_files
@@ -37,10 +33,14 @@ from fsdp_qlora.planning.plan import (
     show_samples,
     step_bytes,
 )
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.device import configure_kernels
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.results.upload import login_advice, push_result
 from fsdp_qlora.results.write import leave_result, result_form, save_result
-from fsdp_qlora.run_identity import agree, known_facts, start_request
-from fsdp_qlora.supervision import Guard
+from fsdp_qlora.run.identity import agree, known_facts, start_request
+from fsdp_qlora.run.load_model import build_trainer, load_model
+from fsdp_qlora.run.supervision import Guard
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.trainer import Trainer
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_qlora.lean.functions import Compiled, CompiledGated, Gated, RecomputedFunction
+from fsdp_qlora.model.fused_functions import Compiled, CompiledGated, Gated, RecomputedFunction
 
 Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 Activation = Callable[[torch.Tensor], torch.Tensor]

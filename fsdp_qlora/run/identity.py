@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora import distributed
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.checkpointing.checkpoint import record_of
 from fsdp_qlora.checkpointing.mirror import open_store
@@ -13,12 +12,13 @@ from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
-from fsdp_qlora.distributed import Ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.planning.plan import (
     Plan,
 )
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.fingerprint import fingerprint_files
 
 

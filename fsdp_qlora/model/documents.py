@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.attention import REPEATED, find_kernel, head_size
+from fsdp_qlora.model.attention import REPEATED, find_kernel, head_size
 
 # transformers' name of an implementation -> our name of the one that does the same for documents.
 SDPA, SDPA_REPEATED, VARLEN, FLASH, EAGER = (

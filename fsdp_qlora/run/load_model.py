@@ -9,21 +9,21 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from fsdp_qlora import distributed
 from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.distributed import Ranks
-from fsdp_qlora.lean.modules import compile_gates, describe_fused
 from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
 from fsdp_qlora.loading.pretrained_adapter import fill_from, load_subtracted_part
 from fsdp_qlora.loading.weight_files import Weights
+from fsdp_qlora.model.fused import compile_gates, describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, Plan, blocks_to_recompute
 from fsdp_qlora.quant_cache.cache import open_cache
+from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
@@ -41,7 +41,7 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
         RuntimeError: the proof fails: the shards are not one copy of the model, or a layer differs from the same
             layer computed unsharded.
     """
-    model = plan.meta.model  # on the meta device, already quantized and adapted: sharding/build_model.py
+    model = plan.meta.model  # on the meta device, already quantized and adapted: planning/build_model.py
     wrap_blocks(model, number=blocks_to_recompute(config, plan), offload=config.use_activation_cpu_offload)
     strategy, cpu_offload, _ = plan.placement
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
