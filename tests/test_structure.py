@@ -32,7 +32,7 @@ MOST = {
     "folders of the library": 22,
     "files at the package's root": 6,
     "options": 110,
-    "lines of tests": 20_850,
+    "lines of tests": 20_700,
 }
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -125,8 +126,8 @@ class Forked:
     """A process that begins with torch imported."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(_forks())
+        with _starting:
+            self._connection = _connect(_forks())
         request = {"words": arguments, "environment": environment, "output": str(output)}
         self._connection.sendall(json.dumps(request).encode() + b"\n")
         self._answers = self._connection.makefile()
@@ -153,6 +154,9 @@ class Forked:
 Process = Fresh | Forked
 
 
+_starting = threading.Lock()  # tests start ranks in threads
+
+
 @functools.cache
 def _forks() -> str:
     """The socket of this process's server of forks."""
@@ -168,6 +172,15 @@ def _forks() -> str:
     return str(path)
 
 
+def _connect(path: str) -> socket.socket:
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(ConnectionRefusedError):  # its address is there before it listens
+            connection.connect(path)
+            return connection
+        time.sleep(0.05)
+
+
 def _wait(processes: Sequence["Process"], seconds: float, while_running: Callable[[Sequence["Process"]], None]) -> bool:
     """Wait for all; when one failed the others are given a moment and ended, as torchrun does."""
     end = time.monotonic() + seconds
@@ -175,7 +188,7 @@ def _wait(processes: Sequence["Process"], seconds: float, while_running: Callabl
         time.sleep(0.05)
         while_running(processes)
         if any(process.poll() for process in processes):
-            end = min(end, time.monotonic() + 30)
+            end = min(end, time.monotonic() + 60)
     in_time = time.monotonic() < end or any(process.poll() for process in processes)
     for process in processes:
         if process.poll() is None:

@@ -16,7 +16,7 @@ TESTS = [
     "test_two_ranks.py::test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks[2]",
 ]
 # tests/test_benchmarks.py has the others, on the CPU and with values.
-PARTS = ["box", "row: optimizer", "row: activation offload", "row: placement", "row: attention", "row: block functions"]
+PARTS = ["box", "row: optimizer", "row: activation offload", "row: placement", "row: attention"]
 
 
 def test_memory_and_its_lack_are_as_the_tests_for_a_gpu_want_them(tmp_path):
