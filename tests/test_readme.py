@@ -280,6 +280,12 @@ def test_the_page_of_options_is_that_of_the_code() -> None:
     assert update_docs.main(["--check"]) == 0, "python scripts/update_docs.py"
 
 
+def test_the_page_for_contributors_names_every_folder_of_the_package() -> None:
+    folders = {path.parent.name for path in (ROOT / "fsdp_qlora").glob("*/*") if path.suffix in (".py", ".yaml")}
+    assert len(folders) > 15
+    assert folders - set(re.findall(r"\w+", (ROOT / "docs/how_it_works.md").read_text())) == set()
+
+
 def anchors(path: Path) -> set[str]:
     """A document's headings as GitHub makes anchors of them."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
