@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """In the order of the table in docs/gpu.md."""
+    """In the order of the printed table."""
     return [
         *_train_types_and_sharding(),
         *_memory(),

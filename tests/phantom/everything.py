@@ -3,7 +3,7 @@
     python -m tests.phantom.everything [--only TEXT] [--ranks 2 1 4] [--seconds N]
 
 Not among the tests: it takes an hour on two cores. What has ended is not run again (--again: what has ended badly
-is); the table of docs/gpu.md is printed at the end.
+is); a table of all cases is printed at the end.
 """
 
 import argparse
