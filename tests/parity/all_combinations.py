@@ -3,15 +3,14 @@
     python -m tests.parity.all_combinations --output benchmarks/results/all_combinations.json
 
 Some twenty minutes on two cores, so it is no test; test_combinations.py trains a few of them. The plain run shards
-fully, recomputes every block, offloads nothing, and each adapter matrix is a tensor of its own to the optimizer; in all
-others the adapters of a rank are one tensor. Compared are the losses and gradient norms of all steps, and the adapter
-after them: to the bit, or by the largest difference relative to the plain run's (of the adapter: of a tensor, by norm).
+fully, recomputes every block and offloads nothing. Compared are the losses and gradient norms of all steps, and the
+adapter after them: to the bit, or by the largest difference relative to the plain run's (of the adapter: of a tensor,
+by norm).
 
 Exits with 1 if a run fails or differs by more than TOLERANCE.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -22,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -111,17 +109,13 @@ def make_folder(folder: Path, case: str) -> dict[str, Any]:
     return COMMON | CASES[case] | {"model_name": model, "dataset": rows}
 
 
-def train_each(commands: list[list[str]], ports: list[int], first_is_plain: bool) -> int:
-    """Train one after the other in this rank; of the plain run each adapter matrix is a tensor of its own."""
+def train_each(commands: list[list[str]], ports: list[int]) -> int:
+    """Train one after the other in this rank."""
     import train
-    from fsdp_qlora.sharding import parallelize
 
     for argv, port in zip(commands, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)  # another one, so that no rank meets those of the run before
-        apart = mock.patch.object(parallelize, "adapter_places", lambda model, device: {})
-        with apart if first_is_plain and argv is commands[0] else contextlib.nullcontext():
-            status = train.main(argv)
-        if status:
+        if status := train.main(argv):
             return status
     return 0
 
@@ -141,7 +135,7 @@ def train_combinations(
         outputs = [folder / str(first + number) for number in range(len(now))]
         commands = [flags(output_dir=output, **options, **each) for output, each in zip(outputs, now, strict=True)]
         ports = [_free_port() for _ in commands]
-        statuses, output = on_ranks(ranks, train_each, (commands, ports, first == 0), folder / f"{first}-logs")
+        statuses, output = on_ranks(ranks, train_each, (commands, ports), folder / f"{first}-logs")
         if any(statuses):
             raise RuntimeError(f"{case} on {ranks}: a run failed:\n{output[-5000:]}")
         found = [read_result(path) for path in outputs]

@@ -33,7 +33,7 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     assert "kernels compute nothing" in rank.output
     parts = json.loads(output.read_text())["parts"]
     assert [name for name, part in parts.items() if "error" in part] == []
-    assert len(parts["row: optimizer"]["rows"][0]["figures"]) == 4
+    assert len(parts["row: optimizer"]["rows"][0]["figures"]) == 2
     assert "On the stand-in for CUDA" in report.read_text()
 
 
