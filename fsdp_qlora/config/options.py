@@ -81,7 +81,7 @@ class TrainConfig:
     names of the 2024 program mean the same as those without it."""
     adapter: Annotated[str | None, OF_ADAPTER, MAY_DIFFER, PER_NODE] = None
     """Folder of a PEFT adapter to train further, from an earlier run or another trainer. Its rank, scale and layers are
-    kept; optimizer and rows start anew. To resume an interrupted run, leave this option as it was: see resume."""
+    kept; optimizer and rows begin from scratch. To resume an interrupted run, do not change this option: see resume."""
     lora_rank: Annotated[int, at_least(1), OF_ADAPTER] = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: Annotated[float, POSITIVE, OF_ADAPTER] = 32
@@ -95,8 +95,8 @@ class TrainConfig:
     """Expert weights of a mixture-of-experts model that get an adapter too, named as in PEFT, such as
     mlp.experts.gate_up_proj,mlp.experts.down_proj; by default none."""
     modules_to_save: Annotated[tuple[str, ...], OF_ADAPTER] = ()
-    """Embeddings and head to train in full beside the adapter and save in its file, such as embed_tokens,lm_head; for
-    new tokens or another language. Each takes 16 bytes per weight, shared by the ranks."""
+    """Embeddings and head to train in full with the adapter and save in its file, such as embed_tokens,lm_head; for new
+    tokens or another language. Each takes 16 bytes per weight, shared by the ranks."""
     use_rslora: Annotated[bool, OF_ADAPTER] = False
     """Scale the adapter by lora_alpha / sqrt(lora_rank), which keeps high ranks learning (rsLoRA)."""
     init_lora_weights: Annotated[str, OF_ADAPTER] = "true"
@@ -111,7 +111,7 @@ class TrainConfig:
     batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Rows per process in one forward pass; raise it until memory is full."""
     context_length: Annotated[int, at_least(2)] = 512
-    """Longest row in tokens; longer rows are truncated, and a row whose prompt alone fills it is left out. The report
+    """Longest row in tokens; longer rows are truncated, and a row whose prompt fills it is left out. The report
     on the data counts both."""
     gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Forward and backward passes per optimizer step; raise it for a larger batch in the same memory."""
@@ -161,12 +161,12 @@ class TrainConfig:
     ] = "auto"
     """How the model is distributed: full_shard needs the least memory, shard_grad_op keeps gathered weights until the
     backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between
-    machines. On GPUs auto takes ddp where the whole model fits on each with a margin, else full_shard; on a CPU it
-    takes full_shard."""
+    machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else full_shard; on a CPU
+    full_shard."""
     recompute: Annotated[Literal["auto", "all", "none"] | int, COUNT_OR_WORD, MAY_DIFFER] = "auto"
     """Decoder blocks whose activations are computed again in the backward pass instead of kept: all needs the least
     memory, none is the fastest, a number means the first ones. On GPUs auto finds the smallest number that fits, by
-    trial before the first step; on a CPU it takes all."""
+    probing before the first step; on a CPU auto means all."""
     use_gradient_checkpointing: Annotated[bool | None, MAY_DIFFER] = None
     """The older name of recompute: true is all, false is none."""
     compile: Annotated[bool, MAY_DIFFER] = False
