@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
+from fsdp_qlora.checkpointing.run_folder import STATUS
 from fsdp_qlora.cli import launch
 from fsdp_qlora.config.cli import make_train_config
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.control.status import STATUS
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE
 from fsdp_qlora.storage.files import read_json

@@ -28,8 +28,7 @@ from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, RUN, STATU
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
 from fsdp_qlora.output.redact import redact
-from fsdp_qlora.storage.files import flush, read_json, staged_file, write_json
-from fsdp_qlora.storage.locations import mirror_error
+from fsdp_qlora.storage.files import flush, mirror_error, read_json, staged_file, write_json
 
 log = logging.getLogger("fsdp_qlora")
 

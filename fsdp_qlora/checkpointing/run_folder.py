@@ -8,13 +8,14 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import ENDINGS, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
-from fsdp_qlora.storage.files import is_partial, why_not_writable
+from fsdp_qlora.storage.files import is_partial, why_not_writable, write_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -22,6 +23,7 @@ CHECKPOINTS = "checkpoints"
 CARD, RECORD = "README.md", "training.json"  # what a result says of itself
 BEST = "best"  # the adapter of the lowest held-out loss
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
+_STATUS_SECONDS = 10.0  # between two writes of status.json
 FETCHED = ".from_mirror"  # files being copied from a mirror
 BRING_BACK = (
     "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir true."
@@ -81,6 +83,35 @@ def edits_reported(output_dir: Path) -> Iterator[None]:
             f"{output_dir / RUN} or {STATUS} beside it makes no sense: {error!r}. Restore the original, or start from "
             "zero with --resume off --overwrite_output_dir true."
         ) from error
+
+
+class Status:
+    """Writes status.json: state, step, saved_step, reason, exit_code, seconds. Does nothing on ranks other than 0.
+
+    Errors are ignored: a full or missing disk is no reason to stop a run.
+    """
+
+    def __init__(self, output_dir: Path, *, is_rank_0: bool, **values: Any) -> None:
+        self._path = output_dir / STATUS if is_rank_0 else None
+        self.values = values
+        self._written_at = 0.0
+
+    def update(self, **values: Any) -> None:
+        self.values |= values
+        self._written_at = time.monotonic()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                write_json(self._path, self.values)
+
+    def end(self, state: str, reason: str | None) -> None:
+        """Record how the run has ended. state: a key of errors.ENDINGS."""
+        self.update(state=state, reason=reason, exit_code=ENDINGS[state].exit_code)
+
+    def keep(self, **values: Any) -> None:
+        """Set values that change in every step; they are written every few seconds, and with the next update."""
+        self.values |= values
+        if time.monotonic() - self._written_at > _STATUS_SECONDS:
+            self.update()
 
 
 def check_usable(path: Path, *, overwrite: bool) -> None:

@@ -18,7 +18,7 @@ from fsdp_qlora.cli.run_options import generation_options, run_options
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import describe_config, shipped_configs
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.locations import folder_error, is_repository
+from fsdp_qlora.storage.files import folder_error, is_repository
 
 if TYPE_CHECKING:
     from fsdp_qlora.commands.merge import TrainedOn
@@ -363,7 +363,7 @@ def _cache_options(parser: argparse.ArgumentParser) -> None:
 def _cache(args: argparse.Namespace) -> None:
     """List and prune what --quant_cache of training keeps."""
     from fsdp_qlora.commands.cache import prune, show_entries
-    from fsdp_qlora.quant_cache.entries import cache_root
+    from fsdp_qlora.loading.quant_cache import cache_root
 
     root = cache_root(args.quant_cache)
     if root is None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.quant_cache import last_used, read_description, try_lock
 from fsdp_qlora.output.text import format_bytes
-from fsdp_qlora.quant_cache.entries import last_used, read_description, try_lock
 
 
 def list_entries(root: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from fsdp_qlora.adapters.targets import ALL, is_regex
 from fsdp_qlora.config.marks import OF_ADAPTER, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.storage.locations import folder_error, is_repository, mirror_error
+from fsdp_qlora.storage.files import folder_error, is_repository, mirror_error
 
 _PATH_MAX, _NAME_MAX = 4096, 255  # bytes; what Linux takes
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_qlora.checkpointing.run_folder import Status
 from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import (
     Crashed,

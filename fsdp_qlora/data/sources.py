@@ -29,7 +29,7 @@ from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
 from fsdp_qlora.data.rows import Rows, SourceFile
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, ask_hub, first_line, hub_reason, is_hub_name
-from fsdp_qlora.storage.fingerprint import fingerprint_files
+from fsdp_qlora.storage.files import fingerprint_files
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
+from fsdp_qlora.checkpointing.run_folder import STATUS
 from fsdp_qlora.control import clock
-from fsdp_qlora.control.status import STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in
 from fsdp_qlora.output.redact import redact_values

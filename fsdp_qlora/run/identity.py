@@ -19,7 +19,7 @@ from fsdp_qlora.planning.plan import (
 )
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.storage.fingerprint import fingerprint_files
+from fsdp_qlora.storage.files import fingerprint_files
 
 
 def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:

@@ -17,11 +17,11 @@ from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.loading.decomposed_adapters import decompose_weights
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
 from fsdp_qlora.loading.pretrained_adapter import fill_from, load_subtracted_part
+from fsdp_qlora.loading.quant_cache import open_cache
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import compile_gates, describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, Plan, blocks_to_recompute
-from fsdp_qlora.quant_cache.cache import open_cache
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.parallelize import materialize, shard_model

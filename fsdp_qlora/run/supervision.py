@@ -9,13 +9,13 @@ from typing import Any
 from fsdp_qlora.checkpointing.mirror import Mirror
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
+from fsdp_qlora.checkpointing.run_folder import Status
 from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.control.status import Status
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import how_it_ends

@@ -1,4 +1,4 @@
-"""Files and folders written atomically, also across a power cut; free disk space; the user's cache folder."""
+"""Files and folders written atomically, also across a power cut; free disk space; fingerprints; what is a folder."""
 
 import contextlib
 import hashlib
@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,14 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.redact import redact_values
 
 PARTIAL = ".partial"
+_HEAD_BYTES = 2**20  # holds the names, types and shapes of all tensors of a usual file
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_URLS = ("s3", "gcs", "gs", "az", "sftp")  # of those that fsspec opens, which can be written to
+_FORMS = (
+    f"{', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the Hugging Face hub), "
+    "rclone:REMOTE:PATH (a remote of rclone)"
+)
+_COLON = "A folder with a colon in its name is given as ./NAME."
 
 
 class FileRecord(NamedTuple):
@@ -146,3 +154,91 @@ def cache_folder() -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fsdp_qlora"
     except RuntimeError as error:  # a user without a home, as in some containers
         raise UserError("No cache folder: this user has no home. Name one in FSDP_QLORA_CACHE.") from error
+
+
+# --- recognizing a file's content without reading all of it ---
+
+
+def fingerprint_files(files: Iterable[Path]) -> str:
+    """A hash of the files' names, sizes, beginnings and samples of their content.
+
+    Paths and times do not count: a copy on another machine is the same base. Training changes every weight, so the
+    samples distinguish a base from a further trained version of it.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(set(files), key=lambda path: path.name):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        _hash_samples(digest, path, head_bytes=_HEAD_BYTES, samples=_SAMPLES)
+    return digest.hexdigest()
+
+
+def file_identity(path: Path, *, samples: int) -> list[object]:
+    """Name, size and modification time (ns) of a safetensors file, and a hash of its header and samples.
+
+    A replaced file has another time, or, if the time was preserved (cp -p, rsync), other samples. In the hub's cache a
+    file is a link to a blob named by the hash of its content, which is sufficient.
+    """
+    real = path.resolve()
+    stat = real.stat()
+    if real.parent.name == "blobs":
+        return [path.name, stat.st_size, real.name]
+    with real.open("rb") as file:
+        header_bytes = 8 + int.from_bytes(file.read(8), "little")
+    digest = hashlib.sha256()
+    _hash_samples(digest, real, head_bytes=header_bytes, samples=samples)
+    return [path.name, stat.st_size, stat.st_mtime_ns, digest.hexdigest()]
+
+
+def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> None:
+    """Add to a hash a file's beginning and `samples` pages spread evenly over it."""
+    last = max(path.stat().st_size - _SAMPLE_BYTES, 0)
+    with path.open("rb") as file:
+        digest.update(file.read(head_bytes))
+        for sample in range(samples):
+            file.seek(sample * last // (samples - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+
+
+# --- folders of this machine, URLs and rclone remotes ---
+# Messages show only the beginning of a refused value: the rest may contain a password.
+
+
+def mirror_error(target: str) -> str | None:
+    """Why --mirror cannot be used; None if it may be."""
+    kind, _, rest = target.partition(":")
+    if kind == "rclone":
+        return None if ":" in rest else "--mirror rclone:REMOTE:PATH needs a remote's name, which ends with a colon."
+    if kind == "hf":
+        is_named = is_repository(rest.removeprefix("//"))
+        return None if is_named else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
+    if kind in _URLS and re.match("//[^/]", rest):
+        return None
+    if (begin := _remote(target)) is None:
+        return None
+    return f"--mirror begins with {begin!r}, which is not a kind of mirror. Give {_FORMS} or a folder. {_COLON}"
+
+
+def is_repository(name: str) -> bool:
+    """Whether this is a repository's name on the hub, OWNER/NAME."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
+
+
+def folder_error(option: str, text: str) -> str | None:
+    """Why an option that names a folder of this machine cannot be `text`; None if it may be."""
+    begin = _remote(text)
+    # A folder with a colon in its name may exist, but not one that an earlier version created from a URL.
+    if begin is None or (os.path.exists(text) and not begin.startswith(":") and not begin.endswith("/")):
+        return None
+    return (
+        f"--{option} begins with {begin!r}, but must be a folder of this machine. For copies elsewhere use --mirror: "
+        f"{_FORMS}. {_COLON}"
+    )
+
+
+def _remote(text: str) -> str | None:
+    """The beginning of a URL or remote (s3://, :sftp, box:); None for a path, without a colon before a slash."""
+    if ":" not in text.partition("/")[0]:
+        return None
+    match = re.match(r"(:?[^:/,@]*)[^/]*?:(/{0,2})", text)
+    assert match is not None
+    return match[1] + ":" * (not match[1].startswith(":")) + match[2]

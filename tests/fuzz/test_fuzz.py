@@ -27,9 +27,9 @@ from fsdp_qlora.config.options import TrainConfig, option_types
 from fsdp_qlora.config.text import resolved_yaml
 from fsdp_qlora.data.files import FILE_KINDS
 from fsdp_qlora.loading import hub
+from fsdp_qlora.loading.quant_cache import CachedWeights
 from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
 from fsdp_qlora.planning.plan import make_plan
-from fsdp_qlora.quant_cache.entries import CachedWeights
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.run.run import open_weights

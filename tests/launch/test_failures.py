@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_qlora.checkpointing.run_folder import Status
 from fsdp_qlora.control.exits import exhausted_memory, loading_explained, reporting_failures
-from fsdp_qlora.control.status import Status
 from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory, TrainingError
 
 NCCL = (

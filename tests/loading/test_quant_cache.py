@@ -17,11 +17,11 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdp_qlora.loading import quant_cache
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
-from fsdp_qlora.quant_cache import cache as quant_cache
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.storage.fingerprint import file_identity
+from fsdp_qlora.storage.files import file_identity
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
