@@ -145,7 +145,7 @@ def trl_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callba
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from benchmarks.gpu_peers import _tokenizer
+    from benchmarks.peers import tokenizer
 
     options = SFTConfig(
         **training_options(folder, num_steps),
@@ -157,7 +157,7 @@ def trl_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callba
     )
     dataset = Dataset.from_list(rows)
     trainer: Trainer = SFTTrainer(
-        load_reference(folder), options, train_dataset=dataset, processing_class=_tokenizer(), callbacks=[callback]
+        load_reference(folder), options, train_dataset=dataset, processing_class=tokenizer(), callbacks=[callback]
     )
     return trainer
 

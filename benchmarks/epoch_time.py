@@ -27,8 +27,8 @@ from transformers import AutoTokenizer, LlamaConfig, TrainerCallback
 
 from benchmarks.common import build_run, describe_machine, quiet_on_one_thread, seconds_of, write_results
 from benchmarks.cpu import StepByStep, training_options
-from benchmarks.gpu_peers import _tokenizer
 from benchmarks.overhead import LORA_RANK, LR, RANKS, SEED, load_reference, make_checkpoint
+from benchmarks.peers import tokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
 from fsdp_qlora.data.rows import TokenizedRows
@@ -108,7 +108,7 @@ def trl_epoch(folder: Path, data: TokenizedRows, args: argparse.Namespace, *, pa
             load_reference(folder),
             options,
             train_dataset=Dataset.from_dict({"input_ids": ids, "labels": labels}),
-            processing_class=_tokenizer(),
+            processing_class=tokenizer(),
             callbacks=[callback],
         )
         steps_per_epoch = -(-len(trainer.train_dataset) // args.batch_size)

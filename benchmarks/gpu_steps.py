@@ -18,7 +18,6 @@ import re
 import resource
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -95,21 +94,15 @@ class Batch(NamedTuple):
         return f"{self.rows} x {self.length}"
 
 
-BATCHES = (Batch(2, 2048), Batch(1, 8192))
-TINY_BATCHES = (Batch(2, 64), Batch(1, 128))
-SHORT = Batch(1, 128)  # so little work that the host's is what takes time
-
-
 @dataclass(frozen=True)
 class Steps:
-    """What to run. mode: a key of MODES. layers: decoder blocks, 0 for the shape's own. seconds: of measured steps.
+    """What to run. layers: decoder blocks, 0 for the shape's own. seconds: of measured steps.
 
     attention: of the peers. Ours is the program's own choice, unless it is asked for flash_attention_2.
     """
 
     shape: str
     batches: tuple[Batch, ...]
-    mode: str = "resident"
     layers: int = 0
     steps: int = 5
     warmup_steps: int = 2
@@ -117,15 +110,6 @@ class Steps:
     precision: str = "bf16"
     attention: Attention = "sdpa"
     lora_rank: int = 16
-    trace: bool = False
-
-
-# What train.py would decide by what fits is given.
-MODES: dict[str, dict[str, Any]] = {
-    "resident": {"use_cpu_offload": False, "recompute": "all"},
-    "offloaded": {"use_cpu_offload": True, "recompute": "all"},
-    "no recompute": {"use_cpu_offload": False, "recompute": "none"},
-}
 
 
 def make_config(work: Steps) -> LlamaConfig:
@@ -146,7 +130,8 @@ def make_options(work: Steps) -> TrainConfig:
         wd=0.0,
         quant_cache="off",
         seed=0,
-        **MODES[work.mode],
+        use_cpu_offload=False,  # and not what fits this card
+        recompute="all",
     )
 
 
@@ -209,53 +194,41 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def expected_bytes(account: dict[str, CategoryBytes], *, offload: bool) -> dict[str, float]:
-    """What must lie on the device between steps, by category. Offload leaves only the adapters there."""
-    here = {name: tensors.largest_shard for name, tensors in account.items() if name == "trainable" or not offload}
-    return {**here, "optimizer state": account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"]}
+def expected_bytes(account: dict[str, CategoryBytes]) -> dict[str, float]:
+    """What must be on the device between steps, by category."""
+    shards: dict[str, float] = {name: tensors.largest_shard for name, tensors in account.items()}
+    return shards | {"optimizer state": shards["trainable"] * OPTIMIZER_STATES["adamw"]}
 
 
-Files = Callable[[LlamaConfig, torch.dtype, torch.device], RandomWeights]
-
-
-def measure(
-    work: Steps, ranks: Ranks, *, make_files: Files = RandomWeights, prepare: Callable[[Run], None] = lambda run: None
-) -> dict[str, Any]:
-    """Build, load and train one model on each batch in turn.
-
-    Args:
-        prepare: called with the run before its first step.
-    """
+def measure(work: Steps, ranks: Ranks) -> tuple[dict[str, Any], "Timed"]:
+    """Build, load and train one model on each batch in turn; returns the results, and the model to go on with."""
     meter = MemoryMeter(ranks.device)
     meter.record("before")
     started = time.perf_counter()
     config = make_config(work)
-    batches = tuple(batch._replace(rows=batch.rows * ranks.world_size) for batch in (*work.batches, SHORT))
-    data, rows = make_rows(batches, config.vocab_size)
-    files = make_files(config, PRECISIONS[work.precision].frozen_dtype, ranks.device)
+    data, rows = make_rows(work.batches, config.vocab_size)
+    files = RandomWeights(config, PRECISIONS[work.precision].frozen_dtype, ranks.device)
     run = build_run(make_options(work), config, files, data, ranks, on_phase=meter.record)
-    prepare(run)
     build_seconds = time.perf_counter() - started
     train = Timed(run, ranks.device, work)
     results = {
         str(batch): _measure_batch(train, config, batch, numbers, meter)
-        for batch, numbers in zip(work.batches, rows, strict=False)
+        for batch, numbers in zip(work.batches, rows, strict=True)
     }
-    host = train.steps(rows[-1])
-    return {
-        **{name: getattr(work, name) for name in ("shape", "mode", "precision", "lora_rank")},
+    found = {
+        **{name: getattr(work, name) for name in ("shape", "precision", "lora_rank")},
         "layers": config.num_hidden_layers,
         "attention": run.attention,
         "build_seconds": build_seconds,
         "batches": results,
         "loss_falls": all(result.get("loss_falls", "out_of_memory" in result) for result in results.values()),
-        "host_seconds_per_step": statistics.median(host["step_seconds"]),
         "parameters": run.counts,
-        "account_bytes": expected_bytes(run.account, offload=work.mode == "offloaded"),
+        "account_bytes": expected_bytes(run.account),
         "optimizer_state_bytes": run.trainer.optimizer.state_bytes(),
         "memory_bytes": meter.phases,
-        **({"trace": trace_step(train, rows[0])} if work.trace else {}),
+        "trace": trace_step(train, rows[0]),
     }
+    return found, train
 
 
 def _measure_batch(

@@ -1,4 +1,4 @@
-"""Shares of the computed tokens that are the rows' own: padded, one behind the other, and packed.
+"""Shares of the computed tokens that are the rows' own: padded, padding-free, and packed.
 
     python -m benchmarks.useful_tokens --model_name MODEL --dataset ROWS --output benchmarks/results/useful_tokens.json
 
@@ -25,7 +25,7 @@ from fsdp_qlora.training.head_loss import learned_rows
 from fsdp_qlora.training.loss import target_positions
 
 # name -> (padding, packing)
-LAYOUTS = {"padded": (True, False), "one behind the other": (False, False), "packed": (False, True)}
+LAYOUTS = {"padded": (True, False), "padding-free": (False, False), "packed": (False, True)}
 
 
 def shares(schedule: Schedule, data: RunData) -> dict[str, float]:

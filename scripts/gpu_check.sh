@@ -12,7 +12,7 @@
 # TEST_SECONDS and BENCHMARK_SECONDS bound the two; what is past its bound is ended. TESTS and PARTS choose some, with
 # ";" between two parts:
 #
-#     TESTS="tests/gpu/test_kernels.py" PARTS="box;copies" bash scripts/gpu_check.sh wheels out
+#     TESTS="tests/gpu/test_kernels.py" PARTS="box;speed" bash scripts/gpu_check.sh wheels out
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 wheels="${1:-}"

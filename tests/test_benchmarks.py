@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import common, cpu, dora, epoch_time, gpu, gpu_report, gpu_rows, gpu_steps, overhead
+from benchmarks import common, cpu, dora, epoch_time, gpu, gpu_steps, overhead
 from tests.tiny import make_rows, write_rows
 
 
@@ -67,64 +67,36 @@ def test_epoch_benchmark_trains_the_same_rows_however_they_are_laid_out(
     assert ours["ours, padded"]["losses"] == pytest.approx(ours["ours"]["losses"], rel=1e-5)
 
 
-def test_gpu_benchmark_measures_every_way_of_saving_memory_and_its_losses_fall(tmp_path: Path) -> None:
-    chosen = ["box", "copies", "8b, resident", "8b, offloaded", "8b, no recompute"]
-    argv = ["--tiny", "--precision", "bf16", "--parts", *chosen]
+def test_gpu_benchmark_measures_speed_beside_peers_that_do_the_same_work(tmp_path: Path) -> None:
+    argv = ["--tiny", "--precision", "fp32", "--layers", "1", "--parts", "box", "speed"]
     status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
     assert status == 0, result
-    parts = result["parts"]
-    assert list(parts) == chosen
-    assert set(parts["box"]["sdpa_kernels"].values()) <= {"MATH", "FLASH_ATTENTION"}
-    assert all(row["milliseconds"] > 0 for row in parts["copies"]["decoding"].values())
-    resident, offloaded, kept = (parts[name] for name in chosen[2:])
-    for batch in ("2 x 64", "1 x 128"):
-        expected = pytest.approx(resident["batches"][batch]["losses"], rel=1e-3)
-        assert offloaded["batches"][batch]["losses"] == kept["batches"][batch]["losses"] == expected
-    assert {"codes", "statistics", "frozen", "trainable"} < set(resident["account_bytes"])
-    assert set(offloaded["account_bytes"]) == {"trainable", "optimizer state"}
+    speed = result["parts"]["speed"]
+    assert speed["loss_falls"] and len(speed["trace"]) == 10
+    assert {"codes", "statistics", "frozen", "trainable"} < set(speed["account_bytes"])
     # The account's estimate of the optimizer's state, against the state itself (and its step counters).
-    assert resident["optimizer_state_bytes"] == pytest.approx(resident["account_bytes"]["optimizer state"], rel=0.01)
-    assert list(resident["memory_bytes"]) == ["before", "planned", "loaded and verified", "2 x 64", "1 x 128"]
-    assert len(resident["trace"]) == 10
-
-
-def test_gpu_benchmark_trains_one_of_two_ranks_whose_gathered_weights_are_whole(tmp_path: Path) -> None:
-    argv = ["--tiny", "--precision", "bf16", "--layers", "1", "--parts", "70b, one of two ranks"]
-    status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
-    assert status == 0, result
-    assert result["parts"]["70b, one of two ranks"]["blocks"]["loss_falls"]
-
-
-def test_gpu_benchmark_does_the_same_work_as_its_peers(tmp_path: Path) -> None:
-    argv = ["--tiny", "--precision", "fp32", "--layers", "1", "--parts", "peers"]
-    status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
-    peers = result["parts"]["peers"]["peers"]
-    assert status == 0 and peers["PEFT + bitsandbytes"]["same_work"], result
-    assert peers["PEFT + bitsandbytes"]["first_grad_norm"] == pytest.approx(peers["ours"]["first_grad_norm"], rel=1e-4)
+    assert speed["optimizer_state_bytes"] == pytest.approx(speed["account_bytes"]["optimizer state"], rel=0.01)
+    phases = ["before", "planned", "loaded and verified", "4 x 32", "2 x 32", "recompute none"]
+    assert list(speed["memory_bytes"]) == phases
+    ours, peer = speed["peers"]["ours"], speed["peers"]["PEFT + bitsandbytes"]
+    assert peer["same_work"] and peer["first_grad_norm"] == pytest.approx(ours["first_grad_norm"], rel=1e-4)
 
 
 def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_path: Path) -> None:
-    chosen = [
-        "box",
-        "row: offload",
-        "row: padding",
-        "row: recompute",
-        "row: context",
-        "row: head",
-    ]  # others: on phantom
+    chosen = ["offload", "padding", "recompute", "context"]
     report = tmp_path / "report.md"
     argv = ["--tiny", "--precision", "fp32", "--report", str(report), "--parts", *chosen]
     status, result = _run(gpu.main, *argv, output=tmp_path / "out.json")
     assert status == 0, result
-    rows = {row["item"]: row for part in chosen[1:] for row in result["parts"][part]["rows"]}
-    assert [*rows["no padding, packing"]["figures"]] == ["padding", "no padding", "packing"]
-    shares = rows["no padding, packing"]["useful_of_computed"]
-    assert shares["padding"] < 0.9 and shares["no padding"] == shares["packing"] == 1.0
+    rows = {row["item"]: row for part in chosen for row in result["parts"][part]["rows"]}
+    assert [*rows["padding-free, packing"]["figures"]] == ["padding", "padding-free", "packing"]
+    shares = rows["padding-free, packing"]["useful_of_computed"]
+    assert shares["padding"] < 0.9 and shares["padding-free"] == shares["packing"] == 1.0
     assert {*rows["recompute, 7B, 1 x 32"]["figures"]} == {"all", "auto", "none"}
-    assert result["parts"]["row: recompute"]["blocks_with_recompute"]["1 x 32, auto"] == 0  # a CPU has room
+    assert result["parts"]["recompute"]["blocks_with_recompute"]["1 x 32, auto"] == 0  # a CPU has room
     assert [*rows["offload, 70B blocks"]["figures"]] == ["resident", "offloaded", "2 of 2 blocks"]
     assert rows["longest context, 8B"]["figures"]["longest"] == 1536
-    assert all(value > 0 for row in rows.values() if row["unit"] != "GiB, peak" for value in row["figures"].values())
+    assert all(value > 0 for row in rows.values() for value in row["figures"].values())
     text = report.read_text()
     assert str(tmp_path) not in text and "--report" not in text
     for row in rows.values():
@@ -132,26 +104,24 @@ def test_gpu_benchmark_compares_before_and_after_and_reports_without_names(tmp_p
 
 
 def test_gpu_benchmarks_report_hides_secrets_folders_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_report.socket, "gethostname", lambda: "node-17")
-    monkeypatch.setattr(gpu_report.getpass, "getuser", lambda: "alice")
+    monkeypatch.setattr(gpu.socket, "gethostname", lambda: "node-17")
+    monkeypatch.setattr(gpu.getpass, "getuser", lambda: "alice")
     error = "alice on node-17: no /home/alice/models/llama/config.json, hf_abcdefghijklmnopqrstuv, 1/2; "
     error += "11,000 tokens/s; https://pytorch.org/docs/stable in file:///home/alice/x.py:/mnt/alice/y"
-    record = {"has_values": True, "parts": {"box": {"error": error}, "copies": {"left_out": "no time left"}}}
-    text = gpu_report.report(
-        record, gpu_report.command(["--output", "/home/alice/gpu.json", "--parts", "8b, resident"])
-    )
+    record = {"has_values": True, "parts": {"box": {"error": error}, "context": {"left_out": "no time left"}}}
+    text = gpu.report(record, gpu.command(["--output", "/home/alice/gpu.json", "--parts", "offload", "speed"]))
     clean = "[user] on [host]: no .../config.json, [secret], 1/2; 11,000 tokens/s; https://pytorch.org/docs/stable in "
     assert f"| box | {clean}.../x.py:.../y |" in text
-    assert "| copies | no time left |" in text and '`python benchmarks/gpu.py --parts "8b, resident"`' in text
+    assert "| context | no time left |" in text and "`python benchmarks/gpu.py --parts offload speed`" in text
 
 
 def test_time_in_which_several_kernels_run_counts_once() -> None:
-    assert gpu_rows.covered([(50, 60), (10, 30), (20, 25), (25, 40), (60, 70)]) == 50
+    assert gpu.covered([(50, 60), (10, 30), (20, 25), (25, 40), (60, 70)]) == 50
 
 
 def test_gpu_benchmark_keeps_what_a_part_found_before_its_time_was_up(tmp_path: Path) -> None:
-    args = gpu.parse_args(["--one_part", "row: context", "--output", str(tmp_path / "result.json")])
-    gpu_rows.note(args, {"rows": [gpu_rows.row("longest context, 8B", "tokens", {"longest": 80_000.0})]})
+    args = gpu.parse_args(["--one_part", "context", "--output", str(tmp_path / "result.json")])
+    gpu.note(args, {"rows": [gpu.row("longest context, 8B", "tokens", {"longest": 80_000.0})]})
     assert "tokens: longest 80,000" in gpu.describe(json.loads((tmp_path / "result.json").read_text()))[0]
 
 

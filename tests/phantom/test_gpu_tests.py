@@ -15,8 +15,8 @@ TESTS = [
     "test_memory.py::test_reserved_memory_is_what_the_stand_in_has_counted[8b on two ranks, 2 x 2048]",
     "test_two_ranks.py::test_out_of_memory_is_named_with_what_helps_and_ends_all_ranks[2]",
 ]
-# tests/test_benchmarks.py has the others, on the CPU and with values.
-PARTS = ["box", "row: optimizer", "row: activation offload", "row: placement", "row: attention"]
+# tests/test_benchmarks.py has all parts, on the CPU and with values.
+PARTS = ["box", "offload", "context"]
 
 
 def test_memory_and_its_lack_are_as_the_tests_for_a_gpu_want_them(tmp_path):
@@ -33,7 +33,7 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     assert "kernels compute nothing" in rank.output
     parts = json.loads(output.read_text())["parts"]
     assert [name for name, part in parts.items() if "error" in part] == []
-    assert len(parts["row: optimizer"]["rows"][0]["figures"]) == 2
+    assert len(parts["offload"]["rows"][0]["figures"]) == 3
     assert "On the stand-in for CUDA" in report.read_text()
 
 

@@ -171,7 +171,7 @@ def _trl(work: Steps, device: torch.device) -> tuple[list[float], list[float], l
             model=load_peer(work, device),
             args=options,
             train_dataset=rows,
-            processing_class=_tokenizer(),
+            processing_class=tokenizer(),
             callbacks=[clock],
         )
         trainer.train()
@@ -180,7 +180,7 @@ def _trl(work: Steps, device: torch.device) -> tuple[list[float], list[float], l
     return losses, norms, clock.seconds[work.warmup_steps :]
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
     """TRL asks for one, though the rows are tokens already."""
     words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
