@@ -209,7 +209,7 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     That is in the backward pass of the last block, where the gradients of its gate are computed: logits and what ranks
     exchange for them come in chunks that are smaller.
     """
-    from fsdp_qlora.model.fused_functions import PIECE
+    from fsdp_qlora.model.fused import PIECE
     from fsdp_qlora.model.models import find_blocks
     from fsdp_qlora.ranks import distributed
     from fsdp_qlora.sharding.byte_account import count_bytes

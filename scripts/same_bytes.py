@@ -301,10 +301,11 @@ class Alike(NamedTuple):
 
 
 def make_alike(trees: dict[str, Path]) -> Alike:
-    """Rows were always padded before --padding, and what is dropped was drawn otherwise before lora_product.py."""
+    """Rows were always padded before --padding, and what is dropped was drawn otherwise before Dropout."""
     options = {name: tree / "fsdp_qlora/config/options.py" for name, tree in trees.items()}
     knows = {name: path.is_file() and "\n    padding: " in path.read_text() for name, path in options.items()}
-    draws = {(tree / "fsdp_qlora/adapters/lora_product.py").is_file() for tree in trees.values()}
+    sources = {name: [*(tree / "fsdp_qlora").rglob("lora*.py")] for name, tree in trees.items()}
+    draws = {any("class Dropout" in path.read_text() for path in paths) for paths in sources.values()}
     return Alike({name: knows[name] and not all(knows.values()) for name in trees}, dropout=len(draws) == 1)
 
 

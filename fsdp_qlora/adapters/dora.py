@@ -1,19 +1,141 @@
 """DoRA (Liu et al. 2024, arXiv 2402.09353): LoRA with a trainable magnitude for each row of the weight.
 
-W' = m * (W + s B A) / ||W + s B A||, the norm per output row and held constant in the backward pass (section 4.3).
+W' = m * (W + s B A) / ||W + s B A||, the norm per output row and held constant in the backward pass (section 4.3);
+y = x W^T + b + x' (W' - W)^T, where x' is x with parts dropped.
 
-Shapes: x [.., in], W [out, in], lora_A [rank, in], lora_B [out, rank], m [out].
+Shapes: x [.., in], of N tokens, W [out, in], lora_A [rank, in], lora_B [out, rank], m [out], u = A x' [N, rank] and
+y [.., out]. Kept for the backward pass are x and u, as in lora.py, x' (W + s B A)^T and the norm.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-from fsdp_qlora.adapters.dora_product import DoraOperands, dora_product
-from fsdp_qlora.adapters.lora import LoraAdapter
-from fsdp_qlora.model.fused_functions import recompute_source
-from fsdp_qlora.quantizers.base import QuantizedWeight, frozen_product
+from fsdp_qlora.adapters.lora import Dropout, LoraAdapter, LowRank, as_before, as_rows, kept, low_rank_grads
+from fsdp_qlora.model.fused import recompute_source
+from fsdp_qlora.quantizers.base import FrozenProduct, QuantizedWeight, frozen_product
+
+_PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
+
+
+class DoraOperands(NamedTuple):
+    """What the product depends on besides x, A, B and m.
+
+    base: without the bias, in its dtype. row_squares: ||W||^2 of the rows, float32 [out].
+    """
+
+    base: FrozenProduct
+    bias: torch.Tensor | None
+    row_squares: torch.Tensor
+    scaling: float
+    dropout: Dropout | None
+
+
+def dora_product(
+    x: torch.Tensor,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    magnitude: torch.Tensor,
+    operands: DoraOperands,
+    source: Any,
+) -> torch.Tensor:
+    """y of x [.., in], as [.., out] in the base's dtype; differentiable in x, A, B and m, which is float32.
+
+    Args:
+        source: as for `lora_product`.
+    """
+    x = x.to(operands.base.dtype)
+    low = LowRank.apply(x, lora_A, operands.dropout, source)
+    y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, operands)
+    return y
+
+
+class _DoraProduct(torch.autograd.Function):
+    """All of it but u."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        magnitude: torch.Tensor,
+        operands: DoraOperands,
+    ) -> torch.Tensor:
+        # Weights as attributes, see lora.py.
+        ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B, magnitude), operands
+        rows = as_rows(x)
+        inputs = [rows] if operands.dropout is None else [rows, operands.dropout(rows)]
+        *products, of_A = operands.base.multiply(*inputs, lora_A.to(x.dtype))
+        norm = row_norms(of_A, lora_A, lora_B, operands)
+        rest = products[0].sub_(products[1]) if operands.dropout else None  # x W^T - x' W^T
+        adapted = products[-1].addmm_(low, lora_B.to(x.dtype).T, alpha=operands.scaling)
+        ctx.save_for_backward(adapted, norm)
+        y = torch.mul(adapted, magnitude / norm, out=torch.empty_like(adapted))
+        for term in (rest, operands.bias):
+            if term is not None:
+                y.add_(term)
+        return as_before(y, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_y = as_rows(grads[0])
+        x, low = kept(ctx.keeper)
+        ctx.keeper = None
+        adapted, norm = ctx.saved_tensors
+        (lora_A, _, magnitude), operands = ctx.weights, ctx.product
+        base, scaling = operands.base, operands.scaling
+        grad_magnitude = _sum_of_products(adapted, grad_y) / norm
+        scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # whose memory nobody needs any more
+        factors = operands.dropout.factors(x) if operands.dropout else None
+        grad_low, grad_A, grad_B = low_rank_grads(scaled, x if factors is None else x * factors, low, ctx)
+        del x
+        grad_x = None
+        if ctx.needs_input_grad[0] and factors is None:
+            grad_x = base.multiply_grad(scaled).addmm_(grad_low, lora_A.to(scaled.dtype), alpha=scaling)
+        elif ctx.needs_input_grad[0]:
+            through_A = grad_low @ lora_A.to(scaled.dtype)
+            change = base.multiply_grad(scaled.sub_(grad_y)).add_(through_A, alpha=scaling)
+            grad_x = base.multiply_grad(grad_y).addcmul_(change, factors)
+        if grad_x is not None:
+            grad_x = as_before(grad_x, grads[0])
+        return grad_x, None, grad_A, grad_B, grad_magnitude, None
+
+
+def row_norms(
+    product: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, operands: DoraOperands
+) -> torch.Tensor:
+    """||W + s B A|| of the rows, float32 [out].
+
+    ||W + s B A||^2 = ||W||^2 + 2 s (W A^T . B) + s^2 (B A A^T . B), summed over each row: W is needed only for its
+    product with the few rows of A.
+
+    Args:
+        product: A W^T, [rank, out].
+    """
+    scaling = operands.scaling
+    with torch.autocast(product.device.type, enabled=False):  # it would run these float32 products in 16 bits
+        lora_A, lora_B = lora_A.float(), lora_B.float()
+        with_update = torch.addmm(
+            product.T.float(), lora_B, torch.mm(lora_A, lora_A.T), beta=2 * scaling, alpha=scaling**2
+        )
+        squares = operands.row_squares + (with_update * lora_B).sum(dim=1)
+    return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
+
+
+def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a * b summed over the rows, float32 [columns]; a is overwritten."""
+    if a.dtype != torch.float16:
+        return a.mul_(b).sum(dim=0, dtype=torch.float32)
+    total = torch.zeros(a.shape[-1], dtype=torch.float32, device=a.device)
+    rows = max(1, _PIECE // a.shape[-1])
+    for piece_a, piece_b in zip(a.split(rows), b.split(rows), strict=True):
+        total += (piece_a.float() * piece_b).sum(dim=0)
+    return total
 
 
 class Magnitude(nn.Module):
@@ -50,7 +172,7 @@ class DoraAdapter(LoraAdapter):
         operands = DoraOperands(
             base, None if bias is None else bias.to(base.dtype), row_squares, self.scaling, self._draw_dropout()
         )
-        return dora_product(x, *self.matrices(), magnitude, operands, source)
+        return dora_product(x, self.lora_A.weight, self.lora_B.weight, magnitude, operands, source)
 
 
 class DoraLinear(nn.Module):

@@ -12,7 +12,6 @@ from fsdp_qlora.adapters.dora import DoraAdapter, DoraLinear, Magnitude
 from fsdp_qlora.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, LoraLinear
 from fsdp_qlora.adapters.targets import find_pattern
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.fused import GatedMlp
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 
 # adapter kind -> the layer that replaces a linear layer, given rank, scaling and dropout.
@@ -66,16 +65,6 @@ def add_adapters(model: nn.Module, kind: str, targets: Iterable[str], options: L
             dropout=options.dropout,
         )
         model.set_submodule(path, wrapped)
-
-
-def mark_ends(blocks: Iterable[nn.Module]) -> None:
-    """Tell the adapters which of them may be a block's last: with a gated MLP the one after its gate, else any."""
-    for block in blocks:
-        mlps = [module for module in block.modules() if isinstance(module, GatedMlp)]
-        last = {id(module) for mlp in mlps for module in mlp.get_submodule(mlp.roles.down).modules()}
-        for adapter in adapter_modules(block):
-            if mlps and isinstance(adapter, LoraAdapter):
-                adapter.ends_block = id(adapter) in last
 
 
 def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraOptions) -> None:

@@ -1,35 +1,171 @@
-"""LoRA for linear layers and for the 3-D parameters of experts.
+"""LoRA for linear layers, in one autograd function with the frozen layer, and for the 3-D parameters of experts.
 
-Shapes: x [.., in], A [rank, in], B [out, rank]; for all experts together A [experts * rank, in] and B
+Shapes: x [.., in], of N tokens, W [out, in], A [rank, in], B [out, rank], u = A x' [N, rank] for x' = x with parts
+dropped, y = x W^T + b + s B A x' [.., out]; for all experts together A [experts * rank, in] and B
 [out, rank * experts], as in PEFT.
+
+The product keeps x and u alone for the backward pass, and not x either where it can be computed again. The weights are
+read again then, W decoded again, and the dropped parts are found again from their seed.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.adapters.lora_product import Dropout, Product, lora_product
-from fsdp_qlora.model.fused_functions import recompute_source
-from fsdp_qlora.quantizers.base import frozen_product
+from fsdp_qlora.model.fused import recompute_output, recompute_source
+from fsdp_qlora.quantizers.base import FrozenProduct, frozen_product
 from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
 from fsdp_qlora.ranks.distributed import as_shard_of
+
+
+class Dropout(NamedTuple):
+    """Which parts of x are dropped, and the others scaled up."""
+
+    share: float
+    seed: int
+
+    @classmethod
+    def draw(cls, share: float) -> "Dropout":
+        """With a seed from the CPU's generator, which a recomputation finds in the same state."""
+        return cls(share, int(torch.randint(2**62, ()).item()))
+
+    def factors(self, like: torch.Tensor) -> torch.Tensor:
+        """0 or 1 / (1 - share) for each element, always the same."""
+        generator = torch.Generator(like.device).manual_seed(self.seed)
+        kept = torch.empty_like(like).bernoulli_(1 - self.share, generator=generator)
+        return kept.div_(1 - self.share)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.factors(x).mul_(x)
+
+
+class Product(NamedTuple):
+    """What the product depends on besides x, A and B."""
+
+    base: FrozenProduct
+    scaling: float
+    dropout: Dropout | None
+
+
+def lora_product(
+    x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product, source: Any
+) -> torch.Tensor:
+    """x W^T + b + scaling * B A x' of x [.., in], as [.., out] in the base's dtype; differentiable in x, A and B.
+
+    Args:
+        source: what can compute x again (model/fused.py), None if x must be kept.
+    """
+    x = x.to(product.base.dtype)
+    y: torch.Tensor = _LoraProduct.apply(x, LowRank.apply(x, lora_A, product.dropout, source), lora_A, lora_B, product)
+    return y
+
+
+# In a function, since outside of it autograd would have a node for each view.
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[.., n] -> [N, n]"""
+    return x.flatten(0, -2)
+
+
+def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[N, m] -> [.., m] for x [.., n]. Not a view: on what an adapter returns FSDP2's hooks would be lost with that."""
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], rows.shape[-1]])
+    return result
+
+
+class LowRank(torch.autograd.Function):
+    """u = A x', and the keeper of x and u for the product.
+
+    A checkpointed block's recomputation stops at the last tensor that the block keeps. What one function keeps is noted
+    when it is done, so the last layer's base product would be computed again in vain if the product kept it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        rows = as_rows(x)
+        low = F.linear(dropout(rows) if dropout else rows, lora_A.to(x.dtype))
+        ctx.source, ctx.dtype = source, x.dtype
+        ctx.save_for_backward(*(() if source else (x,)), low)
+        return low
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
+        return None, None, None, None  # the product has them all
+
+
+def kept(keeper: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, as [N, in], and u of the node that keeps them."""
+    *x, low = keeper.saved_tensors
+    return as_rows(x[0] if x else recompute_output(keeper.source).to(keeper.dtype)), low
+
+
+class _LoraProduct(torch.autograd.Function):
+    """The rest of the forward pass after `LowRank`, and all of the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, low: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product
+    ) -> torch.Tensor:
+        # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
+        # checkpointing does not have to recompute them.
+        ctx.weights, ctx.product, ctx.keeper = (lora_A, lora_B), product, low.grad_fn
+        (y,) = product.base.multiply(as_rows(x))
+        return as_before(y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_y = as_rows(grads[0])
+        x, low = kept(ctx.keeper)
+        lora_A, (base, scaling, dropout) = ctx.weights[0], ctx.product
+        ctx.keeper = None
+        factors = dropout.factors(x) if dropout else None
+        grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
+        del x  # which may have been computed again: its gradient can have its memory
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = base.multiply_grad(grad_y)
+            if factors is None:
+                grad_x.addmm_(grad_low, lora_A.to(grad_y.dtype), alpha=scaling)
+            else:
+                grad_x.addcmul_(grad_low @ lora_A.to(grad_y.dtype), factors, value=scaling)
+            grad_x = as_before(grad_x, grads[0])
+        return grad_x, None, grad_A, grad_B, None
+
+
+def low_rank_grads(
+    grad_y: torch.Tensor, x: torch.Tensor, low: torch.Tensor, ctx: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of u / s, A and B, of x' and u; A and B are ctx.weights, and s is of ctx.product."""
+    (lora_A, lora_B, *_), scaling = ctx.weights, ctx.product.scaling
+    grad_low = grad_y @ lora_B.to(grad_y.dtype)
+    grad_B = _scaled_product(grad_y.T, low, scaling)
+    grad_A = _scaled_product(grad_low.T, x, scaling)
+    return grad_low, grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype)
+
+
+def _scaled_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """scaling * a b in one kernel."""
+    return torch.addmm(a.new_empty(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scaling)
 
 
 class LoraAdapter(nn.Module):
     """The low-rank update B A of one linear layer (Hu et al. 2021), in_features -> rank -> out_features.
 
     One module with one forward, so that the adapters of a block can be one FSDP2 group.
-
-    ends_block: its layer may be the last of a decoder block.
     """
 
     def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
-        self.scaling, self.ends_block = scaling, True
+        self.scaling = scaling
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         options = {"bias": False, "device": "meta", "dtype": torch.float32}
         self.lora_A = nn.Linear(in_features, rank, **options)  # type: ignore[arg-type]
@@ -44,14 +180,8 @@ class LoraAdapter(nn.Module):
         base = frozen_product(base_layer, x)
         if base is None:
             return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
-        product = Product(base, self.scaling, self._draw_dropout(), self.ends_block)
-        return lora_product(x, *self.matrices(), product, source)
-
-    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B. Looked up by `Module.__getattr__` the four names would take the host as long as a product does."""
-        lora_A, lora_B = self._modules["lora_A"], self._modules["lora_B"]
-        assert lora_A and lora_B
-        return lora_A._parameters["weight"], lora_B._parameters["weight"]  # type: ignore[return-value]
+        product = Product(base, self.scaling, self._draw_dropout())
+        return lora_product(x, self.lora_A.weight, self.lora_B.weight, product, source)
 
     def _draw_dropout(self) -> Dropout | None:
         if self.training and isinstance(self.dropout, nn.Dropout):
@@ -93,8 +223,7 @@ class LoraLinear(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        modules: Any = self._modules  # see LoraAdapter.matrices
-        result: torch.Tensor = modules["lora"](x, modules["base_layer"], recompute_source(x))
+        result: torch.Tensor = self.lora(x, self.base_layer, recompute_source(x))
         return result
 
 

@@ -1,25 +1,179 @@
-"""RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one of functions.py.
+"""RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one function.
 
 A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate is
 down(activation(gate(x)) * up(x)); its elementwise part can be compiled by torch, one kernel forward and one backward.
+
+The elementwise functions keep their inputs alone, and their output is computed again where it is needed: a function
+that takes it, and would keep it, can ask for it again in the backward pass (`recompute_output`).
 """
 
 import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-from fsdp_qlora.model.fused_functions import Compiled, CompiledGated, Gated, RecomputedFunction
-
+Function = Callable[[torch.Tensor], torch.Tensor]
+Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-Activation = Callable[[torch.Tensor], torch.Tensor]
 Backend = str | Callable[..., Any]  # torch.compile's
 _HIDDEN, _INNER = 8, 12  # of the layers that a module is tried with
+# Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in pieces of that size.
+# A long row's peak is there, and is smaller by half of the MLP's part.
+PIECE = 2**26
+
+
+def recompute_source(x: torch.Tensor) -> Any:
+    """The node of autograd's graph that can compute x again; None if x must be kept."""
+    return x.grad_fn if getattr(x.grad_fn, "recomputes", False) else None
+
+
+def recompute_output(node: Any) -> torch.Tensor:
+    """The output of a node that `recompute_source` found, without gradient. Before the node's own backward pass."""
+    output: torch.Tensor = node.recompute(node)
+    return output
+
+
+class RecomputedFunction(torch.autograd.Function):
+    """y = function(x), differentiable in x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Function) -> torch.Tensor:
+        ctx.recomputes, ctx.recompute = True, lambda node: _once(node, function, *node.saved_tensors)[1].detach()
+        ctx.function, ctx.again = function, None
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, y = _once(ctx, ctx.function, *ctx.saved_tensors)
+        ctx.again = None
+        return torch.autograd.grad(y, x, grads)[0], None
+
+
+class Gated(torch.autograd.Function):
+    """activation(gate) * up, of which gate and up are kept.
+
+    Args:
+        activation: must return a new tensor. recomputes: let the next function ask for the output, and not keep it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, recomputes: bool) -> torch.Tensor:
+        ctx.recomputes, ctx.recompute = recomputes, _gated_again
+        ctx.activation, ctx.again = activation, None
+        ctx.save_for_backward(gate, up)
+        return _times(activation(gate), up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        if _is_large(gate):
+            return *_in_their_place(grad, gate, up, partial(_gradients, ctx.activation)), None, None
+        again = _once(ctx, ctx.activation, gate)
+        ctx.again = None
+        return *_pull_back(grad, *again, up), None, None
+
+
+class Compiled(NamedTuple):
+    """multiply: (gate, up) -> activation(gate) * up. gradients: (grad, gate, up) -> the gradients of gate and up."""
+
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    gradients: Gradients
+
+
+class CompiledGated(torch.autograd.Function):
+    """`Gated` by compiled functions."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, compiled: Compiled, recomputes: bool) -> torch.Tensor:
+        ctx.recomputes, ctx.recompute = recomputes, lambda node: compiled.multiply(*node.saved_tensors)
+        ctx.compiled = compiled
+        ctx.save_for_backward(gate, up)
+        return compiled.multiply(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        if _is_large(gate):
+            return *_in_their_place(grad, gate, up, ctx.compiled.gradients), None, None
+        return *ctx.compiled.gradients(grad, gate, up), None, None
+
+
+def _gated_again(node: Any) -> torch.Tensor:
+    gate, up = node.saved_tensors
+    if _is_large(gate):
+        return _times(node.activation(gate), up)
+    return _once(node, node.activation, gate)[1].detach() * up
+
+
+def _is_large(gate: torch.Tensor) -> bool:
+    return gate.numel() > PIECE
+
+
+def _in_their_place(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gradients: Gradients
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up in the memory of both, which were made for their product alone."""
+    gate, up = gate.detach(), up.detach()
+    rows = max(1, PIECE // gate.shape[-1])
+    pieces = (tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up))
+    for of_product, of_gate, of_up in zip(*pieces, strict=True):
+        _put_in_place(of_product, of_gate, of_up, gradients)
+    return gate, up
+
+
+def _put_in_place(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gradients: Gradients) -> None:
+    grad_gate, grad_up = gradients(grad, gate, up)
+    gate.copy_(grad_gate)
+    up.copy_(grad_up)
+
+
+def _gradients(
+    activation: Function, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _pull_back(grad, *_with_graph(activation, gate), up)
+
+
+def _pull_back(
+    grad: torch.Tensor, gate: torch.Tensor, activated: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up, the latter in the memory of what was activated: now nobody needs that."""
+    grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
+    return grad_gate, _times(activated.detach(), grad)
+
+
+def _once(node: Any, function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and function(x) with their graph, computed when they are asked for first."""
+    if node.again is None:
+        node.again = _with_graph(function, x)
+    again: tuple[torch.Tensor, torch.Tensor] = node.again
+    return again
+
+
+def _with_graph(function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return x, function(x)
+
+
+def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a * b in a's memory."""
+    return a.mul_(b) if a.dtype == b.dtype else a * b
+
+
+# --- the modules ---
 
 
 def fuse_modules(model: nn.Module) -> None:
@@ -139,7 +293,7 @@ class GatedMlp(nn.Module):
     recomputes = False
     compiled: Compiled | None = None
 
-    def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Activation) -> None:
+    def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Function) -> None:
         super().__init__()
         for name, child in children.items():
             self.add_module(name, child)
@@ -191,7 +345,7 @@ def _is_activation(value: object) -> bool:
 
 
 @torch.no_grad()
-def _is_gated_mlp(module: nn.Module, children: dict[str, nn.Module], roles: Roles, activation: Activation) -> bool:
+def _is_gated_mlp(module: nn.Module, children: dict[str, nn.Module], roles: Roles, activation: Function) -> bool:
     """Whether the module computes this with small random layers, to the bit."""
     random = torch.Generator("cpu").manual_seed(0)
     small: dict[str, nn.Module] = dict(children)
@@ -210,7 +364,7 @@ def _is_gated_mlp(module: nn.Module, children: dict[str, nn.Module], roles: Role
     return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
 
 
-def compile_gate(activation: Callable[[torch.Tensor], torch.Tensor], *, backend: Backend = "inductor") -> Compiled:
+def compile_gate(activation: Function, *, backend: Backend = "inductor") -> Compiled:
     """Compiled when they are first called, for any number of tokens."""
 
     def multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.first_values import check_init
-from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lora, mark_ends, train_in_full
+from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lora, train_in_full
 from fsdp_qlora.adapters.peft_format import check_fits_peft
 from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.config.train_types import TrainType
@@ -140,7 +140,6 @@ def _quantize(meta: MetaModel, quantizer: str, layers: LayerOptions, compute_dty
 def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
     """Freeze the model except for the adapters and the requested embeddings and head."""
     add_adapters(meta.model, adapter, meta.targets, layers.lora)
-    mark_ends(find_blocks(meta.model))
     add_experts_lora(meta.model, meta.target_parameters, layers.lora)
     train_in_full(meta.model, layers.lora.modules_to_save)
     check_init(meta.model, layers.lora.init, prequantized=layers.prequantized is not None)

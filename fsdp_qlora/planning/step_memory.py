@@ -9,8 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.model.fused import GatedMlp, RmsNorm
-from fsdp_qlora.model.fused_functions import PIECE
+from fsdp_qlora.model.fused import PIECE, GatedMlp, RmsNorm
 from fsdp_qlora.model.models import canonical_name, find_blocks, has_tied_embeddings
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
@@ -19,7 +18,7 @@ from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
 # Of the activations that a block keeps without recompute: what its backward pass holds at once with their gradients.
-# Where many tokens go through a gate in pieces, the second and three pieces (model/fused_functions.py). The allocator
+# Where many tokens go through a gate in pieces, the second and three pieces (model/fused.py). The allocator
 # of the stand-in counts 4.2 GiB for Qwen3-8B's 4.6 GiB at 32,768 tokens, and 1.0 for Llama-2-70B's 1.2 at 4,096.
 _BACKWARD_FACTOR, _IN_PIECES_FACTOR = 1.5, 0.95
 

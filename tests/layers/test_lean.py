@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_qlora.model import fused_functions as functions
+from fsdp_qlora.model import fused as functions
 from fsdp_qlora.model.fused import (
     FORMS,
     GatedMlp,

@@ -12,10 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.adapters.dora import DoraLinear
-from fsdp_qlora.adapters.dora_product import DoraOperands, row_norms
+from fsdp_qlora.adapters.dora import DoraLinear, DoraOperands, row_norms
 from fsdp_qlora.adapters.first_values import first_adapter_value, pissa, pissa_niter
-from fsdp_qlora.adapters.lora_product import Dropout
+from fsdp_qlora.adapters.lora import Dropout
 from fsdp_qlora.adapters.targets import select_targets
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.conflicts import check

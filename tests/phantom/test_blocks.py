@@ -11,7 +11,7 @@ from tests.tiny import ROOT
 # With an accumulated gradient. With recompute 75 are products, 82 decode 20 weights, 40 are rotary embeddings, and 14
 # are FSDP2's sums of the adapters' gradients.
 MOST_KERNELS = {"all": 246, "none": 192}
-MORE_KERNELS = {"8b": 0, "70b": 5}  # 4,096 of its tokens are more than a piece of model/fused_functions.py
+MORE_KERNELS = {"8b": 0, "70b": 5}  # 4,096 of its tokens are more than a piece of model/fused.py
 
 
 @pytest.mark.parametrize("shape", ["8b", pytest.param("70b", marks=pytest.mark.slow)])
