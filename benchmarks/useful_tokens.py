@@ -21,8 +21,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.training.head_loss import learned_rows
-from fsdp_qlora.training.loss import target_positions
+from fsdp_qlora.training.head_loss import learned_rows, target_positions
 
 # name -> (padding, packing)
 LAYOUTS = {"padded": (True, False), "padding-free": (False, False), "packed": (False, True)}

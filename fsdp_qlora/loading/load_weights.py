@@ -1,11 +1,12 @@
 """Fill a sharded model from weight files: each rank reads only its own shards."""
 
+import copy
 import functools
 import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.merged import MergedTensor
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights, read_ahead
 from fsdp_qlora.model.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.base import QuantizedWeight, StoredParameter, write_bytes
@@ -219,6 +219,80 @@ def _replicated(buffer: torch.Tensor) -> _Target:
         buffer.copy_(values.view(buffer.shape))
 
     return _Target(buffer.shape, lambda mesh: (0, buffer.numel()), store)
+
+
+class MergedTensor:
+    """A parameter and the tensors of the files that it is assembled from, such as one per expert.
+
+    transformers' own conversion decides which tensors, and in what order.
+
+    Args:
+        name, shape: of the parameter.
+        converters: transformers' conversions for the model.
+    """
+
+    def __init__(self, name: str, shape: torch.Size, converters: Sequence[WeightConverter]) -> None:
+        self.name, self.shape = name, shape
+        self._converters = converters
+        self._sources: dict[str, list[str]] = {}  # the converter's pattern -> tensors that match it
+
+    def add(self, source: str, pattern: str) -> None:
+        self._sources.setdefault(pattern, []).append(source)
+
+    @property
+    def _converter(self) -> WeightConverter:
+        pattern = next(iter(self._sources))
+        return next(converter for converter in self._converters if pattern in converter.source_patterns)
+
+    def missing(self) -> list[str]:
+        """Names of the parts that are missing in the files."""
+        absent = [pattern for pattern in self._converter.source_patterns if pattern not in self._sources]
+        for pattern, sources in self._sources.items():
+            numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
+            found = [match for match in map(numbered.search, sources) if match and match.groups()]
+            indices = {int(match[1]) for match in found}
+            if found:
+                before, after = found[0].string[: found[0].start(1)], found[0].string[found[0].end(1) :]
+                absent += [f"{before}{i}{after}" for i in range(self.shape[0]) if i not in indices]
+        return absent
+
+    def whole(self, files: WeightFiles) -> tuple[list[str], torch.Size]:
+        """The parts in the order whose concatenation is the flattened parameter, and the parameter's shape.
+
+        Raises:
+            UserError: the parameter is not a concatenation of the parts, or their shapes do not fit together.
+        """
+        sources = sorted(source for group in self._sources.values() for source in group)
+        # Number the elements of small stand-ins: their order after the conversion shows the order of all elements.
+        side = 2
+        marks = {}
+        for number, source in enumerate(sources):
+            dims = [side] * len(files.shape(source))
+            marks[source] = (torch.arange(side ** len(dims)) + number * side ** len(dims)).view(dims)
+        order = self._convert(marks).flatten()
+        runs = order.view(len(sources), -1)
+        numbers = runs[:, 0] // runs.shape[1]
+        if not torch.equal(runs, torch.arange(runs.shape[1]) + numbers[:, None] * runs.shape[1]):
+            raise UserError(
+                f"{files.folder} stores {self.name} in pieces that are not whole rows of it, such as "
+                f"{sources[0]}. Convert it: load it with transformers, then save_pretrained."
+            )
+        shape = self._convert({source: torch.empty(files.shape(source), device="meta") for source in sources}).shape
+        return [sources[number] for number in numbers.tolist()], shape
+
+    def _convert(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Apply transformers' conversion to stand-ins for the parts."""
+        converter = copy.deepcopy(self._converter)
+        for pattern, sources in self._sources.items():
+            for source in sorted(sources, key=dot_natural_key):
+                converter.add_tensor(self.name, source, pattern, tensors[source])
+        try:
+            (result,) = converter.convert(self.name).values()
+        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise UserError(f"The parts of {self.name} in the weight files do not fit together: {error}") from error
+        whole = result[0] if isinstance(result, list) else result
+        assert isinstance(whole, torch.Tensor)
+        return whole
 
 
 class _Match(NamedTuple):

@@ -1,16 +1,37 @@
-"""Finds and chooses the kernel of torch's scaled_dot_product_attention on a GPU before a run."""
+"""Attention: torch's kernel on a GPU, chosen before a run, and attention within documents concatenated to a row.
 
+For documents a model calls functions that are registered with transformers by name, with what
+`data.batches.describe_documents` says. transformers makes masks only for the names that it has a mask function for, and
+so none here: nothing of size T x T is made, and no value of a GPU tensor is asked for.
+
+Shapes: query [1, H, T, D], key [1, G, T, D], value [1, G, T, V] as transformers has them, for H heads of queries and G
+of keys and values; what a kernel here returns is [T, H, V].
+"""
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 REPEATED = "sdpa_repeated"  # our name for SDPA with a head of keys and values for each head of queries
+# transformers' name of an implementation -> our name of the one that does the same for documents.
+SDPA, SDPA_REPEATED, VARLEN, FLASH, EAGER = (
+    f"documents_{name}" for name in ("sdpa", REPEATED, "varlen", "flash_attention_2", "eager")
+)
+_SAME = {"sdpa": SDPA, REPEATED: SDPA_REPEATED, "flash_attention_2": FLASH, "eager": EAGER}
+_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
 
 
 def choose_sdpa(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> str:
@@ -58,3 +79,264 @@ def _sdpa_of_repeated(
     alone = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
     result: tuple[torch.Tensor, None] = sdpa_attention_forward(alone, query, key, value, *args, **kwargs)
     return result
+
+
+# --- documents ---
+
+
+def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *, requested: str) -> str | None:
+    """Register and name the implementation for documents; None if there is none for the model's own.
+
+    Args:
+        config: of a model that has been built.
+        requested: the option attn_implementation; with `auto` a kernel for lengths that vary replaces SDPA.
+    """
+    own = config._attn_implementation
+    name = _SAME.get(own)
+    replaces = requested == "auto" and device.type == "cuda" and name in (SDPA, SDPA_REPEATED, FLASH)
+    if replaces and not (_soft_cap(config) or _dropout(config)):  # neither of which torch's kernel has
+        # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
+        takes_heads = head_size(config) % 8 == 0
+        name = VARLEN if takes_heads and find_kernel(config, dtype, device, repeated=True) == "flash" else name
+    for each, kernel in _KERNELS.items():
+        AttentionInterface.register(each, partial(_attention, kernel))
+    return name
+
+
+def packing_blocker(model: PreTrainedModel) -> str | None:
+    """What a model lacks so that documents cannot lie in one row, by its structure; None if nothing is known.
+
+    The rest is found by a probe (training/probes.py). Models that flash-attn can compute get everything that a mask
+    would say, such as sliding windows, as arguments of the attention function.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_any or "position_ids" not in parameters:
+        return "it takes no positions"
+    flags = ("_supports_attention_backend", "_supports_flash_attn")
+    return None if all(getattr(model, flag, False) for flag in flags) else "its attention cannot be replaced"
+
+
+@contextlib.contextmanager
+def attending(model: PreTrainedModel, implementation: str | None) -> Iterator[None]:
+    """In this block the model computes attention by another implementation; None changes nothing.
+
+    Outside of it a caller's padded rows and caches of keys and values have the model's own, which takes masks.
+    """
+    own = model.config._attn_implementation
+    model.config._attn_implementation = implementation or own
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = own
+
+
+def describe_kernel(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, implementation: str | None
+) -> str | None:
+    """One line about the kernel on a GPU; None if the name of the model's attention says it.
+
+    Args:
+        implementation: from `choose`, None for padded rows.
+    """
+    own = config._attn_implementation
+    if implementation in (VARLEN, FLASH):
+        return (
+            f"Attention: {'torch' if implementation == VARLEN else 'flash-attn'}'s flash kernel for rows of any lengths"
+        )
+    if device.type != "cuda" or own not in ("sdpa", REPEATED):
+        return None
+    kernel = find_kernel(config, dtype, device, repeated=own == REPEATED)
+    repeated = ", keys and values repeated for each head" if own == REPEATED else ""
+    return f"Attention: torch's {kernel} kernel{repeated}{', a row at a time' if implementation else ''}"
+
+
+def _soft_cap(config: PretrainedConfig) -> float | None:
+    cap: float | None = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return cap
+
+
+def _dropout(config: PretrainedConfig) -> float:
+    return getattr(config.get_text_config(), "attention_dropout", 0.0) or 0.0
+
+
+class Call(NamedTuple):
+    """What a model tells its attention function, and `describe_documents` told the model.
+
+    ends: int32 [documents + 1]. lengths: of the documents. window: tokens that a token sees, itself included, None for
+    all before it. softcap: of the scores. sinks: a score for each head that takes attention from all tokens.
+    """
+
+    ends: torch.Tensor
+    longest: int
+    lengths: list[int]
+    scaling: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call], torch.Tensor]
+
+
+def _attention(
+    kernel: Kernel,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    **told: Any,
+) -> tuple[torch.Tensor, None]:
+    """A kernel as transformers calls it."""
+    if "document_lengths" not in told:
+        raise NotImplementedError("the model does not pass on where documents begin")
+    longest, window = told["max_length_q"], told.get("sliding_window")
+    call = Call(
+        ends=told["cu_seq_lens_q"],
+        longest=longest,
+        lengths=told["document_lengths"],
+        scaling=told.get("scaling"),
+        dropout=told.get("dropout", 0.0),
+        window=window if window and window < longest else None,
+        softcap=told.get("softcap"),
+        sinks=told.get("s_aux"),
+    )
+    return kernel(query, key, value, call)[None], None
+
+
+# --- kernels for documents of any lengths ---
+
+
+def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """torch's flash kernel; 16 bits, Ampere and newer."""
+    query, key, padded = _as_rows(query, key, value)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not _TAKES_GROUPS:
+        key, padded = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, padded))
+    places = (call.ends, call.ends, call.longest, call.longest)
+    options: dict[str, Any] = {"enable_gqa": groups > 1} if _TAKES_GROUPS else {}
+    result = varlen_attn(query, key, padded, *places, scale=call.scaling, window_size=_sides(call), **options)
+    assert isinstance(result, torch.Tensor)
+    return result[..., : value.shape[-1]]
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """The same of the package flash-attn, which also has a soft cap and dropout."""
+    from flash_attn import flash_attn_varlen_func
+
+    query, key, padded = _as_rows(query, key, value)
+    result: torch.Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        padded,
+        call.ends,
+        call.ends,
+        call.longest,
+        call.longest,
+        dropout_p=call.dropout,
+        softmax_scale=call.scaling,
+        causal=True,
+        window_size=_sides(call),
+        softcap=call.softcap or 0.0,
+    )
+    return result[..., : value.shape[-1]]
+
+
+def _as_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[1, H, T, D] -> [T, H, D] in the dtype of the computation, the value's last dimension filled up to D."""
+    kind, missing = query.device.type, query.shape[-1] - value.shape[-1]
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    value = F.pad(value, (0, missing)) if missing else value
+    query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    return query, key, value
+
+
+def _sides(call: Call) -> tuple[int, int]:
+    """Tokens to the left and to the right that a token sees besides itself; -1 for all."""
+    return (call.window - 1, 0) if call.window else (-1, 0)
+
+
+# --- one document, or several of equal length, at a time ---
+
+
+def _each(
+    attend: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+) -> torch.Tensor:
+    """Call attend(query, key, value) -> [N, H, L, V] for each run of N neighbours of L tokens each."""
+    runs = [(len(list(group)), length) for length, group in itertools.groupby(call.lengths)]
+    if len(runs) == 1:
+        apart = (tensor.view(tensor.shape[1], *runs[0], tensor.shape[3]) for tensor in (query, key, value))
+        return attend(*(tensor.transpose(0, 1) for tensor in apart)).transpose(1, 2).flatten(0, 1)
+    sizes = [count * length for count, length in runs]
+    # The gradient of `tensor[0]`, or of a part of it, would be copied into zeros as large as the whole tensor.
+    rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+    split = [tensor.split(sizes) for tensor in rows]
+    found = [
+        attend(*(tensor.unflatten(0, run).transpose(1, 2) for tensor in tensors)).transpose(1, 2).flatten(0, 1)
+        for run, *tensors in zip(runs, *split, strict=True)
+    ]
+    return torch.cat(found)
+
+
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, *, repeat: bool = False
+) -> torch.Tensor:
+    """torch's SDPA. repeat: give each head of queries keys and values of its own, see `choose_sdpa`."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        length, groups = query.shape[2], query.shape[1] // key.shape[1]
+        mask = _visible(length, call.window, query.device) if call.window and call.window < length else None
+        # Kernels that take a mask take no groups of heads.
+        if repeats := groups > 1 and (repeat or mask is not None):
+            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            mask,
+            call.dropout,
+            is_causal=mask is None,
+            scale=call.scaling,
+            enable_gqa=groups > 1 and not repeats,
+        )
+
+    return _each(attend, query, key, value, call)
+
+
+def _eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    """Scores, soft cap, mask, and softmax in float32, as the eager functions of transformers' models."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        count, heads, length, size = query.shape
+        key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
+        scores = query @ key.mT * (size**-0.5 if call.scaling is None else call.scaling)
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        hidden = ~_visible(length, call.window, query.device)
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        if call.sinks is not None:
+            sinks = call.sinks.view(1, -1, 1, 1).expand(count, -1, length, 1)
+            scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+        shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., :length]
+        return F.dropout(shares, p=call.dropout, training=call.dropout > 0) @ value
+
+    return _each(attend, query, key, value, call)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [length, length]: whether the token of a row sees that of a column."""
+    visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return visible.triu(1 - window) if window else visible
+
+
+_KERNELS: dict[str, Kernel] = {
+    SDPA: _sdpa,
+    SDPA_REPEATED: partial(_sdpa, repeat=True),
+    VARLEN: _varlen,
+    FLASH: _flash,
+    EAGER: _eager,
+}

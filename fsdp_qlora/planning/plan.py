@@ -29,11 +29,11 @@ from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.loading import decoded, hub
-from fsdp_qlora.loading.pretrained_adapter import wanted_shapes
+from fsdp_qlora.loading.first_adapters import wanted_shapes
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
 from fsdp_qlora.model import models
-from fsdp_qlora.model.documents import choose, describe_kernel
+from fsdp_qlora.model.attention import choose, describe_kernel
 from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
 from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
 from fsdp_qlora.output.text import shorten

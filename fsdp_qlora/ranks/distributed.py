@@ -17,15 +17,18 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.output.text import LineHandler, PrintableFormatter
-from fsdp_qlora.ranks.collectives import all_gather
 from fsdp_qlora.ranks.device import choose_device
 
 log = logging.getLogger("fsdp_qlora")
 
+# Renamed in torch 2.13; 2.11 has only the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _START_SECONDS = 30.0  # by which the ranks of one command may start one after the other
 MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
 
@@ -356,6 +359,17 @@ def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Store `values`, this rank's rows of a parameter (all rows if it is not sharded)."""
     local = local_part(parameter)
     local.copy_(values.view(local.shape))
+
+
+@contextlib.contextmanager
+def whole_weights(module: FSDPModule) -> Iterator[None]:
+    """In this block of code a sharded module has all of its weights, on the device."""
+    module.unshard()
+    for part in module.modules():  # type: ignore[attr-defined]
+        if bring := getattr(part, "bring_weights", None):  # of sharding/weight_stream.py
+            bring()
+    yield
+    module.reshard()
 
 
 def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:

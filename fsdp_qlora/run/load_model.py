@@ -14,9 +14,8 @@ from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.loading.decomposed_adapters import decompose_weights
+from fsdp_qlora.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
-from fsdp_qlora.loading.pretrained_adapter import fill_from, load_subtracted_part
 from fsdp_qlora.loading.quant_cache import open_cache
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import compile_gates, describe_fused

@@ -16,8 +16,7 @@ from fsdp_qlora.model.models import canonical_name, find_blocks
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
-from fsdp_qlora.ranks.distributed import gather_numbers, local_part, shard_size
-from fsdp_qlora.ranks.whole_weights import whole_weights
+from fsdp_qlora.ranks.distributed import gather_numbers, local_part, shard_size, whole_weights
 from fsdp_qlora.sharding.byte_account import count_bytes, each_parameter
 
 log = logging.getLogger("fsdp_qlora")

@@ -18,9 +18,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from fsdp_qlora.model.models import find_blocks, has_tied_embeddings
-from fsdp_qlora.ranks.collectives import all_gather, reduce_scatter
 from fsdp_qlora.ranks.device import to_device
-from fsdp_qlora.ranks.distributed import gather_numbers, local_part, own_rows, shard_bounds, shard_rank, shard_size
+from fsdp_qlora.ranks.distributed import (
+    all_gather,
+    gather_numbers,
+    local_part,
+    own_rows,
+    reduce_scatter,
+    shard_bounds,
+    shard_rank,
+    shard_size,
+)
 from fsdp_qlora.sharding.host_memory import SideStream
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.data.batches import describe_documents
-from fsdp_qlora.model.documents import attending, why_not
+from fsdp_qlora.model.attention import attending, packing_blocker
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
@@ -118,10 +118,10 @@ def probe_packing(
     Called on every rank.
 
     Args:
-        implementation: attention for documents, from `documents.choose`.
+        implementation: attention for documents, from `attention.choose`.
         is_exact: whether a token's values in float32 are the same in another batch.
     """
-    if reason := "its attention has no such form" if implementation is None else why_not(model):
+    if reason := "its attention has no such form" if implementation is None else packing_blocker(model):
         return reason
     tolerance = _TOLERANCE[precision.compute_dtype if is_exact else torch.bfloat16]
     try:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.model.documents import choose, why_not
-from fsdp_qlora.training.loss import summed_loss, target_positions
+from fsdp_qlora.model.attention import choose, packing_blocker
+from fsdp_qlora.training.head_loss import summed_loss, target_positions
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -46,7 +46,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, str]:
     """A model with its own attention, and the name of that for documents."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     name = choose(model.config, torch.float32, torch.device("cpu"), requested="auto")
-    assert why_not(model) is None and name is not None
+    assert packing_blocker(model) is None and name is not None
     return model, name
 
 

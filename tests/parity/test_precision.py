@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from fsdp_qlora.model import models as architectures
 from fsdp_qlora.model.precision import choose_precision
-from fsdp_qlora.training.loss_scale import LossScale
+from fsdp_qlora.training.trainer import LossScale
 from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -43,10 +43,10 @@ def test_fp16_losses_are_those_of_fp32_up_to_fp16_rounding(
 
 
 def _train_from_scale(argv: list[str], first: float) -> int:
-    import fsdp_qlora.training.loss_scale
+    import fsdp_qlora.training.trainer
     import train
 
-    fsdp_qlora.training.loss_scale._FIRST = first
+    fsdp_qlora.training.trainer._FIRST_SCALE = first
     return train.main(argv)
 
 

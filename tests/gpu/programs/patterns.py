@@ -27,8 +27,8 @@ from fsdp_qlora.ranks.distributed import (
     read_ranks,
     start_process_group,
     stop_process_group,
+    whole_weights,
 )
-from fsdp_qlora.ranks.whole_weights import whole_weights
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 
 # A query projection of 512 x 512 weights has 65,536 words of 16 bits at 4 bits a weight.
