@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,9 +120,7 @@ def verify(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedCheckpoint: names the file that has changed.
     """
-    files = _read_manifest(folder)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
-        list(pool.map(lambda name: check_file(folder / name, files[name]), files))
+    check_files(folder, _read_manifest(folder))
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -147,6 +145,18 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     if STATE not in files:
         raise DamagedCheckpoint(f"{STATE} is not in it")
     return files
+
+
+def records_of(paths: Sequence[Path]) -> list[FileRecord]:
+    """The sizes and hashes of files, each by a thread."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
+        return list(pool.map(record_of, paths))
+
+
+def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
+    """Raise DamagedCheckpoint if a file of a folder is missing or its size or content differs."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda name: check_file(folder / name, expected[name]), expected))
 
 
 def record_of(path: Path) -> FileRecord:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from statistics import median
 from typing import Any
 
 from fsdp_qlora.metrics.sinks import plain
@@ -53,9 +54,9 @@ class Progress:
             self.num_skipped += 1
             return None
         self.loss = record["loss"]
-        median = spike(self.recent_losses, record["loss"])
+        usual_loss = spike(self.recent_losses, record["loss"])
         self.recent_losses = [*self.recent_losses, record["loss"]][-_RECENT:]
-        return median
+        return usual_loss
 
     def add_evaluation(self, eval_loss: float) -> bool:
         """Count an evaluation after the current step; returns whether it is the best.
@@ -90,12 +91,7 @@ def spike(recent: list[float], loss: float) -> float | None:
     """
     if len(recent) < _MIN_RECENT:
         return None
-    median = _median(recent)
-    sigma = 1.4826 * _median([abs(value - median) for value in recent])
-    is_far = math.isfinite(loss) and loss > median + max(_SIGMAS * sigma, 0.1 * median)
-    return median if is_far else None
-
-
-def _median(values: list[float]) -> float:
-    ordered, middle = sorted(values), len(values) // 2
-    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    usual = median(recent)
+    sigma = 1.4826 * median(abs(value - usual) for value in recent)
+    is_far = math.isfinite(loss) and loss > usual + max(_SIGMAS * sigma, 0.1 * usual)
+    return usual if is_far else None

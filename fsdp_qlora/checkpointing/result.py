@@ -2,16 +2,14 @@
 
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_file, record_of
+from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_files, records_of
 from fsdp_qlora.checkpointing.run_folder import CARD, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
 from fsdp_qlora.errors import TrainingError
@@ -86,47 +84,32 @@ def record_result(folder: Path, staged: Iterable[Path] = ()) -> None:
     """
     paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     paths |= {path.name: path for path in staged}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
-        records = dict(zip(paths, pool.map(record_of, paths.values()), strict=True))
+    records = dict(zip(paths, records_of(list(paths.values())), strict=True))
     content = {"files": {name: record._asdict() for name, record in sorted(records.items())}}
     (folder / RESULT).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def result_error(output_dir: Path) -> str | None:
-    """How the result in a folder differs from the one that was saved; None if it does not. The card may be edited."""
+def result_error(output_dir: Path, only: Collection[str] | None = None) -> str | None:
+    """How the result in a folder differs from the one that was saved; None if it does not. The card may be edited.
+
+    only: compare these files, as far as a record of them is there; without it there has to be a result.
+    """
     try:
         content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
     except FileNotFoundError:
-        return None if _has_weights(output_dir) else f"none of {', '.join(_WEIGHTS)} is there"
+        return None if only is not None or _has_weights(output_dir) else f"none of {', '.join(_WEIGHTS)} is there"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{RESULT} cannot be read ({error})"
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} names no files of the folder"
+    files = {name: record for name, record in files.items() if (name != CARD if only is None else name in only)}
     if (size := sum(record.size for record in files.values())) > _SAID_FROM:
         log.info("The %.0f GiB of the result in %s are compared with %s.", size / 2**30, output_dir, RESULT)
     try:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            checked = [name for name in files if name != CARD]
-            list(pool.map(lambda name: check_file(output_dir / name, files[name]), checked))
+        check_files(output_dir, files)
     except DamagedCheckpoint as error:
         return str(error)
-    return None
-
-
-def changed_error(folder: Path, names: Iterable[str]) -> str | None:
-    """How files of a result differ from those that were saved; None if they do not, or nothing is known of them."""
-    try:
-        files = json.loads((folder / RESULT).read_text())["files"]
-        for name in names:
-            if name in files:
-                check_file(folder / name, FileRecord(**files[name]))
-    except FileNotFoundError:
-        return None
-    except DamagedCheckpoint as error:
-        return str(error)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{RESULT} cannot be read ({error})"
     return None
 
 

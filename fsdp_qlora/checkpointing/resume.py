@@ -25,6 +25,7 @@ from fsdp_qlora.checkpointing.run_folder import (
     check_reachable,
     check_usable,
     edits_reported,
+    is_finished,
     is_run,
     locked,
     read_run,
@@ -93,28 +94,39 @@ class RunFolder:
         if self.ranks.rank < self.ranks.local_world_size:  # the ranks of rank 0's machine see the same folder
             with edits_reported(self.path):
                 check_usable(self.path, overwrite=self.request.overwrite or _continues(self.path, self.request))
-                check_options(self.path, self.request)
+                self._check_options()
         with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
             yield self
 
-    def check_keeps_model(self, model_folder: Path) -> None:
-        """Refuse to save the result in the model's folder, which would overwrite the model.
+    def _check_options(self) -> None:
+        """Refuse to resume with other options, naming each with both values. Contents are compared later."""
+        if self.request.resume != "auto" or self.request.overwrite or not is_run(self.path):
+            return
+        if differences := find_other_options(read_run(self.path), self.request):
+            refuse(self.path, differences)
 
+    def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
+        """Refuse before the weights are downloaded what `choose_start` would refuse then.
+
+        Args:
+            facts: of the run, those that are known already. model_folder: must not be overwritten by the result.
         Raises:
-            UserError: the two folders are the same.
+            UserError: the folder is the model's own, or its run has other rows, another model or precision, or its
+                checkpoints are out of reach; the same on all ranks of rank 0's machine.
         """
         if self.path.resolve() == model_folder.resolve():
             raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
-
-    def check_contents(self, facts: Mapping[str, Any]) -> None:
-        """Refuse another run's folder before the weights are downloaded. facts: those that are known already.
-
-        Raises:
-            UserError: the same on all ranks of rank 0's machine.
-        """
-        if self.ranks.rank < self.ranks.local_world_size:
-            with edits_reported(self.path):
-                check_contents(self.path, facts, self.request)
+        if self.ranks.rank >= self.ranks.local_world_size:
+            return
+        run = Run(self.path, {"facts": facts}, self.request)
+        with edits_reported(self.path):
+            if self.request.origin is not None and not self.request.origin.is_dir():
+                _from_path(run, self.request.origin)
+            if self.request.resume == "auto" and is_run(self.path):
+                check_reachable(self.checkpoints)
+                differences = find_differences(read_run(self.path), run)
+                if differences and not self.request.overwrite:
+                    refuse(self.path, differences)
 
     def choose_start(self, identity: Mapping[str, Any]) -> Start:
         """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.
@@ -153,20 +165,17 @@ class RunFolder:
         failure = None
         if self.ranks.is_rank_0:
             try:
-                self._prepare(files, identity, keep_run=keep_run)
+                self.path.mkdir(parents=True, exist_ok=True)
+                if not keep_run:
+                    remove_run(self.path)
+                write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
+                publish_files(self.path, lambda into: [(into / name).write_text(text) for name, text in files.items()])
             except (OSError, TrainingError) as error:
                 failure = f"output_dir {self.path} cannot be written: {error}"
         if self.ranks.world_size > 1:
             failure = first_failure(failure, self.ranks.device)
         if failure:
             raise UserError(failure)
-
-    def _prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not keep_run:
-            remove_run(self.path)
-        write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
-        publish_files(self.path, lambda folder: [(folder / name).write_text(text) for name, text in files.items()])
 
 
 def _continues(output_dir: Path, request: StartRequest) -> bool:
@@ -177,34 +186,6 @@ def _continues(output_dir: Path, request: StartRequest) -> bool:
         return True
     origin = request.origin
     return origin is not None and output_dir.resolve() in (origin.resolve(), *origin.resolve().parents)
-
-
-def check_options(output_dir: Path, request: StartRequest) -> None:
-    """Refuse to resume with other options, before any work. Contents are compared later.
-
-    Raises:
-        UserError: names every option that differs, with both values.
-    """
-    if request.resume != "auto" or request.overwrite or not is_run(output_dir):
-        return
-    if differences := find_other_options(read_run(output_dir), request):
-        refuse(output_dir, differences, is_finished=_is_finished(output_dir))
-
-
-def check_contents(output_dir: Path, facts: Mapping[str, Any], request: StartRequest) -> None:
-    """Refuse before the weights are there what `choose_start` would refuse then. facts: those that are known already.
-
-    Raises:
-        UserError: the folder's run has other rows, another model or precision, or its checkpoints are out of reach.
-    """
-    if request.origin is not None and not request.origin.is_dir():
-        _from_path(Run(output_dir, {}, request), request.origin)
-    if request.resume != "auto" or not is_run(output_dir):
-        return
-    check_reachable(output_dir / CHECKPOINTS)
-    differences = find_differences(read_run(output_dir), Run(output_dir, {"facts": facts}, request))
-    if differences and not request.overwrite:
-        refuse(output_dir, differences, is_finished=_is_finished(output_dir))
 
 
 def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRequest) -> Start:
@@ -266,10 +247,6 @@ def _tidy_mirror(
         mirror.delete_later_than(start.step)  # an abandoned branch of the run
 
 
-def _is_finished(output_dir: Path) -> bool:
-    return read_status(output_dir).get("state") == "finished"
-
-
 def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
     """The identity of the run on the mirror; empty if there is none."""
     if mirror is None:
@@ -293,7 +270,7 @@ def _fill_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> Non
     """Copy a run from its mirror into an empty folder, if it is this run."""
     if differences := find_differences(copied, run):
         if not run.request.overwrite:
-            refuse(mirror.name, differences, is_finished=False)
+            refuse(mirror.name, differences)
         return
     log.info("output_dir %s is empty: the run is copied from its mirror %s.", run.output_dir, mirror.name)
     if not fetch(mirror, run.output_dir):
@@ -307,7 +284,7 @@ def _catch_up_with_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) ->
     """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
     output_dir = run.output_dir
     stored = read_run(output_dir)
-    if stored.get("run_id") != copied["run_id"] or _is_finished(output_dir) or find_differences(stored, run):
+    if stored.get("run_id") != copied["run_id"] or is_finished(output_dir) or find_differences(stored, run):
         return
     newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
     ahead = max(mirror.steps(), default=-1)
@@ -324,16 +301,16 @@ def _from_output_dir(run: Run, *, overwrite: bool, origin: Path | None = None) -
     output_dir = run.output_dir
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
-    stored, is_finished = read_run(output_dir), _is_finished(output_dir)
+    stored, was_finished = read_run(output_dir), is_finished(output_dir)
     differences = find_differences(stored, run)
     if differences and not overwrite:
-        refuse(output_dir, differences, is_finished=is_finished)
-    if differences or (is_finished and overwrite):
+        refuse(output_dir, differences)
+    if differences or (was_finished and overwrite):
         held = "another run" if differences else "this run, finished"
         log.warning("output_dir %s holds %s. It is replaced (--overwrite_output_dir true).", output_dir, held)
         return Start(secrets.token_hex(4))
-    lost = result_error(output_dir) if is_finished and stored["options"].get("save_model", True) else None
-    if is_finished and not lost:
+    lost = result_error(output_dir) if was_finished and stored["options"].get("save_model", True) else None
+    if was_finished and not lost:
         return Start(stored["run_id"], is_new=False, is_finished=True)
     if lost:
         log.warning("The result in %s differs from the one that the finished run saved: %s.", output_dir, lost)
@@ -361,20 +338,16 @@ def _from_output_dir(run: Run, *, overwrite: bool, origin: Path | None = None) -
     failed_starts = _failed_starts(status, start)
     if run.request.is_unattended and failed_starts >= _MAX_FAILED_STARTS:
         _give_up(output_dir, status, start, failed_starts)
-    return dataclasses.replace(start, failed_starts=failed_starts, too_few=_too_few(status), **_used(status))
+    # Blocks that recomputed when a start ran out of memory: the previous one, or one before it.
+    ran_out = status.get("state") == "out_of_memory"
+    too_few = status.get("recompute" if ran_out else "too_few", status.get("too_few"))
+    return dataclasses.replace(start, failed_starts=failed_starts, too_few=too_few, **_used(status))
 
 
 def _failed_starts(status: Mapping[str, Any], start: Start) -> int:
     """Number of starts in a row, up to the previous one, that ended before the next checkpoint."""
     made_none = status.get("start_step") == start.step and status.get("state") in _FAILED
     return int(status.get("deaths", 0)) + 1 if made_none else 0
-
-
-def _too_few(status: Mapping[str, Any]) -> int | None:
-    """Blocks that recomputed when a start ran out of memory, in the previous start or before it."""
-    ran_out = status.get("state") == "out_of_memory"
-    number: int | None = status.get("recompute" if ran_out else "too_few", status.get("too_few"))
-    return number
 
 
 def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_starts: int) -> NoReturn:
@@ -466,7 +439,7 @@ def verified_state(folder: Path) -> dict[str, Any]:
 def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
     stored, progress, identity = state["about"], state["progress"], run.identity
     if differences := find_differences(stored, run):
-        refuse(folder, differences, is_finished=False)
+        refuse(folder, differences)
     global_batch_size = stored["global_batch_size"]
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
     if identity["global_batch_size"] != global_batch_size:

@@ -71,6 +71,11 @@ def _read(path: Path, required: Collection[str], advice: str) -> dict[str, Any]:
     return content
 
 
+def is_finished(output_dir: Path) -> bool:
+    """Whether a folder holds a run that has finished."""
+    return read_status(output_dir).get("state") == "finished"
+
+
 @contextlib.contextmanager
 def edits_reported(output_dir: Path) -> Iterator[None]:
     """Say in one sentence that a run's files have been edited: their values are of other types than a run's."""
@@ -122,21 +127,15 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
     """
     if reason := why_not_writable(path):
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
-    entries = list(path.iterdir()) if path.is_dir() else []
-    names, leftovers = {entry.name for entry in entries}, {entry.name for entry in entries if _is_leftover(entry.name)}
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    leftovers = {name for name in names if name in _LEFTOVERS or is_partial(name, RUN)}
     # A start was killed while it moved these here from its mirror; the mirror still has them.
     moving = {CHECKPOINTS, METRICS_FILE, SAMPLES_FILE, STATUS} if FETCHED in names and RUN not in names else set()
-    is_used = bool(names - leftovers - moving)
-    if is_used and not overwrite:
+    if names - leftovers - moving and not overwrite:
         raise UserError(
             f"output_dir {path} is not empty: it may hold the results of another run. Give another folder, "
             "or --overwrite_output_dir true to replace them."
         )
-
-
-def _is_leftover(name: str) -> bool:
-    """Whether a start that was killed early leaves a file of this name."""
-    return name in _LEFTOVERS or is_partial(name, RUN)
 
 
 def remove_run(output_dir: Path) -> None:

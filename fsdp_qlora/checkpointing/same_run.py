@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fsdp_qlora.checkpointing.mirror import Store
-from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, is_finished
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import UserError
 
@@ -90,13 +90,15 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def refuse(folder: Path | str, differences: list[str], *, is_finished: bool) -> NoReturn:
+def refuse(folder: Path | str, differences: list[str]) -> NoReturn:
+    """Refuse to continue the run in a folder, a checkpoint or a mirror (its name), because of these differences."""
     advice = "Give the same options to resume it, another folder, or --overwrite_output_dir true to replace it."
+    kind = "a finished" if isinstance(folder, Path) and is_finished(folder) else "an unfinished"
     if isinstance(folder, Path):
         run = folder.parents[1] if folder.parent.name == CHECKPOINTS else folder
         advice += f" To train its adapter further, as a new run, give another --output_dir and --adapter {run}."
     raise UserError(
-        f"{folder} belongs to {'a finished run' if is_finished else 'an unfinished run'} with other settings:\n  "
+        f"{folder} belongs to {kind} run with other settings:\n  "
         + "\n  ".join([*differences, ""]).rstrip(" ")
         + advice
     )

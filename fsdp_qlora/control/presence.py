@@ -6,11 +6,12 @@ and watches one other, and the first one that fails tells all why.
 """
 
 import contextlib
+import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, NoReturn
@@ -50,19 +51,9 @@ class BoundedStore:
         self._is_stuck = False
         threading.Thread(target=self._work, name="store", daemon=True).start()
 
-    def set(self, key: str, value: str) -> None:
-        self._ask(self._store.set, key, value)
-
-    def get(self, key: str) -> bytes:
-        value: bytes = self._ask(self._store.get, key)
-        return value
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(self._store.check, list(keys)))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        value: bytes = self._ask(self._store.compare_set, key, expected, desired)
-        return value
+    def __getattr__(self, request: str) -> Callable[..., Any]:
+        """A request of the store: set, get, check, compare_set."""
+        return functools.partial(self._ask, getattr(self._store, request))
 
     def close(self) -> None:
         """End the thread. The object answers no more."""

@@ -6,7 +6,7 @@ from typing import Any
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.checkpointing.checkpoint import record_of
 from fsdp_qlora.checkpointing.mirror import open_store
-from fsdp_qlora.checkpointing.result import changed_error
+from fsdp_qlora.checkpointing.result import result_error
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE
 from fsdp_qlora.config.options import TrainConfig, names_marked
@@ -14,9 +14,7 @@ from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
-from fsdp_qlora.planning.plan import (
-    Plan,
-)
+from fsdp_qlora.planning.plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.files import fingerprint_files
@@ -86,7 +84,7 @@ def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tupl
     adapter, failure, digest = read_adapter(Path(config.adapter).expanduser()), None, None
     if ranks.is_rank_0:
         digest = record_of(adapter.weights).sha256
-        failure = changed_error(adapter.folder, [adapter.weights.name])
+        failure = result_error(adapter.folder, [adapter.weights.name])
         trained_on = adapter.record.get("base", {}).get("weights")
         if failure is None and config.base_name is None and trained_on not in (None, base):
             failure = (

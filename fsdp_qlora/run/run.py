@@ -80,8 +80,7 @@ def run(config: TrainConfig) -> None:
         with exits.aborting_others(presence):
             with distributed.kept_until_all_connect(store, ranks):
                 plan = make_plan(config, ranks, store)
-                folder.check_keeps_model(plan.model.folder)
-                folder.check_contents(known_facts(plan))
+                folder.check_contents(known_facts(plan), plan.model.folder)
                 check_resources(config, ranks, plan.model)
                 if config.push_to_hub and ranks.is_rank_0 and (advice := login_advice(config.push_to_hub)):
                     log.warning(advice)

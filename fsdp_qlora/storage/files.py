@@ -55,9 +55,10 @@ def staged_file(path: Path) -> Iterator[Path]:
     After a failure nothing of it is left; what a kill has left its next writer removes. The last of several writers
     wins: each has a name of its own.
     """
-    for leftover in _leftovers(path):
-        with contextlib.suppress(OSError):
-            leftover.unlink()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path.parent):
+            if is_partial(name, path.name):  # earlier versions gave it one fixed name
+                path.with_name(name).unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         yield partial
@@ -66,14 +67,6 @@ def staged_file(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def _leftovers(path: Path) -> Iterator[Path]:
-    """What killed writers of a file have left; earlier versions gave it one fixed name."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(path.parent):
-            if is_partial(name, path.name):
-                yield path.with_name(name)
 
 
 def is_partial(name: str, of: str) -> bool:
