@@ -1,4 +1,4 @@
-"""Batches: rows of tokens become tensors, padded or one behind the other."""
+"""Batches: rows of tokens become tensors, padded or concatenated (padding-free)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def collate(
 
 
 def join(tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_token_id: int) -> dict[str, Any]:
-    """Put rows one behind the other into one row, the tokens of each a document of its own.
+    """Concatenate rows into one row, the tokens of each a document of its own.
 
     Args:
         rows, pad_token_id: as for `collate`.

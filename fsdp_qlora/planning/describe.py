@@ -66,7 +66,7 @@ def describe_memory(
 def describe_batches(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> str:
     """One line: how rows share a micro-batch, and the shares of the first steps' tokens that are the rows' own."""
     of_computed, of_lock_step = schedule.first_useful_shares(rows, lengths)
-    how = "rows padded to the longest" if schedule.padding else "rows one behind the other, without padding"
+    how = "rows padded to the longest" if schedule.padding else "padding-free"
     packed = f", at most {schedule.batch_size * schedule.context_length} tokens" if schedule.packing else ""
     return (
         f"Micro-batches: {how}{packed}; rows are {of_computed:.1%} of the tokens computed and {of_lock_step:.1%} of "

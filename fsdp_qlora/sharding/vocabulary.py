@@ -330,7 +330,7 @@ class SharedHead(_Rows):
     # What ranks tell each other in `chunked_loss`, for as many tokens of each rank.
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors one behind the other."""
+        """The ranks' tensors, concatenated."""
         result = own.new_empty(self.size * len(own), *own.shape[1:])
         all_gather(result, own.contiguous(), group=self.group)
         return result

@@ -1,4 +1,4 @@
-"""Rows one behind the other in one row against the same rows padded: losses, gradients, and who sees whom."""
+"""Padding-free rows against the same rows padded: losses, gradients, and which tokens attend to which."""
 
 from collections.abc import Callable
 from functools import partial
@@ -129,8 +129,8 @@ def test_runs_padded_unpadded_and_packed_have_the_same_losses_and_continue_each_
     assert len(expected) == 8
     for name in ("free", "packed", "continued"):
         assert numbers(tmp_path / name) == pytest.approx(expected, rel=1e-6), name
-    assert "rows one behind the other, without padding; rows are 100.0% of the tokens computed" in said
-    assert "without padding, at most 1024 tokens; rows" in packed
+    assert "padding-free; rows are 100.0% of the tokens computed" in said
+    assert "padding-free, at most 1024 tokens; rows" in packed
     assert read_metrics(tmp_path / "free", "useful_of_computed") == [1.0] * 3
     padded, free = (read_metrics(tmp_path / name, "useful_of_lock_step") for name in ("padded", "free"))
     assert all(a < b for a, b in zip(padded, free, strict=True))
