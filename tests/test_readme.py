@@ -286,6 +286,11 @@ def test_the_page_for_contributors_names_every_folder_of_the_package() -> None:
     assert folders - set(re.findall(r"\w+", (ROOT / "docs/how_it_works.md").read_text())) == set()
 
 
+def test_the_table_of_promises_names_every_folder_of_tests() -> None:
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders == set(re.findall(r"`tests/(\w+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
+
+
 def anchors(path: Path) -> set[str]:
     """A document's headings as GitHub makes anchors of them."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
