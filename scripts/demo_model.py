@@ -116,7 +116,7 @@ def main() -> None:
             "Remove it or choose another --output_dir."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the last step is a rename within one file system.
+    # Next to the target, so that the last step is a rename within one file system.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()

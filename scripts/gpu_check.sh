@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The GPU path on a machine with one NVIDIA GPU: the tests of marker gpu, then benchmarks/gpu.py, under 20 minutes
-# together. Both run whatever comes of the other; exits with 1 if one failed.
+# together. Both run even if the other fails; exits with 1 if one failed.
 #
 #     bash scripts/gpu_check.sh [WHEELS_DIR] [OUT]
 #

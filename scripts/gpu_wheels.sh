@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects in DIR, as wheels of 10 MB together, what scripts/gpu_check.sh installs on a GPU machine without an index:
-# for Linux x86-64 and Python 3.12, beside torch 2.11 (CUDA 13), transformers 5.17, pandas, pyarrow, xxhash, pyyaml
+# for Linux x86-64 and Python 3.12, besides torch 2.11 (CUDA 13), transformers 5.17, pandas, pyarrow, xxhash, pyyaml
 # and tqdm.
 #
 #     bash scripts/gpu_wheels.sh DIR

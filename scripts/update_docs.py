@@ -1,6 +1,6 @@
 """Writes docs/options.md from the fields of TrainConfig.
 
---check only tells whether it is up to date.
+--check only says whether it is up to date.
 
 python scripts/update_docs.py
 """

@@ -12,7 +12,7 @@ model="$(realpath "$1")" rows="$(realpath "$2")"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 
-# Built from a copy: setuptools leaves a folder build/ beside the sources.
+# Built from a copy: setuptools leaves a folder build/ next to the sources.
 mkdir "$work/source"
 cp -r "$root/fsdp_qlora" "$root/pyproject.toml" "$root/README.md" "$root/LICENSE" "$work/source"
 python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$work" "$work/source"
@@ -35,7 +35,7 @@ fsdp-qlora configs demo >mine.yaml
 options=(--model_name "$model" --dataset "$rows" --max_steps 2 --quant_cache off --log_to stdout)
 fsdp-qlora train --config mine.yaml "${options[@]}" --output_dir two --nproc_per_node 2
 
-# The examples of the document, as they stand but for the model's name.
+# The examples of the document, unchanged except for the model's name.
 cp "$rows" rows.jsonl
 sed -n '/^```python$/,/^```$/ { /^```/d; p }' "$root/docs/python_api.md" | sed "s|Qwen/Qwen3-8B-Base|$model|" >examples.py
 cat >>examples.py <<'PYTHON'
