@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from tests.tiny import _free_port, flags, make_model, make_rows, on_ranks, read_metrics, write_rows
 
 TOLERANCE = 1e-6
-STEPS, BLOCKS = 20, 3
+STEPS, BLOCKS, AT_ONCE = 20, 3, 12
 COMMON = {"num_epochs": STEPS, "batch_size": 2, "gradient_accumulation_steps": 2, "lr": 1e-3, "precision": "fp32"}
 COMMON |= {"quant_cache": "off", "log_to": "jsonl", "save_minutes": 0}
 
@@ -100,10 +100,10 @@ class Difference(NamedTuple):
         return max(self)
 
 
-def make_folder(folder: Path, case: str) -> dict[str, Any]:
-    """A tiny model and rows; the options to train them."""
+def make_folder(folder: Path, case: str, **shape: Any) -> dict[str, Any]:
+    """A tiny model, of this shape, and rows; the options to train them."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    kind, shape = ("mixtral", experts) if case == "mixture" else ("llama", {})
+    kind, shape = ("mixtral", experts) if case == "mixture" else ("llama", shape)
     model = make_model(folder / "model", kind, num_hidden_layers=BLOCKS, **shape)
     rows = write_rows(folder / "rows.jsonl", make_rows(16))
     return COMMON | CASES[case] | {"model_name": model, "dataset": rows}
@@ -121,17 +121,17 @@ def train_each(commands: list[list[str]], ports: list[int]) -> int:
 
 
 def train_combinations(
-    case: str, ranks: int, chosen: Sequence[Combination], folder: Path, *, steps: int = STEPS, at_once: int = 12
+    case: str, ranks: int, chosen: Sequence[Combination], folder: Path, *, steps: int = STEPS, **shape: Any
 ) -> Iterator[tuple[Combination, Difference]]:
     """Train the plain run and each of `chosen`, some in a process; gives each one's difference from the plain run.
 
     Raises:
         RuntimeError: a run failed.
     """
-    options = {**make_folder(folder, case), "max_steps": steps}
+    options = {**make_folder(folder, case, **shape), "max_steps": steps}
     runs, plain = [PLAIN, *chosen], None
-    for first in range(0, len(runs), at_once):
-        now = runs[first : first + at_once]
+    for first in range(0, len(runs), AT_ONCE):
+        now = runs[first : first + AT_ONCE]
         outputs = [folder / str(first + number) for number in range(len(now))]
         commands = [flags(output_dir=output, **options, **each) for output, each in zip(outputs, now, strict=True)]
         ports = [_free_port() for _ in commands]

@@ -1,7 +1,5 @@
 """Packed bytes survive a card's arithmetic: sharded runs end with the bytes of the same runs without it."""
 
-import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.card import answer_as_a_card
+from tests.parity.all_combinations import train_each
 from tests.tiny import _free_port, flags, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]
@@ -56,34 +55,30 @@ def test_all_patterns_of_16_bits_survive_a_gather(ranks: int, tmp_path: Path) ->
     assert output.count(" 0 words changed") == ranks * 4 * 2 * 4
 
 
-def _train_twice(commands: list[list[str]], ports: list[int]) -> int:
-    import train
-
-    for argv, port in zip(commands, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)  # another one, so that no rank meets those of the run before
-        if argv is commands[1]:
-            answer_as_a_card()
-        if status := train.main(argv):
-            return status
-    return 0
+def _train_then_on_a_card(honest: list[list[str]], on_card: list[list[str]], ports: list[int]) -> int:
+    """All runs in one process, which is a card's from the second half on."""
+    if status := train_each(honest, ports[: len(honest)]):
+        return status
+    answer_as_a_card()
+    return train_each(on_card, ports[len(honest) :])
 
 
-@pytest.mark.parametrize("precision, offload", [("bf16", False), ("fp16", True)])
 @pytest.mark.parametrize("case", CASES)
-def test_a_sharded_run_is_the_same_on_a_card(
-    case: str, precision: str, offload: bool, models: Models, tmp_path: Path
-) -> None:
+def test_a_sharded_run_is_the_same_on_a_card(case: str, models: Models, tmp_path: Path) -> None:
     model, options = models("llama"), CASES[case]
     if TRAIN_TYPES[options["train_type"]].trains_new_blocks:
         expand_model(str(model), tmp_path / "expanded", expansion_rate=0.5)
         model = tmp_path / "expanded"
     common = {"model_name": model, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)), "quant_cache": "off"}
-    common |= {"batch_size": 2, "lr": 1e-3, "precision": precision, "use_cpu_offload": offload, "log_to": "stdout"}
-    outputs = [tmp_path / "cpu", tmp_path / "card"]
-    commands = [flags(**common, **options, output_dir=output) for output in outputs]
-    statuses, output = on_ranks(2, _train_twice, (commands, [_free_port(), _free_port()]), tmp_path / "logs")
+    common |= {"batch_size": 2, "lr": 1e-3, "log_to": "stdout", **options}
+    how = [{"precision": "bf16"}, {"precision": "fp16", "use_cpu_offload": True}]
+    outputs = [[tmp_path / f"{place}_{each['precision']}" for each in how] for place in ("cpu", "card")]
+    commands = [
+        [flags(**common, **each, output_dir=out) for each, out in zip(how, place, strict=True)] for place in outputs
+    ]
+    statuses, output = on_ranks(2, _train_then_on_a_card, (*commands, [_free_port() for _ in range(4)]), tmp_path)
     assert statuses == [0, 0], output[-6000:]
-    honest, found = [sorted(folder.glob("*.safetensors")) for folder in outputs]
-    assert honest
-    for one, other in itertools.zip_longest(honest, found):
-        assert (one.name, one.read_bytes()) == (other.name, other.read_bytes())
+    for honest, found in zip(*outputs, strict=True):
+        names = [path.name for path in sorted(honest.glob("*.safetensors"))]
+        assert names and names == [path.name for path in sorted(found.glob("*.safetensors"))]
+        assert all((honest / name).read_bytes() == (found / name).read_bytes() for name in names)

@@ -1,14 +1,17 @@
-"""Some combinations of recompute, placement and both offloads; all_combinations.py has all of them, with 20 steps."""
+"""Recompute, placement and both offloads change no number; all_combinations.py has all of them, with 20 steps."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.parity.all_combinations import TOLERANCE, Combination, combinations, pairwise, train_combinations
+from tests.parity.all_combinations import PLAIN, TOLERANCE, Combination, combinations, pairwise, train_combinations
 
-NAMES = ("recompute", "sharding_strategy", "use_cpu_offload", "use_activation_cpu_offload")
-TOGETHER = [
-    dict(zip(NAMES, values, strict=True))
+BLOCKS: list[Combination] = [{**PLAIN, "recompute": 1}, {**PLAIN, "recompute": "none"}]
+OFFLOAD = {**PLAIN, "use_cpu_offload": True}
+BOTH = {**OFFLOAD, "use_activation_cpu_offload": True}
+TOGETHER: list[Combination] = [
+    dict(zip(PLAIN, values, strict=True))
     for values in (
         (1, "full_shard", 2, True),
         ("none", "ddp", 2, False),
@@ -18,11 +21,21 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize(("case", "ranks", "chosen"), [("qlora", 2, TOGETHER[:2]), ("mixture", 1, TOGETHER[1:])])
+@pytest.mark.parametrize(
+    ("case", "ranks", "chosen", "shape"),
+    [
+        ("qlora", 2, [*TOGETHER[:2], BLOCKS[0]], {}),
+        ("qlora", 1, [*BLOCKS, OFFLOAD, BOTH, {**OFFLOAD, "recompute": "none"}], {}),
+        ("lora", 1, [*BLOCKS, OFFLOAD, {**PLAIN, "use_cpu_offload": 2}], {"tie_word_embeddings": True}),
+        ("bnb_dora", 1, BLOCKS, {}),
+        ("hqq_lora", 1, [*BLOCKS, BOTH], {}),
+        ("mixture", 1, [*BLOCKS, *TOGETHER[1:]], {}),
+    ],
+)
 def test_combinations_train_as_the_plain_run_does(
-    case: str, ranks: int, chosen: list[Combination], tmp_path: Path
+    case: str, ranks: int, chosen: list[Combination], shape: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = list(train_combinations(case, ranks, chosen, tmp_path, steps=3))
+    found = list(train_combinations(case, ranks, chosen, tmp_path, steps=5, **shape))
     assert len(found) == len(chosen)
     for each, difference in found:
         # Replicas add up norms in another order than shards.

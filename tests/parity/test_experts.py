@@ -142,24 +142,6 @@ def test_an_adapter_on_experts_trains_and_peft_loads_it(
     assert (unadapted - logits).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    "options", [{"use_gradient_checkpointing": False}, {"use_cpu_offload": True}], ids=lambda options: "-".join(options)
-)
-def test_memory_options_do_not_change_the_losses_of_experts(
-    options: dict[str, object], models: Models, tmp_path: Path
-) -> None:
-    common = {
-        "model_name": models("mixtral", **FAMILIES["mixtral"]),
-        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
-        "lora_target_parameters": "mlp.experts.down_proj",
-        "batch_size": 2,
-        **SETTINGS,
-    }
-    train_ok(2, tmp_path / "plain", **common)
-    train_ok(2, tmp_path / "other", **common, **options)
-    assert read_metrics(tmp_path / "other") == pytest.approx(read_metrics(tmp_path / "plain"), rel=1e-5)
-
-
 SHAPES = [(4, 48, 64), (3, 160, 96), (5, 8, 8)]  # experts that end inside a block of 256 absmax, and ranks apart
 
 
