@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import tempfile
@@ -20,7 +19,7 @@ from fsdp_qlora.cli import launch
 from fsdp_qlora.config.cli import make_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE
+from fsdp_qlora.metrics.sinks import METRICS_FILE, read_records
 from fsdp_qlora.storage.files import read_json
 
 _MADE_TO_STOP = ("preempted", "interrupted")
@@ -44,7 +43,7 @@ class TrainResult:
 
     def records(self) -> list[dict[str, Any]]:
         """metrics.jsonl: one dict per step and per evaluation."""
-        return _records(self.output_dir)
+        return read_records(self.output_dir / METRICS_FILE)
 
 
 def train(config: TrainConfig | str | Path | None = None, **options: Any) -> TrainResult:
@@ -78,7 +77,7 @@ def read_result(output_dir: Path, *, is_preview: bool = False) -> TrainResult:
     """The result of the run in a folder."""
     if is_preview:
         return TrainResult(output_dir, "planned", 0, [], {})
-    status, records = read_json(output_dir / STATUS), _records(output_dir)
+    status, records = read_json(output_dir / STATUS), read_records(output_dir / METRICS_FILE)
     return TrainResult(
         output_dir,
         state=status.get("state", "finished"),
@@ -121,11 +120,3 @@ def _signals_as_before() -> Iterator[None]:
         for number, handler in before.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-
-
-def _records(output_dir: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (output_dir / METRICS_FILE).read_text().splitlines()
-    except OSError:
-        return []
-    return [json.loads(line) for line in lines]

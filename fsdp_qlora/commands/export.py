@@ -20,8 +20,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.ranks import distributed
-from fsdp_qlora.results.upload import upload
-from fsdp_qlora.results.write import result_form
+from fsdp_qlora.results.write import result_form, upload
 from fsdp_qlora.storage.files import staged_folder
 
 log = logging.getLogger("fsdp_qlora")

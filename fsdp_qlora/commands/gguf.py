@@ -4,7 +4,10 @@ Keys and names of tensors come from the tables of the package gguf. FAMILIES say
 than transformers; each row follows the family's class in llama.cpp's convert_hf_to_gguf.py.
 """
 
+import json
+import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,17 +16,18 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, SpecialVocab, TokenType
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
 from fsdp_qlora.adapters.peft_folder import PREFIX
 from fsdp_qlora.adapters.targets import find_pattern
-from fsdp_qlora.commands.gguf_tokenizer import ADVICE, add_tokenizer, read_vocabulary
 from fsdp_qlora.commands.merging import PeftFolder, open_adapter
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.storage.files import staged_file
+
+ADVICE = "Give llama.cpp's folder in --llama_cpp: its own converter knows more."
 
 
 class Family(NamedTuple):
@@ -277,3 +281,110 @@ def _write(out: Path, arch: str, add_keys: Callable[[GGUFWriter], None], tensors
             writer.close()
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
+
+
+# --- the tokenizer: byte-level BPE, or BPE made of a SentencePiece model ---
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How a text is split into words before BPE (llama.cpp's llama-vocab.cpp) -> llama.cpp's name of it.
+_REGEX_NAMES = {_WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
+
+
+class Vocabulary(NamedTuple):
+    """kind and splits: llama.cpp's names of the algorithm and of how words are split. tokens, types and scores by id.
+
+    merges: "a b", of byte-level BPE; scores: of SentencePiece. puts_space_first: a text begins with a space.
+    """
+
+    kind: str
+    splits: str
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    scores: list[float]
+    puts_space_first: bool
+
+
+def read_vocabulary(folder: Path, size: int) -> Vocabulary:
+    """The tokenizer of a model folder.
+
+    Args:
+        size: rows of the model's embeddings; ids without a token are filled up.
+    Raises:
+        UserError: it is no BPE, or splits words in a way that is not known here.
+    """
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {folder} has no tokenizer.json that can be read ({error}). {ADVICE}") from error
+    model = content["model"]
+    is_sentencepiece = bool(model.get("byte_fallback"))
+    splits = "default" if is_sentencepiece else _splits(content.get("pre_tokenizer") or {})
+    if model.get("type") != "BPE" or splits is None:
+        raise UserError(f"--model {folder}: its tokenizer is no BPE of a kind known here. {ADVICE}")
+    tokens = {index: token for token, index in model["vocab"].items()}
+    types = {index: _type_of(token, model) for index, token in tokens.items()}
+    for added in content.get("added_tokens", []):
+        tokens[added["id"]] = added["content"]
+        if types.get(added["id"]) != TokenType.UNKNOWN:
+            types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+    merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+    # SentencePiece merges the pair whose token has the highest score, BPE the pair of the lowest rank.
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault("".join(pair), rank)
+    ids = range(max(size, *(index + 1 for index in tokens)))
+    return Vocabulary(
+        kind="llama" if is_sentencepiece else "gpt2",
+        splits=splits,
+        tokens=[tokens.get(index, f"[PAD{index}]") for index in ids],
+        types=[int(types.get(index, TokenType.UNUSED)) for index in ids],
+        merges=[] if is_sentencepiece else [" ".join(pair) for pair in merges],
+        scores=[-float(ranks.get(tokens.get(index, ""), len(merges))) for index in ids] if is_sentencepiece else [],
+        puts_space_first=_puts_space_first(content),
+    )
+
+
+def _type_of(token: str, model: Mapping[str, Any]) -> TokenType:
+    if token == model.get("unk_token"):
+        return TokenType.UNKNOWN
+    return (
+        TokenType.BYTE if model.get("byte_fallback") and re.fullmatch(r"<0x[0-9A-F]{2}>", token) else TokenType.NORMAL
+    )
+
+
+def _splits(pre_tokenizer: Mapping[str, Any]) -> str | None:
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    kinds = [step.get("type") for step in steps]
+    if not kinds or kinds[-1] != "ByteLevel":
+        return None
+    if kinds == ["ByteLevel"]:
+        return "gpt-2" if steps[0].get("use_regex", True) else None
+    if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
+        return "smollm"
+    if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
+        return _REGEX_NAMES.get(steps[0]["pattern"].get("Regex", ""))
+    return None
+
+
+def _puts_space_first(content: Mapping[str, Any]) -> bool:
+    normalizer, splitter = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
+    prepends = any(step.get("type") == "Prepend" for step in normalizer.get("normalizers", [normalizer]))
+    return prepends or splitter.get("prepend_scheme") in ("first", "always")
+
+
+def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: Vocabulary) -> None:
+    """Write the tokenizer's keys, with its special tokens and chat template."""
+    writer.add_tokenizer_model(vocabulary.kind)
+    writer.add_tokenizer_pre(vocabulary.splits)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores:
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.puts_space_first)
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # it warns of templates for pairs of texts
+    special = SpecialVocab(folder, n_vocab=len(vocabulary.tokens))
+    special.merges = vocabulary.merges
+    special.add_to_gguf(writer, quiet=True)

@@ -4,7 +4,6 @@ transformers' `generate(synced_gpus=True)` gives the same answers, but it takes 
 model's: with offloaded embeddings it would move each token to the host and back.
 """
 
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from fsdp_qlora.generation.prompts import PromptFormat, Question
-from fsdp_qlora.metrics.sinks import SAMPLES_FILE
+from fsdp_qlora.metrics.sinks import SAMPLES_FILE, read_records
 from fsdp_qlora.model.models import can_skip_logits
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.redact import redact_values
@@ -228,14 +227,10 @@ class Samples:
 
     def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
         """Write the records after those of earlier steps. Those of later steps, which a killed start wrote, go."""
-        earlier = []
-        if self._path.exists():
-            with contextlib.suppress(OSError, ValueError):
-                found = self._path.read_bytes().splitlines()  # of bytes, see sinks.read_records
-                earlier = [line.decode() for line in found if line and json.loads(line)["step"] < step]
         try:
+            earlier = [record for record in read_records(self._path) if record["step"] < step]
             with staged_file(self._path) as partial:
-                lines = [*earlier, *(json.dumps(record, ensure_ascii=False) for record in records)]
-                partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in (*earlier, *records)]
+                partial.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             log.warning("%s cannot be written (%s).", self._path.name, error.strerror or error)

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -28,10 +27,12 @@ from fsdp_qlora.metrics.sinks import (
     Record,
     Sink,
     SinkOptions,
+    TensorBoardSink,
+    TrackioSink,
     numbers_in,
+    parse_record,
     plain,
 )
-from fsdp_qlora.metrics.trackers import TensorBoardSink, TrackioSink
 from fsdp_qlora.metrics.wandb_sink import WandbSink
 from fsdp_qlora.storage.files import staged_file
 
@@ -263,7 +264,7 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
         return
     kept, num_damaged = [], 0
     for line in path.read_bytes().split(b"\n")[:-1]:  # without a line that a crash has left unfinished
-        record = _record(line)
+        record = parse_record(line)
         if record is None:
             num_damaged += 1
         elif record["step"] <= (last_eval_step if "eval_loss" in record else step):
@@ -272,16 +273,6 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
         log.info("%s: %d damaged line(s) were removed.", METRICS_FILE, num_damaged)
     with staged_file(path) as partial:
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None if the line is damaged."""
-    try:
-        record = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and type(record.get("step")) is int
-    return record if is_record else None
 
 
 def _cut_torn_line(path: Path) -> None:

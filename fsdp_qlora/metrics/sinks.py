@@ -1,7 +1,10 @@
-"""What all sinks share: their base classes, their options, and the conversion of numbers."""
+"""What all sinks share, and those of TensorBoard and trackio: curves on this machine, named as wandb has them."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import logging
 import math
@@ -81,7 +84,7 @@ class QueuedSink(Sink):
     The first failure is logged once and ends the sink; the calls that wait in a full queue count as one.
 
     Attributes:
-        name: as --log_to gives it.
+        name: as --log_to gives it, which is that of the package.
         client: the library's object, which `open` returns; None if there is none.
     """
 
@@ -102,6 +105,12 @@ class QueuedSink(Sink):
         if self.client is not None:
             threading.Thread(target=self._work, name=f"{self.name}-records", daemon=True).start()
             self.post(partial(self.catch_up, earlier))
+
+    @classmethod
+    def problem(cls) -> str | None:
+        return (
+            None if importlib.util.find_spec(cls.name) else f"{cls.name} is not installed. Run `pip install {cls.name}`"
+        )
 
     def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
         """Start the library's run, and return its object. earlier: the records of earlier starts."""
@@ -173,6 +182,84 @@ class QueuedSink(Sink):
     def _finish(self, exit_code: int) -> None:
         self._calls.join()
         self.finish(exit_code)
+
+
+class TensorBoardSink(QueuedSink):
+    """Scalars by step in `tensorboard/` of the run's folder, in float32.
+
+    A resumed run continues where metrics.jsonl does: TensorBoard discards what came after it.
+    """
+
+    name = "tensorboard"
+
+    def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = options.output_dir / "tensorboard"
+        self._is_new = not folder.exists() or not any(folder.iterdir())
+        next_step = 1 + max((record["step"] for record in earlier), default=-1)
+        writer = SummaryWriter(str(folder), purge_step=None if self._is_new else next_step)
+        if self._is_new:
+            writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in options.config.items()), 0)
+        log.info("tensorboard: run `tensorboard --logdir %s` to see it", folder)
+        return writer
+
+    def catch_up(self, earlier: Sequence[Record]) -> None:
+        if self._is_new:
+            super().catch_up(earlier)
+
+    def log(self, record: Record) -> None:
+        for name, number in curves(record).items():
+            self.client.add_scalar(name, number, record["step"])
+
+    def flush(self) -> None:
+        self.post(lambda: self.client.flush())
+
+    def finish(self, exit_code: int) -> None:
+        self.client.close()
+
+
+class TrackioSink(QueuedSink):
+    """A run in trackio's own database on this machine, or where its environment variables say.
+
+    A resumed run sends the records that trackio lacks, and no others.
+    """
+
+    name = "trackio"
+
+    def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
+        import trackio
+
+        project, name = options.project_name or "fsdp_qlora", options.name or options.output_dir.resolve().name
+        run: Any = _without_output(
+            partial(
+                trackio.init,
+                project=project,
+                name=f"{name}-{options.run_id[:8]}" if options.run_id else name,
+                group=options.group,
+                config=plain(options.config),
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        )
+        self._next_step = getattr(run, "_next_step", 0)  # the library has no public name for it
+        log.info("trackio: run %s; `trackio show --project %s` shows it", run.name, project)
+        return run
+
+    def log(self, record: Record) -> None:
+        if record["step"] >= self._next_step:
+            self.client.log(curves(record), step=record["step"])
+
+    def finish(self, exit_code: int) -> None:
+        _without_output(self.client.finish)
+
+
+def _without_output(call: Callable[[], Any]) -> Any:
+    """Call the library without the lines that it prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        return call()
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
@@ -247,8 +334,20 @@ def curves(record: Record) -> dict[str, float]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file that the run itself keeps; none without a file."""
-    if not path.is_file():
+    """The records of metrics.jsonl or samples.jsonl without damaged lines; none if it cannot be read."""
+    try:
+        # Of bytes: a text's splitlines() also splits at U+2028 and others, which JSON may have within its strings.
+        lines = path.read_bytes().splitlines()
+    except OSError:
         return []
-    # Of bytes: a text's splitlines() also splits at U+2028 and others, which JSON may have within its strings.
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+    return [record for line in lines if (record := parse_record(line)) is not None]
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None if the line is damaged."""
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_record else None

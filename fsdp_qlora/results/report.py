@@ -1,65 +1,227 @@
-"""A report: one HTML file that contains everything it shows and loads nothing."""
+"""A report: one HTML file that contains everything it shows and loads nothing.
+
+`Facts` writes facts.json while a run trains, `read_run` reads all that a run has left, `write_report` draws it.
+"""
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import html
 import json
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from fsdp_qlora.checkpointing.run_folder import STATUS
 from fsdp_qlora.config.options import DEFAULTS
 from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.control import clock
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.results.read_run import RunRecord, read_run
-from fsdp_qlora.storage.files import staged_file
+from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in, plain, read_records
+from fsdp_qlora.output.redact import redact_values
+from fsdp_qlora.storage.files import read_json, staged_file, write_json
 from fsdp_qlora.version import VERSION
 
 log = logging.getLogger("fsdp_qlora")
 
-REPORT_FILE = "report.html"
+REPORT_FILE, CONFIG_FILE, FACTS_FILE = "report.html", "config.yaml", "facts.json"
 _MARK = "<!-- a report by fsdp_qlora -->"  # marks files that may be replaced
 _PARTS = Path(__file__).resolve().parent
 
-_PAGE = """\
-<!doctype html>
-{mark}
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; \
-style-src 'unsafe-inline'; script-src '{script_hash}'">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main id="page"><noscript>The curves are drawn by a script in this file. Allow it, or read metrics.jsonl.</noscript>\
-</main>
-<script type="application/json" id="data">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+_MOST_POINTS = 1200  # of a curve: more than a screen has
+_MOST_SAMPLES = 400
+_MOST_CHARACTERS = 4000  # of a sample
+_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
+
+
+class Facts:
+    """Collects facts of one start of a run, and writes them beside those of earlier starts; on rank 0 only.
+
+    Time is counted without gaps: `mark` gives all of it since the mark before to one phase. A failure to write is no
+    reason to stop a run.
+    """
+
+    def __init__(self, folder: Path, *, is_rank_0: bool, started: float, step: int) -> None:
+        """
+        Args:
+            started: when this start began, by control.clock. step: where it begins.
+        """
+        self._path = folder / FACTS_FILE if is_rank_0 else None
+        self._marked = started
+        self._start: dict[str, Any] = {"step": step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": {}}
+        self._starts: list[dict[str, Any]] | None = None
+        self._about: dict[str, Any] = {}
+
+    def describe(self, about: Callable[[], Mapping[str, Any]]) -> None:
+        """Facts about the run, by heading: environment, data, memory; those of the last start are kept."""
+        if self._path is None:
+            return
+        try:
+            self._about |= about()
+        except Exception as error:  # such as a driver's program that has gone wrong
+            log.debug("Facts for the report could not be found out: %s", error)
+
+    def mark(self, phase: str) -> None:
+        """The time since the last mark belongs to this phase."""
+        now = clock.elapsed()
+        seconds = self._start["seconds"]
+        seconds[phase] = seconds.get(phase, 0.0) + now - self._marked
+        self._marked = now
+
+    def write(self) -> None:
+        if self._path is None:
+            return
+        if self._starts is None:  # the folder may have been another run's until training began
+            self._starts = read_json(self._path).get("starts", [])
+        with contextlib.suppress(OSError):
+            write_json(self._path, {**self._about, "starts": [*self._starts, self._start]})
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's folder says; all values are JSON types.
+
+    steps: column -> its values, of all steps or of those that make the curves' shape. evaluations: the same, of all
+    evaluations. totals: of all steps. settings: config.yaml. facts: facts.json. samples: rows of samples.jsonl.
+    """
+
+    name: str
+    status: dict[str, Any]
+    steps: dict[str, list[Any]]
+    evaluations: dict[str, list[Any]]
+    totals: dict[str, Any]
+    settings: dict[str, Any]
+    facts: dict[str, Any]
+    samples: list[dict[str, Any]]
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run's folder.
+
+    Raises:
+        UserError: no run has left its metrics there.
+    """
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise UserError(f"{folder} is not the folder of a run: it has no {METRICS_FILE}. Give a run's --output_dir.")
+    records = read_records(path)
+    steps = [record for record in records if "loss" in record]
+    evaluations = [record for record in records if "eval_loss" in record]
+    return RunRecord(
+        name=folder.name or str(folder),
+        status=read_json(folder / STATUS),
+        steps=_step_columns(steps),
+        evaluations={key: [record.get(key) for record in evaluations] for key in _keys(evaluations)},
+        totals=_totals(steps),
+        settings=_settings(folder / CONFIG_FILE),
+        facts=redact_values(read_json(folder / FACTS_FILE)),
+        samples=redact_values(_samples(folder / SAMPLES_FILE)),
+    )
+
+
+def _keys(records: Sequence[dict[str, Any]]) -> list[str]:
+    """The names of the records' numbers."""
+    return [key for key in dict.fromkeys(key for record in records for key in record) if key != "memory_gib"]
+
+
+def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The curves by column, with tokens and hours since the run began, and the memory of the fullest rank."""
+    tokens = seconds = 0.0
+    rows = []
+    for record in records:
+        tokens += _number(record.get("num_tokens"))
+        seconds += _number(record.get("step_seconds"))
+        memory = record.get("memory_gib")
+        kinds = memory.items() if isinstance(memory, dict) else ()
+        fullest = {f"memory/{kind}": max(numbers_in(values).values(), default=None) for kind, values in kinds}
+        curves = {name: record[name] for name in ("step", "epoch", *_CURVES) if name in record}
+        rows.append({**curves, **fullest, "tokens": tokens, "hours": seconds / 3600})
+    kept = [rows[index] for index in _rows_to_draw(rows)]
+    return {key: [_finite(row.get(key)) for row in kept] for key in dict.fromkeys(key for row in kept for key in row)}
+
+
+def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
+    """The rows to draw: the first, lowest and highest of each part of a long run."""
+    if len(rows) <= _MOST_POINTS:
+        return list(range(len(rows)))
+    size = math.ceil(4 * len(rows) / _MOST_POINTS)
+    chosen = {len(rows) - 1}
+    for start in range(0, len(rows), size):
+        part = range(start, min(start + size, len(rows)))
+        chosen.add(start)
+        for name in ("loss", "grad_norm"):
+            ordered = sorted(part, key=lambda index: _number(rows[index].get(name)))
+            chosen |= {ordered[0], ordered[-1]}
+    return sorted(chosen)
+
+
+def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over all steps, and the padding's share if the steps have it."""
+    tokens = sum(_number(record.get("num_tokens")) for record in steps)
+    seconds = sum(_number(record.get("step_seconds")) for record in steps)
+    return {
+        "tokens": tokens,
+        "learned": sum(_number(record.get("num_target_tokens")) for record in steps),
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "skipped": sum(bool(record.get("skipped")) for record in steps),
+    }
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return {str(key): value for key, value in settings.items()} if isinstance(settings, dict) else {}
+
+
+def _samples(path: Path) -> list[dict[str, Any]]:
+    """The first and the last samples; those between are left out where there are very many."""
+    rows = [
+        {"step": row["step"], **{key: str(row.get(key, ""))[:_MOST_CHARACTERS] for key in ("prompt", "text")}}
+        for row in read_records(path)
+    ]
+    half = _MOST_SAMPLES // 2
+    return rows if len(rows) <= _MOST_SAMPLES else rows[:half] + rows[-half:]
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+
+
+def _finite(value: object) -> object:
+    """Rounded to what a curve shows; None for what is no finite number."""
+    if isinstance(value, int) or not isinstance(value, float):
+        return value if isinstance(value, (int, type(None))) else None
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+# --- the page ---
 
 
 def make_page(runs: Sequence[RunRecord]) -> str:
     """The HTML page. Texts of the runs are data in it, never markup: rows and answers may hold tags and scripts."""
     script = "\n" + (_PARTS / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return _PAGE.format(
-        mark=_MARK,
-        script_hash=f"sha256-{digest}",
-        title=html.escape(" · ".join(run.name for run in runs)),
-        style=(_PARTS / "page.css").read_text(encoding="utf-8"),
-        data=_as_data(runs),
-        script=script,
+    return (
+        (_PARTS / "page.html")
+        .read_text(encoding="utf-8")
+        .format(
+            mark=_MARK,
+            script_hash=f"sha256-{digest}",
+            title=html.escape(" · ".join(run.name for run in runs)),
+            style=(_PARTS / "page.css").read_text(encoding="utf-8"),
+            data=_as_data(runs),
+            script=script,
+        )
     )
 
 
@@ -71,21 +233,8 @@ def _as_data(runs: Sequence[RunRecord]) -> str:
         "defaults": resolved_options(DEFAULTS),
         "runs": [dataclasses.asdict(run) for run in runs],
     }
-    text = json.dumps(_plain(content), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain(content), allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has: a YAML file may hold dates, and numbers that are not finite."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
-    return str(value)
 
 
 def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None) -> None:

@@ -1,26 +1,33 @@
-"""Writes a run's result: from the model in training, from a checkpoint, or what is there when the run ends early."""
+"""Writes a run's result: from the model in training, from a checkpoint, or what is there when the run ends early.
 
+An upload to the Hugging Face hub that fails does not change the result on disk.
+"""
+
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig
 
 from fsdp_qlora.adapters.first_values import LiveValues, Values, reduces_base
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.run_folder import BEST, CHECKPOINTS
+from fsdp_qlora.checkpointing.run_folder import BEST, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import identity_settings, resolved_options
 from fsdp_qlora.errors import TrainingError, UserError
+from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan, adapter_config
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.distributed import Ranks, first_failure
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, how_to_load, training_record
 from fsdp_qlora.storage.files import read_json
@@ -162,7 +169,7 @@ def save_result(
     if ranks.is_rank_0 and failure is None:
         form.leave_adapters(output_dir, newest=False, best=progress.best_eval_loss is not None)
         form.log_how_to_load(output_dir)
-    if failure := distributed.first_failure(failure, ranks.device):
+    if failure := first_failure(failure, ranks.device):
         raise TrainingError(failure)
 
 
@@ -179,4 +186,64 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks, *, best: bool
     elif ranks.is_rank_0:
         form.leave_adapters(output_dir, newest=True, best=best)
         form.log_how_to_load(output_dir)
-    distributed.first_failure(None, ranks.device)
+    first_failure(None, ranks.device)
+
+
+# --- the upload ---
+
+
+def login_advice(repo: str) -> str | None:
+    """A line for the start of a run whose upload cannot succeed; None if there is a login."""
+    if get_token():
+        return None
+    return (
+        f"--push_to_hub {repo}: there is no login on this machine (`hf auth login`, or HF_TOKEN). Without one the "
+        "upload at the end fails, and the result is only in output_dir."
+    )
+
+
+def upload(folder: Path, repo: str, *, public: bool) -> str | None:
+    """Upload a result's files, and those of best/ in it, in one commit.
+
+    Args:
+        public: whether a repository that is not there yet is made public.
+    Returns:
+        None, or in a sentence why it could not be done.
+    """
+    refusal = ask_hub(repo, "model")
+    if refusal is not None and not isinstance(refusal, RepositoryNotFoundError):
+        return _failure(folder, repo, hub_reason(refusal))
+    try:
+        HfApi().create_repo(repo, private=not public, exist_ok=True)
+        operations = [CommitOperationAdd(name, path) for name, path in _files(folder)]
+        HfApi().create_commit(repo, operations, commit_message="Add the result of a training run")
+    except Exception as error:  # of the HTTP library, the hub's client or the file system
+        return _failure(folder, repo, first_line(error))
+    visibility = "its visibility is as it was" if refusal is None else "public" if public else "private"
+    log.info("Uploaded to the hub: %s (%d files, %s)", repo, len(operations), visibility)
+    return None
+
+
+def push_result(folder: Path, repo: str | None, ranks: Ranks, *, public: bool) -> None:
+    """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for rank 0."""
+    if repo is None:
+        return
+    if ranks.is_rank_0 and (failure := upload(folder, repo, public=public)):
+        log.warning(failure)
+    first_failure(None, ranks.device)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """(path in the repository, file) of what result.json lists here and in best/."""
+    for prefix in ("", f"{BEST}/"):
+        result = folder / prefix / RESULT
+        if result.is_file():
+            for name in json.loads(result.read_text())["files"]:
+                yield prefix + name, folder / prefix / name
+
+
+def _failure(folder: Path, repo: str, reason: str) -> str:
+    return redact(
+        f"The upload to {repo} failed: {reason}. The result is in {folder}. `fsdp-qlora export RUN --out DIR "
+        f"--push_to_hub {repo}` uploads it without training again."
+    )

@@ -36,8 +36,7 @@ from fsdp_qlora.planning.plan import (
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.results.upload import login_advice, push_result
-from fsdp_qlora.results.write import leave_result, result_form, save_result
+from fsdp_qlora.results.write import leave_result, login_advice, push_result, result_form, save_result
 from fsdp_qlora.run.identity import agree, known_facts, start_request
 from fsdp_qlora.run.load_model import build_trainer, load_model
 from fsdp_qlora.run.supervision import Guard

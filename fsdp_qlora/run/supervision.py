@@ -24,8 +24,7 @@ from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, 
 from fsdp_qlora.metrics.profiling import MemoryLog, ProfilerOptions, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.output.redact import redact_values
-from fsdp_qlora.results.read_run import Facts
-from fsdp_qlora.results.report import write_at_end
+from fsdp_qlora.results.report import Facts, write_at_end
 
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
 

@@ -18,8 +18,7 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.facts import data_facts
-from fsdp_qlora.results.read_run import read_run
-from fsdp_qlora.results.report import make_page, write_at_end, write_report
+from fsdp_qlora.results.report import make_page, read_run, write_at_end, write_report
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
 
 EVIL = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>&amp;\u2028'\"<b>"
