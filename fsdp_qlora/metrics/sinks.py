@@ -108,9 +108,8 @@ class QueuedSink(Sink):
 
     @classmethod
     def problem(cls) -> str | None:
-        return (
-            None if importlib.util.find_spec(cls.name) else f"{cls.name} is not installed. Run `pip install {cls.name}`"
-        )
+        name = cls.name
+        return None if importlib.util.find_spec(name) else f"{name} is not installed. Run `pip install {name}`"
 
     def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
         """Start the library's run, and return its object. earlier: the records of earlier starts."""

@@ -59,8 +59,13 @@ class WandbSink(QueuedSink):
 
     @classmethod
     def problem(cls) -> str | None:
-        if found := _version_problem():
-            return f"{found}. Run `pip install 'wandb>={OLDEST_VERSION}'`"
+        advice = f"Run `pip install 'wandb>={OLDEST_VERSION}'`"
+        try:
+            version = importlib.metadata.version("wandb")
+        except importlib.metadata.PackageNotFoundError:
+            return f"wandb is not installed. {advice}"
+        if Version(version) < Version(OLDEST_VERSION):
+            return f"wandb {version} is installed and is too old: it can stall training. {advice}"
         return None
 
     def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
@@ -126,26 +131,15 @@ class WandbSink(QueuedSink):
         import wandb
 
         step, columns = records[0]["step"], ["step", "prompt", "text"]
-        rows = [row for row in read_records(self._samples_file) if row["step"] < step] + list(records)
         if not self._sends_samples:
             return
+        rows = [row for row in read_records(self._samples_file) if row["step"] < step] + list(records)
         try:
             table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
             self.client.log({"samples": table}, step=max(step, self.client.starting_step))
         except Exception as error:
             self._sends_samples = False
             log.info("wandb: the samples are not sent there (%s). They are in %s.", reason(error), SAMPLES_FILE)
-
-
-def _version_problem() -> str | None:
-    """What is wrong with the installed wandb, found without the slow import."""
-    try:
-        version = importlib.metadata.version("wandb")
-    except importlib.metadata.PackageNotFoundError:
-        return "wandb is not installed"
-    if Version(version) < Version(OLDEST_VERSION):
-        return f"wandb {version} is installed and is too old: it can stall training"
-    return None
 
 
 def _start_wandb(options: SinkOptions, *, finish_seconds: float) -> tuple[Any, str]:
