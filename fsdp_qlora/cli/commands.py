@@ -8,20 +8,18 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.cli import train
 from fsdp_qlora.cli.launch import relaunch_if_needed
-from fsdp_qlora.cli.run_options import generation_options, run_options
-from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.config.text import describe_config, shipped_configs
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.options import DEFAULTS, TrainConfig
+from fsdp_qlora.config.text import describe_config, shipped_configs, value_text
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import folder_error, is_repository
-
-if TYPE_CHECKING:
-    from fsdp_qlora.commands.merge import TrainedOn
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -39,6 +37,52 @@ class Command(NamedTuple):
     run: Callable[[Any], int | None]
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     takes_training_options: bool = False
+
+
+# --- the options of the run that an adapter or a model comes from ---
+
+
+def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
+    """The options of an adapter's run; those in `words` win.
+
+    They are in config.yaml of the run's folder, or in the training.json that goes with the adapter. One without both
+    is on an unquantized base, which its own configuration names, unless `words` say otherwise.
+
+    Args:
+        starts_from_it: set --adapter, so that a run with these options starts from it.
+    Raises:
+        UserError: as parse_train_config, or the adapter's folder does not say what its base is.
+    """
+    if not adapter.is_dir():
+        raise UserError(f"--adapter {adapter}: there is no such folder.")
+    found = [path for folder in (adapter, adapter.resolve().parent) if (path := folder / "config.yaml").is_file()]
+    given = ["--config", str(found[0])] if found else list(_recorded(adapter))
+    own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
+    return parse_train_config([*given, *words, *(own if starts_from_it else ("--adapter", "none"))])
+
+
+def generation_options(folder: Path | None, words: list[str]) -> TrainConfig:
+    """The options with which `generate` loads an adapter, a trained or merged model, or a base without either."""
+    if folder is None:
+        return parse_train_config(words)
+    if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
+        return run_options(folder, words, starts_from_it=True)
+    noted = ["--config", str(folder / "config.yaml")] if (folder / "config.yaml").is_file() else []
+    given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
+    own = ["--model_name", str(folder), "--llama_pro_path", "none", "--adapter", "none"]
+    return parse_train_config([*noted, *words, *given, *own])
+
+
+def _recorded(adapter: Path) -> Iterator[str]:
+    """The options of a run without its folder, from the files beside its adapter."""
+    config, record = read_config(adapter), read_record(adapter)
+    settings = record.get("settings") or {"train_type": "dora" if config.get("use_dora") else "lora"}
+    base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
+    if base:
+        yield from ("--model_name", str(base))
+    for name, value in settings.items():
+        if value is not None and hasattr(DEFAULTS, name):
+            yield from (f"--{name}", value_text(tuple(value) if isinstance(value, list) else value))
 
 
 # --- export ---
@@ -119,33 +163,14 @@ def _merge(args: argparse.Namespace) -> None:
     out = Path(args.out)
     check_is_new(out)
     ranks = read_ranks(config.device)
-    merge = open_merge(Path(args.adapter), _trained_on(config))
+    merge = open_merge(Path(args.adapter), config)
     if args.base or not args.verify:
         check_base(merge, args.base or "original")
-    rows = read_rows(config, merge, args.verify, args.verify_rows) if args.verify else None
+    rows = read_rows(merge, args.verify, args.verify_rows) if args.verify else None
     dtype = getattr(torch, _DTYPES[args.dtype]) if args.dtype in _DTYPES else None
     with one_process(ranks) as mesh:
         better = compare(merge, rows, ranks, mesh, dtype) if rows else "original"
         write_merged(merge, merge.on(args.base or better, ranks, mesh, dtype), out)
-
-
-def _trained_on(config: TrainConfig) -> "TrainedOn":
-    """The base of a run's adapter."""
-    from fsdp_qlora.adapters.first_values import reduces_base
-    from fsdp_qlora.commands.merge import TrainedOn
-    from fsdp_qlora.model.precision import PRECISIONS, choose_precision
-    from fsdp_qlora.planning.plan import quantizer_options
-    from fsdp_qlora.ranks.device import choose_device
-
-    quantizer = config.kind.quantizer
-    return TrainedOn(
-        model_name=config.model,
-        trust_remote_code=config.trust_remote_code,
-        quantizer=quantizer,
-        options=quantizer_options(config, quantizer),
-        precision=PRECISIONS[choose_precision(config.precision, choose_device(config.device, 0))],
-        reduces_base=reduces_base(config.init_lora_weights),
-    )
 
 
 # --- gguf ---

@@ -5,6 +5,7 @@ nothing to the residual stream, so the expanded model computes the same function
 recorded in config.json (models.NEW_BLOCKS).
 """
 
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -15,13 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fsdp_qlora.commands.model_folder import (
-    build_plain_model,
-    check_is_new,
-    new_model_folder,
-    new_weights,
-    read_pieces,
-)
+from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
@@ -56,18 +51,20 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)
     model, expanded = (build_plain_model(of, torch.bfloat16) for of in (config, expanded_config))
-    added = getattr(expanded_config, models.NEW_BLOCKS)
+    added: list[int] = getattr(expanded_config, models.NEW_BLOCKS)
     zeros = {index: _output_weights(models.find_blocks(expanded)[index], config) for index in added}
     weight_files = WeightFiles(folder)
     copies = _plan_copies(model, expanded, weight_files, origins, zeros)
     for index in {tuple(names): index for index, names in zeros.items()}.values():
         _check_identity(build_plain_model(expanded_config, torch.bfloat16), index, zeros[index])
-    with new_model_folder(out, folder) as partial:
-        with new_weights(partial, {name: weight_files.form(copy.source) for name, copy in copies.items()}) as files:
-            sources = {name: copy.source for name, copy in copies.items() if not copy.zero}
-            for name, part, content in read_pieces(weight_files, sources, "Copying"):
-                files.write(name, part.start * content.element_size(), content)
-        expanded_config.save_pretrained(partial)
+    forms = {name: weight_files.form(copy.source) for name, copy in copies.items()}
+    with (
+        new_model_folder(out, folder, json.loads(expanded_config.to_json_string())) as partial,
+        new_weights(partial, forms) as files,
+    ):
+        sources = {name: copy.source for name, copy in copies.items() if not copy.zero}
+        for name, part, content in read_pieces(weight_files, sources, "Copying"):
+            files.write(name, part.start * content.element_size(), content)
     log.info("It has %d blocks; new: %s", len(origins), ", ".join(map(str, added)))
 
 
@@ -89,10 +86,6 @@ def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
     return [block for block in range(num_blocks) for _ in range(1 + (block in copied))]
 
 
-def _added(origins: Sequence[int]) -> list[int]:
-    return [index for index in range(1, len(origins)) if origins[index] == origins[index - 1]]
-
-
 def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> PretrainedConfig:
     """The configuration with the blocks of `origins`: their number, and every list with an entry per block."""
     content = config.to_dict()
@@ -105,7 +98,7 @@ def _expand_config(config: PretrainedConfig, origins: Sequence[int]) -> Pretrain
         if isinstance(value, list | tuple) and len(value) == old and not name.endswith(("_token_id", "_ids")):
             inside[name] = [value[origin] for origin in origins]
     inside[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = len(origins)
-    content[models.NEW_BLOCKS] = _added(origins)
+    content[models.NEW_BLOCKS] = [index for index in range(1, len(origins)) if origins[index] == origins[index - 1]]
     # _name_or_path is a local path, of no use to others.
     content.pop("_name_or_path", None)
     return type(config).from_dict(content)
@@ -119,7 +112,8 @@ def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:
     width = config.get_text_config().hidden_size
     names = []
     for path, module in block.named_modules():
-        outputs = [name for name, child in module.named_children() if _is_linear(child, width)]
+        children = module.named_children()
+        outputs = [name for name, child in children if isinstance(child, nn.Linear) and child.out_features == width]
         if loops_over_experts(module):
             axis = 2 if is_transposed(module) else 1
             own = {name: parameter.shape for name, parameter in module.named_parameters(recurse=False)}
@@ -129,10 +123,6 @@ def _output_weights(block: nn.Module, config: PretrainedConfig) -> list[str]:
             layer = f"{path}.{outputs[-1]}".lstrip(".")
             names += [f"{layer}.{name}" for name, _ in block.get_submodule(layer).named_parameters()]
     return names
-
-
-def _is_linear(module: nn.Module, width: int) -> bool:
-    return isinstance(module, nn.Linear) and module.out_features == width
 
 
 def _plan_copies(

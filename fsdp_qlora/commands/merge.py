@@ -8,13 +8,14 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.commands.merging import (
@@ -27,6 +28,7 @@ from fsdp_qlora.commands.merging import (
     split_ends,
 )
 from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
@@ -34,17 +36,18 @@ from fsdp_qlora.loading.decoded import take_format
 from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import open_weight_files
 from fsdp_qlora.model import models
-from fsdp_qlora.model.precision import Precision
+from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
+from fsdp_qlora.planning.plan import quantizer_options
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings, take_settings
 from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.device import choose_device
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.results.card import Base, merged_documents
 from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
 
-BASES = ("original", "dequantized")
 # Files of the tokenizer, which are in the adapter's folder as the run used them.
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -52,44 +55,29 @@ _TOKENIZER = (
 )  # fmt: skip
 
 
-class TrainedOn(NamedTuple):
-    """The base of an adapter, and how the run stored it.
-
-    quantizer: a key of QUANTIZERS; None if the base was not quantized, or nothing says how. options: of its layers.
-    reduces_base: the run's first values were removed from the base (PiSSA, OLoRA).
-    """
-
-    model_name: str
-    trust_remote_code: bool
-    quantizer: str | None
-    options: Mapping[str, Any]
-    precision: Precision
-    reduces_base: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """An adapter and its base, before anything is computed."""
+    """An adapter and its base, before anything is computed. run: the options of its training."""
 
+    run: TrainConfig
     folder: Path
     config: PretrainedConfig
     adapter: PeftFolder
     original: MergedModel
     layers: Mapping[str, Any]
-    trained_on: TrainedOn
     is_decoded: bool
 
     def on(self, base: str, ranks: Ranks, mesh: DeviceMesh | None, dtype: torch.dtype | None) -> MergedModel:
         """The merged model.
 
         Args:
-            base: one of BASES. dtype: None for that of the base's files.
+            base: original or dequantized. dtype: None for that of the base's files.
             mesh: of this one process; needed for `dequantized`.
         """
         if base == "original" or not self.layers:
             return dataclasses.replace(self.original, dtype=dtype)
         assert mesh is not None
-        changes, halves = self.original.changes, self.trained_on.reduces_base
+        changes, halves = self.original.changes, reduces_base(self.run.init_lora_weights)
 
         def first_updates(name: str) -> Any:
             change = changes.low_rank(name) if halves else None
@@ -99,21 +87,21 @@ class Merge:
         return dataclasses.replace(self.original, dtype=dtype, base=quantized, is_reduced=halves)
 
 
-def open_merge(adapter_path: Path, trained_on: TrainedOn) -> Merge:
-    """Read an adapter's configuration and match it with its base.
+def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
+    """Read an adapter's configuration and match it with its base, stored as the run's options say.
 
     Raises:
         UserError: one of them cannot be used, or they do not fit together.
     """
     adapter = open_adapter(adapter_path)
-    name, with_code = trained_on.model_name, trained_on.trust_remote_code
+    name, with_code = run.model, run.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
     config = models.load_config(folder, name, trust_remote_code=with_code)
     stored = take_format(config)
     packed = take_settings(config, name)
     changes = Changes(build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter)
     model = build_plain_model(config, torch.float32, trust_remote_code=with_code)
-    quantized = _quantized_model(config, trained_on, packed) if trained_on.quantizer else None
+    quantized = _quantized_model(config, run, packed) if run.kind.quantizer else None
     if packed and quantized is None:
         raise UserError(f"model_name {name} is quantized to 4 bits: give --train_type qlora, or the original model.")
     files = open_weight_files(folder, stored)
@@ -127,17 +115,17 @@ def open_merge(adapter_path: Path, trained_on: TrainedOn) -> Merge:
         None, split_ends(model, changes),
     )  # fmt: skip
     layers = quantized_layers(quantized) if quantized is not None else {}
-    return Merge(folder, config, adapter, merged, layers, trained_on, is_decoded=bool(stored or packed))
+    return Merge(run, folder, config, adapter, merged, layers, is_decoded=bool(stored or packed))
 
 
-def _quantized_model(
-    config: PretrainedConfig, trained_on: TrainedOn, packed: Bnb4bitSettings | None
-) -> PreTrainedModel:
-    frozen = TrainType(adapter=None, quantizer=trained_on.quantizer, trains="adapter")
-    layers = LayerOptions(lora=LoraOptions(), quantizer=trained_on.options, prequantized=packed)
+def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: Bnb4bitSettings | None) -> PreTrainedModel:
+    quantizer = run.kind.quantizer
+    frozen = TrainType(adapter=None, quantizer=quantizer, trains="adapter")
+    layers = LayerOptions(lora=LoraOptions(), quantizer=quantizer_options(run, quantizer), prequantized=packed)
+    precision = PRECISIONS[choose_precision(run.precision, choose_device(run.device, 0))]
     return build_model(
-        config, frozen, trained_on.precision, torch.device("cpu"), layers, attn_implementation="auto",
-        trust_remote_code=trained_on.trust_remote_code,
+        config, frozen, precision, torch.device("cpu"), layers, attn_implementation="auto",
+        trust_remote_code=run.trust_remote_code,
     ).model  # fmt: skip
 
 
@@ -155,7 +143,7 @@ def check_base(merge: Merge, base: str) -> None:
     """Refuse a base that is not available. Raises UserError."""
     if base == "original" and merge.original.weights.packed:
         raise UserError(
-            f"model_name {merge.trained_on.model_name} has 4-bit weights only. Give --base dequantized, or the model "
+            f"model_name {merge.run.model} has 4-bit weights only. Give --base dequantized, or the model "
             "with 16-bit weights in --model_name."
         )
     if base == "dequantized" and not merge.layers:
@@ -173,16 +161,13 @@ def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
     """
     check_is_new(out)
     texts = _documents(merge, merged)
-    with_code = (merge.folder / "config.json").read_text(encoding="utf-8").count('"auto_map"') > 0
-    with new_model_folder(out, merge.folder, with_code=with_code) as partial:
+    with new_model_folder(out, merge.folder, _config_of(merge, merged)) as partial:
         for name in _TOKENIZER:
             if (merge.adapter.path / "tokenizer_config.json").is_file() and (merge.adapter.path / name).is_file():
                 shutil.copyfile(merge.adapter.path / name, partial / name)
         _write_weights(merged, partial)
         for name, text in texts.items():
             (partial / name).write_text(text, encoding="utf-8")
-        content = _config_of(merge, merged)
-        (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
@@ -193,7 +178,7 @@ def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
     settings |= {"lora_alpha": config.lora_alpha, "use_rslora": config.use_rslora, "lora_target_modules": targets}
     into = "dequantized" if isinstance(merged.base, DequantizedBase) else "original"
     about = {"adapter": path.resolve().name, "kind": "dora" if config.use_dora else "lora", "into": into}
-    return merged_documents(read_json(path / RECORD), Base.of(merge.trained_on.model_name), settings, about)
+    return merged_documents(read_json(path / RECORD), Base.of(merge.run.model), settings, about)
 
 
 def _write_weights(merged: MergedModel, folder: Path) -> None:

@@ -2,12 +2,14 @@
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -59,21 +61,22 @@ def check_is_new(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_model_folder(out: Path, source: Path, *, with_code: bool = False) -> Iterator[Path]:
-    """A folder with the small files of `source` except config.json. It becomes `out` at the end of the block.
+def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder with the small files of `source`, and its code if it has any. It becomes `out` at the end of the block.
 
     Args:
         out: absent or empty. After a failure nothing remains of it.
-        with_code: copy Python files too.
+        config: the content of its config.json.
     Raises:
         UserError: it cannot be written.
     """
     try:
         with staged_folder(out, out.with_name(f"{out.name}.{os.getpid()}.partial")) as partial:
-            patterns = [*hub.SMALL_FILES, *["*.py"] * with_code]
+            patterns = [*hub.SMALL_FILES, *["*.py"] * ("auto_map" in config)]
             for path in {path for pattern in patterns for path in source.glob(pattern)}:
                 if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
                     shutil.copyfile(path, partial / path.name)
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             yield partial
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error

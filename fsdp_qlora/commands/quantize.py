@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, new_model_folder, new_weights, read_pieces
 from fsdp_qlora.errors import UserError
@@ -41,22 +41,8 @@ def quantize_model(
     if stored:
         log.info(stored.describe_use(quantizes=True))
     weight_files = open_weight_files(folder, stored)
-    model = _build_quantized_model(
-        config, model_name, quant_type=quant_type, double_quant=double_quant, trust_remote_code=trust_remote_code
-    )
-    weights = match_tensors(model, weight_files)
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    with new_model_folder(out, folder, with_code="auto_map" in content) as partial:
-        _write_weights(partial, model, weights)
-        content["quantization_config"] = _describe(model, quant_type=quant_type, double_quant=double_quant)
-        (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _build_quantized_model(
-    config: PretrainedConfig, name: str, *, quant_type: str, double_quant: bool, trust_remote_code: bool
-) -> PreTrainedModel:
-    if take_settings(config, name):
-        raise UserError(f"model_name {name} is quantized to 4 bits already; train.py can load it as it is.")
+    if take_settings(config, model_name):
+        raise UserError(f"model_name {model_name} is quantized to 4 bits already; train.py can load it as it is.")
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
     options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}
@@ -66,7 +52,11 @@ def _build_quantized_model(
             "The experts are in 4 bits too, for which bitsandbytes has no format: train.py can load the saved model, "
             "transformers cannot."
         )
-    return model
+    weights = match_tensors(model, weight_files)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content["quantization_config"] = _describe(model, quant_type=quant_type, double_quant=double_quant)
+    with new_model_folder(out, folder, content) as partial:
+        _write_weights(partial, model, weights)
 
 
 def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
 from fsdp_qlora.commands.model_folder import build_plain_model
-from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import IGNORE_INDEX
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.model import models
@@ -49,15 +48,15 @@ class Result(NamedTuple):
     divergence: float
 
 
-def read_rows(config: TrainConfig, merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
+def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     """Rows as the run would have trained on them.
 
     Raises:
         UserError: they cannot be read or used.
     """
     folder = merge.adapter.path if (merge.adapter.path / "tokenizer_config.json").is_file() else merge.folder
-    tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
-    options = dataclasses.replace(config.pick(DataOptions), dataset=(rows_file,), dataset_samples=limit)
+    tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=merge.run.trust_remote_code)
+    options = dataclasses.replace(merge.run.pick(DataOptions), dataset=(rows_file,), dataset_samples=limit)
     rows, _ = prepare_rows(tokenizer, options, show_progress=True)
     found = []
     for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
@@ -113,7 +112,7 @@ class _Reference:
 def _evaluate(
     merge: Merge, merged: MergedModel, rows: list[VerifyRow], ranks: Ranks, reference: _Reference, title: str
 ) -> Result:
-    with_code = merge.trained_on.trust_remote_code
+    with_code = merge.run.trust_remote_code
     model = build_plain_model(merge.config, torch.float32, ranks.device, trust_remote_code=with_code)
     if merged.copies and has_tied_embeddings(model):
         head = model.get_output_embeddings()
