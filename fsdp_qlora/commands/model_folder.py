@@ -66,7 +66,7 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
 
     Args:
         out: absent or empty. After a failure nothing remains of it.
-        config: the content of its config.json.
+        config: the content of its config.json, which is written last.
     Raises:
         UserError: it cannot be written.
     """
@@ -76,8 +76,8 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
             for path in {path for pattern in patterns for path in source.glob(pattern)}:
                 if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):
                     shutil.copyfile(path, partial / path.name)
-            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             yield partial
+            (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
     log.info("Saved: %s (%s)", out, format_bytes(sum(path.stat().st_size for path in out.iterdir())))

@@ -208,7 +208,6 @@ class JsonlSink(Sink):
 
     def __init__(self, options: SinkOptions) -> None:
         path = options.output_dir / METRICS_FILE
-        _cut_torn_line(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._pending = b""
 
@@ -254,7 +253,7 @@ def copy_records(source: Path, output_dir: Path) -> None:
 def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
     """Remove the records after a checkpoint from metrics.jsonl, atomically: the run will write them again.
 
-    Lines that are no records are removed too, with a message.
+    Lines that are no records are removed too, with a message, and what a crash has left of the last one.
 
     Args:
         step: of the checkpoint. last_eval_step: of the last evaluation before the checkpoint was saved.
@@ -273,13 +272,6 @@ def cut_metrics(output_dir: Path, step: int, last_eval_step: int) -> None:
         log.info("%s: %d damaged line(s) were removed.", METRICS_FILE, num_damaged)
     with staged_file(path) as partial:
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove an incomplete last line, left by a crash in the middle of a write."""
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-        with staged_file(path) as partial:
-            partial.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
 class _Lines:

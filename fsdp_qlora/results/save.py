@@ -25,8 +25,7 @@ from fsdp_qlora.checkpointing.result import cannot_save, publish_files, record_r
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.experts import expert_parameters
-from fsdp_qlora.storage.files import flush
-from fsdp_qlora.storage.safetensors_files import PackedFiles
+from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -47,9 +46,6 @@ class SidecarFiles:
             raise
         for name, text in self.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
-
-
-MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits checkpoints
 
 
 class _LargeResult:
@@ -135,107 +131,51 @@ def save_model(
     output_dir: Path,
     *,
     base_folder: Path,
+    keeps_base: bool,
     dtype: torch.dtype,
     values: Values,
 ) -> None:
-    """Gather the model tensor by tensor and save it in transformers' format, in files of bounded size.
-
-    Every rank calls it; rank 0 writes, and holds one file's tensors at most.
-
-    Args:
-        base_folder: the model that was trained, whose generation_config.json goes with the result.
-    """
-    files = _split_into_files(model, dtype, MAX_FILE_BYTES)
-    names = [_file_name(index, len(files)) for index in range(len(files))]
-    result = _LargeResult(output_dir, is_rank_0=values.keeps)
-    weight_map: dict[str, str] = {}
-    for name, parameters in zip(names, files, strict=True):
-        whole = ((path, values.whole(parameter)) for path, parameter in parameters)
-        state = _gather_all(whole, dtype, keep=result.writes)
-        if result.writes:
-            state = _as_in_checkpoints(model, state)
-            weight_map |= dict.fromkeys(state, name)
-            result.write(functools.partial(_save_flushed, state, result.staging / name))
-
-    def write(folder: Path) -> None:
-        if len(files) > 1:
-            _write_index(folder, weight_map, sum(parameter.numel() for _, parameter in _state(model)) * dtype.itemsize)
-        saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
-        saved.architectures = [type(model).__name__.removeprefix("FSDP")]
-        saved.save_pretrained(folder)
-        if (base_folder / "generation_config.json").is_file():
-            shutil.copyfile(base_folder / "generation_config.json", folder / "generation_config.json")
-        sidecar.write(folder)
-
-    result.publish(write)
-
-
-def _save_flushed(state: dict[str, torch.Tensor], path: Path) -> None:
-    save_file(state, path, metadata={"format": "pt"})
-    flush(path)
-
-
-def save_new_blocks(
-    model: PreTrainedModel,
-    sidecar: SidecarFiles,
-    output_dir: Path,
-    *,
-    base: WeightFiles,
-    dtype: torch.dtype,
-    values: Values,
-) -> None:
-    """Save a model with its trained blocks in `dtype` and all other tensors as they are in `base`.
+    """Gather the model and save it in transformers' format, in files of bounded size.
 
     Every rank calls it; rank 0 writes, one tensor at a time.
+
+    Args:
+        base_folder: the model that was trained. keeps_base: what was not trained stays as it is in its files.
+        dtype: of all other floats.
     """
-    trained = [(name, parameter) for name, parameter in _state(model) if parameter.requires_grad]
+    gathered = [(name, tensor) for name, tensor in _state(model) if tensor.requires_grad or not keeps_base]
+    forms: dict[str, TensorForm] = {}
+    for name, tensor in gathered:
+        stored = _as_stored(model, name, torch.empty(tensor.shape, dtype=_dtype_of(tensor, dtype), device="meta"))
+        forms |= {part: TensorForm(value.dtype, tuple(value.shape)) for part, value in stored.items()}
+    base = WeightFiles(base_folder) if keeps_base else None
+    assert base is None or forms.keys() <= base.files.keys()
+    kept = {name: base.form(name) for name in base.files if name not in forms} if base else {}
     result = _LargeResult(output_dir, is_rank_0=values.keeps)
-    names = {part for name, parameter in trained for part in _names_in_checkpoints(model, name, parameter)}
-    forms = {name: base.form(name) for name in base.files}
-    assert names <= forms.keys(), names - forms.keys()
-    forms |= {name: forms[name]._replace(dtype=dtype) for name in names}
-    files = PackedFiles(result.staging, forms)
+    files = PackedFiles(result.staging, forms | kept)
     result.write(files.create)
-    for name in forms.keys() - names:
-        if result.writes:
+    for name in kept:
+        if base and result.writes:
             original = base.read_flat(name, 0, base.shape(name).numel())
             result.write(functools.partial(files.write, name, 0, original))
-    for name, parameter in trained:
-        state = _gather_all([(name, values.whole(parameter))], dtype, keep=result.writes)
-        if result.writes:
-            for part, value in _as_in_checkpoints(model, state).items():
-                result.write(functools.partial(files.write, part, 0, value))
+    for name, tensor in gathered:
+        whole = _gather_all([(name, values.whole(tensor))], dtype, keep=result.writes)
+        for part, value in _as_stored(model, name, whole[name]).items() if result.writes else ():
+            result.write(functools.partial(files.write, part, 0, value))
     result.write(files.sync)
     files.close()
 
     def write(folder: Path) -> None:
         for name in ("config.json", "generation_config.json"):
-            if (base.folder / name).is_file():
-                shutil.copyfile(base.folder / name, folder / name)
+            if (base_folder / name).is_file():
+                shutil.copyfile(base_folder / name, folder / name)
+        if not keeps_base:
+            saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
+            saved.architectures = [type(model).__name__.removeprefix("FSDP")]
+            saved.save_pretrained(folder)
         sidecar.write(folder)
 
     result.publish(write)
-
-
-def _names_in_checkpoints(model: PreTrainedModel, name: str, parameter: torch.Tensor) -> list[str]:
-    """A parameter's names in weight files: several if experts are separate tensors there."""
-    return list(_as_in_checkpoints(model, {name: torch.empty(parameter.shape, device="meta")}))
-
-
-_Named = list[tuple[str, torch.Tensor]]
-
-
-def _split_into_files(model: nn.Module, dtype: torch.dtype, max_bytes: int) -> list[_Named]:
-    files: list[_Named] = [[]]
-    size = 0
-    for name, parameter in _state(model):
-        count = parameter.numel() * dtype.itemsize
-        if files[-1] and size + count > max_bytes:
-            files.append([])
-            size = 0
-        files[-1].append((name, parameter))
-        size += count
-    return files
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -244,21 +184,15 @@ def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield canonical_name(name), tensor
 
 
-def _file_name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def _as_in_checkpoints(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split the merged parameters of experts under their published names, as transformers does on saving."""
+def _as_stored(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A tensor under its published name; merged parameters of experts are split, as transformers does on saving."""
     if not expert_parameters(model):
-        return state
-    parts = revert_weight_conversion(model, state)
-    return {name: tensor.contiguous() for name, tensor in parts.items()}
-
-
-def _write_index(folder: Path, weight_map: dict[str, str], total_size: int) -> None:
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        return {name: tensor}
+    return {part: value.contiguous() for part, value in revert_weight_conversion(model, {name: tensor}).items()}
 
 
 def _gather_all(
@@ -268,5 +202,5 @@ def _gather_all(
     state = {}
     for name, whole in named:
         if keep:
-            state[name] = whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype).contiguous()
+            state[name] = whole.to("cpu", _dtype_of(whole, dtype)).contiguous()
     return state

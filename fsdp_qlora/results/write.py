@@ -24,7 +24,6 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import identity_settings, resolved_options
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason
-from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan, adapter_config
 from fsdp_qlora.ranks.distributed import Ranks, first_failure
@@ -65,13 +64,11 @@ class ResultForm:
         model = plan.meta.model
         if self.peft is not None:
             save.save_adapter(model, self.peft, sidecar, output_dir, values=values)
-        elif plan.train_type.trains_new_blocks:
-            base = WeightFiles(plan.folder)
-            save.save_new_blocks(model, sidecar, output_dir, base=base, dtype=dtype, values=values)
         else:
             save.save_model(
-                model, plan.config, sidecar, output_dir, base_folder=plan.folder, dtype=dtype, values=values
-            )
+                model, plan.config, sidecar, output_dir, base_folder=plan.folder,
+                keeps_base=plan.train_type.trains_new_blocks, dtype=dtype, values=values,
+            )  # fmt: skip
 
     def _tokenizer(self, record: Mapping[str, Any]) -> Any:
         """The tokenizer, with the chat template that was trained with."""

@@ -93,16 +93,6 @@ def test_metrics_jsonl_has_null_for_numbers_that_json_does_not_have(tmp_path):
     assert written["memory_gib"] == [1.5, None]
 
 
-def test_metrics_jsonl_is_appended_to_and_a_torn_last_line_is_cut(tmp_path):
-    with open_log(tmp_path) as log:
-        log.step(record(1))
-    with (tmp_path / "out" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
-    with open_log(tmp_path) as log:
-        log.step(record(2))
-    assert [written["step"] for written in read_jsonl(tmp_path)] == [1, 2]
-
-
 def test_what_comes_after_a_checkpoint_is_cut_and_an_evaluation_that_it_does_not_know(tmp_path):
     with open_log(tmp_path) as log:
         log.evaluation({"step": 0, "eval_loss": 3.0})

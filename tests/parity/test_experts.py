@@ -16,6 +16,7 @@ from fsdp_qlora.adapters.first_values import LiveValues
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
 from fsdp_qlora.quantizers.experts import expert_parameters, router_linears
 from fsdp_qlora.results import save as saving
+from fsdp_qlora.storage import safetensors_files
 from tests.reference import batch_loss, encode, load_adapter
 from tests.tiny import PROBE, SIZES, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
 
@@ -278,7 +279,7 @@ def test_experts_and_routers_are_found_by_structure(family: str, routers: set[st
 def test_a_model_of_experts_saved_in_several_files_is_read_back(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "MAX_FILE_BYTES", 100_000)
+    monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 100_000)
     folder = models("qwen3_moe", **FAMILIES["qwen3_moe"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -288,6 +289,7 @@ def test_a_model_of_experts_saved_in_several_files_is_read_back(
         saving.SidecarFiles(tokenizer),
         tmp_path,
         base_folder=folder,
+        keeps_base=False,
         dtype=torch.float32,
         values=LiveValues(model, keeps=True),
     )

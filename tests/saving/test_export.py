@@ -16,6 +16,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.results import save as saving
+from fsdp_qlora.storage import safetensors_files
 from fsdp_qlora.storage.safetensors_files import PackedFiles
 from tests.saving.test_checkpoint import make
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
@@ -106,9 +107,9 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_ref
         parameter.requires_grad_("layers.1." in name)
     for step in (1, 2, 3):
         make(output / "checkpoints", step)
-    monkeypatch.setattr(saving, "MAX_FILE_BYTES", 100_000)
+    monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 100_000)
     gathered = []
-    gather, write = saving._gather_all, PackedFiles.write if new_blocks else saving.save_file
+    gather, write = saving._gather_all, PackedFiles.write
 
     def gather_all(named: list[tuple[str, torch.Tensor]], *args: object, **kwargs: object) -> dict[str, torch.Tensor]:
         named = list(named)
@@ -118,12 +119,9 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_ref
     def save() -> set[str]:
         """The names of what was gathered."""
         gathered.clear()
-        common = {"dtype": torch.float32, "values": LiveValues(model, keeps=True)}
-        companions = saving.SidecarFiles(AutoTokenizer.from_pretrained(folder))
-        if new_blocks:
-            saving.save_new_blocks(model, companions, output, base=WeightFiles(folder), **common)
-        else:
-            saving.save_model(model, model.config, companions, output, base_folder=folder, **common)
+        options = {"base_folder": folder, "keeps_base": new_blocks, "dtype": torch.float32}
+        companions, values = saving.SidecarFiles(AutoTokenizer.from_pretrained(folder)), LiveValues(model, keeps=True)
+        saving.save_model(model, model.config, companions, output, values=values, **options)  # type: ignore[arg-type]
         return set(gathered)
 
     def write_while_there_is_room(*args: object, **kwargs: object) -> None:
@@ -132,7 +130,7 @@ def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_ref
         write(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(saving, "_gather_all", gather_all)
-    monkeypatch.setattr(*(PackedFiles, "write") if new_blocks else (saving, "save_file"), write_while_there_is_room)
+    monkeypatch.setattr(PackedFiles, "write", write_while_there_is_room)
     room_from = 1
     everything = save()
     saved = {name: tensor for path in output.glob("*.safetensors") for name, tensor in load_file(path).items()}
