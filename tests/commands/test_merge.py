@@ -25,6 +25,10 @@ from tests.reference import LINEARS
 from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
 # What PEFT is given -> the base it is for.
 KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
     "lora": ("qwen2", {}, {"lora_alpha": 12}),
@@ -48,22 +52,8 @@ KINDS: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {
         {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "hidden_size": 64},
         {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
     ),
-    "experts": (
-        "mixtral",
-        FAMILIES["mixtral"],
-        {
-            "target_modules": ["q_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
-    ),
-    "transposed experts": (
-        "gpt_oss",
-        FAMILIES["gpt_oss"],
-        {
-            "target_modules": ["q_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
-    ),
+    "experts": ("mixtral", FAMILIES["mixtral"], EXPERTS),
+    "transposed experts": ("gpt_oss", FAMILIES["gpt_oss"], EXPERTS),
 }
 
 
@@ -156,7 +146,6 @@ def test_embeddings_that_peft_saved_with_new_tokens_are_merged(models: Models, t
         {"train_type": "qlora", "init_lora_weights": "pissa", "use_rslora": True},
         {"train_type": "hqq_dora", "n_bits": 3},
     ],
-    ids=lambda options: str(options["train_type"]),
 )
 def test_verify_finds_the_loss_of_the_run_and_the_better_base(
     options: dict[str, object], models: Models, tmp_path: Path, lines: list[str]
@@ -173,11 +162,8 @@ def test_verify_finds_the_loss_of_the_run_and_the_better_base(
     original, dequantized = [float(found) for found in re.findall(r"the trained model ([\d.e+-]+)", said)]
     assert dequantized < 1e-6 < original and len(others) == 2
     base = re.findall(r"Recommended: --base (\w+)", said)[0]
-    card, record = (
-        (tmp_path / "out" / "README.md").read_text(),
-        json.loads((tmp_path / "out/training.json").read_text()),
-    )
-    trained = (run / "README.md").read_text()
+    record = json.loads((tmp_path / "out" / "training.json").read_text())
+    card, trained = ((folder / "README.md").read_text() for folder in (tmp_path / "out", run))
     for part in ("Prompt format", "Settings", "Versions"):
         assert f"## {part}\n{section(trained, part)}" in card
     assert record["merged"]["into"] == base and f"trained with fsdp_qlora as `{options['train_type']}` to step" in card

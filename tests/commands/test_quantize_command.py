@@ -1,8 +1,6 @@
 """`fsdp-qlora quantize | cache`: what is saved against transformers' own; the cache listed and pruned."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands import model_folder
 from fsdp_qlora.storage import safetensors_files
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import PROBE, ROOT, make_rows, read_metrics, train_ok, write_rows
+from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
 UNEVEN = {"intermediate_size": 100, "hidden_size": 60, "head_dim": 10, "num_attention_heads": 6}
@@ -32,48 +30,31 @@ def test_the_saved_model_is_the_one_that_transformers_quantizes(
     argv = ["--quant_type", quant_type, "--double_quant", str(double_quant).lower()]
     assert main(["quantize", str(source), "--out", str(out), *argv]) == 0
     assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob("*.partial"))
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quant_type,
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype=torch.bfloat16,  # what ours writes into config.json
-    )
-    expected = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, quantization_config=quantization, device_map="cpu"
-    )
-    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, device_map="cpu")
+    options = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_use_double_quant": double_quant}
+    # bfloat16 is what ours writes into config.json.
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **options)
+    common = {"dtype": torch.float32, "device_map": "cpu"}
+    expected = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantization, **common)
+    saved = AutoModelForCausalLM.from_pretrained(out, **common)
     state, expected_state = saved.state_dict(), expected.state_dict()
     assert state.keys() == expected_state.keys()
     for name, value in expected_state.items():
         if "quant_state" not in name:  # JSON, padded in ours
             assert torch.equal(state[name].cpu(), value.cpu()), name
-    (
-        saved.train(),
-        expected.train(),
-    )  # in eval mode bitsandbytes repacks weights for some CPUs, and fails on these shapes
-    with torch.no_grad():
-        assert torch.equal(saved(PROBE).logits, expected(PROBE).logits)
+    with torch.no_grad():  # in eval mode bitsandbytes repacks weights for some CPUs, and fails on these shapes
+        assert torch.equal(saved.train()(PROBE).logits, expected.train()(PROBE).logits)
     assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(source)("sort the list")
 
 
-def test_the_saved_model_trains_as_the_weights_it_was_made_of(models: Models, tmp_path: Path) -> None:
-    source, out = models("llama", **UNEVEN), tmp_path / "model"
-    assert main(["quantize", str(source), "--out", str(out)]) == 0
-    common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "fp32"}
-    train_ok(2, tmp_path / "ours", model_name=source, **common)
-    train_ok(2, tmp_path / "saved", model_name=out, **common)
-    assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "ours")
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_a_mixture_of_experts_is_saved_as_a_run_quantizes_it(
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_the_saved_model_trains_as_the_weights_it_was_made_of(
     family: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_folder, "_PIECE_BYTES", 8192)  # weights in several pieces
-    source, out = models(family, **FAMILIES[family]), tmp_path / "model"
+    source, out = models(family, **(FAMILIES | {"llama": UNEVEN})[family]), tmp_path / "model"
     caplog.set_level("INFO", "fsdp_qlora")
     assert main(["quantize", str(source), "--out", str(out)]) == 0
-    assert "train.py can load the saved model, transformers cannot" in caplog.text
+    assert ("train.py can load the saved model, transformers cannot" in caplog.text) == (family != "llama")
     common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "fp32"}
     ours = train_ok(2, tmp_path / "ours", model_name=source, **common)
     saved = train_ok(2, tmp_path / "saved", model_name=out, **common)
@@ -92,8 +73,6 @@ def test_bad_input_is_said_and_leaves_nothing(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for argv, words in {
-        (): "a command is needed",
-        ("quantise",): "no command is named 'quantise'",
         ("quantize",): "Give MODEL and --out DIR",
         ("quantize", str(models()), "--out", str(tmp_path / "full")): "full exists already and is not empty",
         ("quantize", "./absent", "--out", str(tmp_path / "out")): "there is no such folder",
@@ -131,14 +110,3 @@ def test_the_cache_is_listed_with_its_sizes_and_pruned(
     printed = capsys.readouterr()
     assert "alive is being written by a run" in printed.out and "fsdp-qlora cache" in printed.err
     assert list(listed()) == ["alive"] and not (cache / key).exists()
-
-
-@pytest.mark.parametrize("argv", [["quantize", "--help"], ["expand", "--help"], ["cache", "--list"]])
-def test_help_and_the_cache_are_shown_without_importing_torch(argv: list[str]) -> None:
-    code = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print('imported:', {'torch', 'transformers'} & set(sys.modules)))\n"
-        f"from fsdp_qlora.__main__ import main\nsys.exit(main({argv}))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0 and result.stdout.endswith("imported: set()\n"), result.stdout + result.stderr

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fsdp_qlora.cli import launch
-from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.ranks.device import choose_device, configure_kernels
 from fsdp_qlora.ranks.distributed import _warn_of_small_shared_memory
@@ -58,13 +56,6 @@ def test_without_a_card_the_cpu_is_used_unless_a_gpu_is_asked_for(monkeypatch: p
     assert choose_device("auto", 0).type == "cpu"
     with pytest.raises(UserError, match="--device is cuda, but no GPU is visible"):
         choose_device("cuda", 0)
-
-
-def test_on_the_cpu_one_process_is_started_whatever_gpus_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_visible_gpus", lambda: 2)
-    assert launch._processes_wanted(TrainConfig(device="cpu"))[0] == 1
-    assert launch._processes_wanted(TrainConfig(device="cpu", world_size=4))[0] == 4
-    assert launch._processes_wanted(TrainConfig())[0] == 2
 
 
 def test_matrix_products_add_up_in_fp32() -> None:

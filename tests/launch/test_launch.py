@@ -67,11 +67,12 @@ def entry(tmp_path):
     return str(tmp_path / "entry.py")
 
 
-@pytest.fixture
-def environment():
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
     """This one, without the GPUs and without the variables of a torchrun that may have started pytest."""
-    ours = {name: value for name, value in os.environ.items() if not is_from_an_agent(name)}
-    return {**ours, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    for name in filter(is_from_an_agent, list(os.environ)):
+        monkeypatch.delenv(name)
+    return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -102,10 +103,7 @@ def test_one_process_becomes_two_that_end_with_the_first_failure(entry, environm
     assert result.returncode == 2
     assert result.stdout.splitlines()[0] == "Starting 2 processes, as asked for."
     assert "worker 1 of 2" in result.stdout and "name fail" in result.stdout
-    assert result.stderr.splitlines() == [
-        "this is the reason",
-        "Rank 1 failed with exit code 2; the error is above.",
-    ]
+    assert result.stderr.splitlines() == ["this is the reason", "Rank 1 failed with exit code 2; the error is above."]
     assert not any(map(is_running, pids_of_workers(result.stdout)))
 
 
@@ -158,15 +156,16 @@ def test_one_process_asked_for_stays_one(options, entry, environment):
     assert "worker 0 of 1" in result.stdout and "Starting" not in result.stdout
 
 
-@pytest.mark.parametrize(("gpus", "processes"), [(0, 1), (1, 1), (4, 4)])
-def test_one_process_per_visible_gpu(gpus, processes, monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus", "options", "processes"),
+    [(0, {}, 1), (1, {}, 1), (4, {}, 4), (2, {"device": "cpu"}, 1), (2, {"device": "cpu", "world_size": 4}, 4)],
+)
+def test_one_process_per_visible_gpu_unless_on_the_cpu(gpus, options, processes, monkeypatch):
     monkeypatch.setattr(launch, "_visible_gpus", lambda: gpus)
-    assert launch._processes_wanted(TrainConfig())[0] == processes
+    assert launch._processes_wanted(TrainConfig(**options))[0] == processes
 
 
 def test_more_processes_than_gpus_and_a_foreign_address_are_refused(monkeypatch):
-    for name in filter(is_from_an_agent, list(os.environ)):
-        monkeypatch.delenv(name)
     monkeypatch.setattr(launch, "_visible_gpus", lambda: 2)
     with pytest.raises(UserError, match="4 processes are requested, but 2 GPUs are visible"):
         launch.relaunch_if_needed(TrainConfig(world_size=4), [])
@@ -201,8 +200,6 @@ def test_the_store_of_a_run_listens_on_this_machine_only(entry, environment, mon
 
 
 def test_a_final_end_keeps_torchrun_from_restarting(monkeypatch):
-    for name in filter(is_from_an_agent, list(os.environ)):
-        monkeypatch.delenv(name)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     for name, value in (torchrun | {"TORCHELASTIC_MAX_RESTARTS": 3, "TORCHELASTIC_RUN_ID": 1}).items():
@@ -282,18 +279,9 @@ def test_a_planned_stop_is_no_error(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("status", "raised"),
-    [
-        (2, UserError),
-        (1, TrainingError),
-        (5, TrainingError),
-        (137, TrainingError),
-        (75, RunStopped),
-        (130, KeyboardInterrupt),
-    ],
+    [(2, UserError), (1, TrainingError), (137, TrainingError), (75, RunStopped), (130, KeyboardInterrupt)],
 )
 def test_from_python_the_workers_end_is_raised_with_its_reason(status, raised, monkeypatch):
-    for name in filter(is_from_an_agent, list(os.environ)):
-        monkeypatch.delenv(name)
     seen = {}
 
     def run_in_workers(config, argv):
@@ -305,11 +293,8 @@ def test_from_python_the_workers_end_is_raised_with_its_reason(status, raised, m
     before = signal.getsignal(signal.SIGUSR2)
     with pytest.raises(raised, match="the reason"):
         api.train(dataset=["a.jsonl:0.7", "b c.jsonl:0.3"], lr=1e-3, output_dir="x", double_quant=False)
-    assert (
-        seen["config"]
-        == seen["again"]
-        == TrainConfig(dataset=("a.jsonl:0.7", "b c.jsonl:0.3"), lr=1e-3, output_dir="x", double_quant=False)
-    )
+    options = {"dataset": ("a.jsonl:0.7", "b c.jsonl:0.3"), "lr": 1e-3, "output_dir": "x", "double_quant": False}
+    assert seen["config"] == seen["again"] == TrainConfig(**options)
     assert signal.getsignal(signal.SIGUSR2) == before
 
 

@@ -1,6 +1,7 @@
 """The sinks: what they write, and that no sink can stop or stall a run."""
 
 import errno
+import importlib.metadata
 import json
 import os
 import sys
@@ -12,8 +13,7 @@ import pytest
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics import metric_log as metrics
-from fsdp_qlora.metrics import wandb_sink
-from fsdp_qlora.metrics.metric_log import cut_metrics, open_metric_log, refuse_sinks
+from fsdp_qlora.metrics.metric_log import cut_metrics, open_metric_log
 from fsdp_qlora.metrics.sinks import SinkOptions, named_numbers
 from fsdp_qlora.planning.plan import make_plan
 from fsdp_qlora.ranks.distributed import read_ranks
@@ -63,63 +63,42 @@ def read_jsonl(tmp_path: Path) -> list[dict]:
 def test_metrics_jsonl_is_always_written_and_holds_each_record_at_once(tmp_path, lines):
     log = open_log(tmp_path, "stdout")
     log.step(record(1))
-    log.evaluation({"step": 1, "epoch": 0.125, "eval_loss": 1.25, "num_target_tokens": 1000})
+    evaluation = {"step": 1, "epoch": 0.125, "eval_loss": 1.25, "num_target_tokens": 1000}
+    log.evaluation(evaluation)
     before_close = read_jsonl(tmp_path)
     log.close()
-    assert before_close == [
-        record(1),
-        {"step": 1, "epoch": 0.125, "eval_loss": 1.25, "num_target_tokens": 1000},
-    ]
+    assert before_close == [record(1), evaluation]
     assert lines == ["step 1  epoch 0.12  eval_loss 1.2500  1,000 target tokens"]
 
 
 def test_metrics_jsonl_has_null_for_numbers_that_json_does_not_have(tmp_path):
     log = open_log(tmp_path)
-    values = {
-        "loss": float("nan"),
-        "grad_norm": np.float32("inf"),
-        "lr": np.float64(0.25),
-        "num_tokens": np.int64(7),
-    }
+    values = {"loss": float("nan"), "grad_norm": np.float32("inf"), "lr": np.float64(0.25), "num_tokens": np.int64(7)}
     log.step(record(1, **values, memory_gib=[np.float32(1.5), float("-inf")]))
     log.close()
     (written,) = read_jsonl(tmp_path)
-    assert {key: written[key] for key in values} == {
-        "loss": None,
-        "grad_norm": None,
-        "lr": 0.25,
-        "num_tokens": 7,
-    }
+    assert {key: written[key] for key in values} == {"loss": None, "grad_norm": None, "lr": 0.25, "num_tokens": 7}
     assert written["memory_gib"] == [1.5, None]
 
 
-def test_what_comes_after_a_checkpoint_is_cut_and_an_evaluation_that_it_does_not_know(tmp_path):
+def test_what_a_checkpoint_does_not_know_and_damaged_lines_are_cut_on_resume(tmp_path, lines):
+    bad = [b"\0\0\0", b"", b"{}", b'{"loss": 1.0}', b'\xff{"step": 2}', b"[1]", b'{"step": "2"}', b"step", b"[" * 5000]
     with open_log(tmp_path) as log:
         log.evaluation({"step": 0, "eval_loss": 3.0})
         for step in range(1, 6):
             log.step(record(step))
             if step in (2, 4):
                 log.evaluation({"step": step, "eval_loss": 1.0})
-    (tmp_path / "out" / "metrics.jsonl").open("a").write('{"step": 6, "lo')
-    for last_eval_step, expected in ((4, [0, 1, 2, 2, 3, 4, 4]), (2, [0, 1, 2, 2, 3, 4])):
-        cut_metrics(tmp_path / "out", 4, last_eval_step)
-        assert [one["step"] for one in read_jsonl(tmp_path)] == expected
-
-
-def test_damaged_lines_are_removed_on_resume(tmp_path, lines):
-    bad = [b"\0\0\0", b"", b"{}", b'{"loss": 1.0}', b'\xff{"step": 2}', b"[1]", b'{"step": "2"}', b"step", b"[" * 5000]
-    with open_log(tmp_path) as log:
-        for step in range(1, 5):
-            log.step(record(step))
     path = tmp_path / "out" / "metrics.jsonl"
     whole = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([*whole[:2], *bad, *whole[2:], b'{"torn']))
-    for _ in range(2):  # the second finds no damage
-        cut_metrics(tmp_path / "out", 3, -1)
-        assert path.read_bytes().splitlines() == whole[:3]
-    assert [line for line in lines if line.startswith("metrics.jsonl")] == [
-        "metrics.jsonl: 9 damaged line(s) were removed."
-    ]
+    path.write_bytes(b"\n".join([*whole[:2], *bad, *whole[2:], b'{"step": 6, "lo']))
+    for last_eval_step, kept in ((4, whole[:7]), (2, whole[:6])):  # the second finds no damage
+        cut_metrics(tmp_path / "out", 4, last_eval_step)
+        assert path.read_bytes().splitlines() == kept
+    with open_log(tmp_path) as log:  # it goes on behind them
+        log.step(record(5))
+    assert [one["step"] for one in read_jsonl(tmp_path)] == [0, 1, 2, 2, 3, 4, 5]
+    assert lines.count("metrics.jsonl: 9 damaged line(s) were removed.") == 1
 
 
 def test_lines_that_a_full_disk_does_not_take_come_later_and_in_order(tmp_path, monkeypatch, lines):
@@ -173,32 +152,20 @@ def test_stdout_has_one_aligned_line_per_step(tmp_path, capsys):
         log.step(record(step, loss=loss, tokens_per_second=10.0**step))
     log.close()
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split("  epoch")[0] for line in printed] == [
-        "step    9/1000",
-        "step   10/1000",
-        "step   11/1000",
-    ]
+    assert [line.split("  epoch")[0] for line in printed] == ["step    9/1000", "step   10/1000", "step   11/1000"]
     assert len({line.index("grad_norm") for line in printed}) == 1
     assert "loss 12.2500" in printed[1] and "2.50 GiB" in printed[1]
     assert printed[1].endswith("ETA 0:33:00")  # 990 steps of 2 s
 
 
-def test_progress_bar_does_not_fill_a_log_file(tmp_path, capsys):
-    log = open_log(tmp_path, "tqdm", total_steps=500)
-    for step in range(1, 501):
-        log.step(record(step))
-    log.close()
+@pytest.mark.parametrize("first", [1, 401])
+def test_progress_bar_does_not_fill_a_log_file_and_starts_where_the_run_is(first, tmp_path, capsys):
+    with open_log(tmp_path, "tqdm", total_steps=500) as log:
+        for step in range(first, 403):
+            log.step(record(step))
     printed = capsys.readouterr().err
-    assert "\r" not in printed
-    assert len(printed.splitlines()) <= 3
-    assert "500/500" in printed.splitlines()[-1] and "loss 0.0040" in printed.splitlines()[-1]
-
-
-def test_progress_bar_of_a_resumed_run_starts_where_the_run_is(tmp_path, capsys):
-    log = open_log(tmp_path, "tqdm", total_steps=500)
-    log.step(record(401))
-    log.close()
-    assert "401/500" in capsys.readouterr().err.splitlines()[-1]
+    assert "\r" not in printed and len(printed.splitlines()) <= 3
+    assert "402/500" in printed.splitlines()[-1] and "loss 0.0050" in printed.splitlines()[-1]
 
 
 # --- read back by their own readers --------------------------------------------------------------------
@@ -267,26 +234,25 @@ def test_a_sink_that_fails_says_so_once_and_stops_nothing(sink, tmp_path, lines,
 # --- what cannot work is said before anything starts ---------------------------------------------------
 
 
-def test_missing_wandb_is_an_error_before_the_model_is_looked_for(tmp_path, monkeypatch):
-    def find_nothing(name):
-        raise wandb_sink.importlib.metadata.PackageNotFoundError(name)
+@pytest.mark.parametrize(
+    ("sink", "wandb", "said"),
+    [
+        ("wandb", None, r"wandb is not installed\. Run `pip install 'wandb>=0\.31'`"),
+        ("wandb", "0.9.7rc1", r"wandb 0\.9\.7rc1 is installed and is too old.*pip install 'wandb>=0\.31'"),
+        ("tensorboard", None, "tensorboard is not installed. Run `pip install tensorboard`, or take it out"),
+        ("trackio", None, "trackio is not installed. Run `pip install trackio`, or take it out"),
+    ],
+)
+def test_a_package_that_is_missing_or_too_old_is_an_error_before_the_model_is_looked_for(
+    sink: str, wandb: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if wandb is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return wandb
 
-    monkeypatch.setattr(wandb_sink.importlib.metadata, "version", find_nothing)
-    config = TrainConfig(log_to=("wandb",), model_name=str(tmp_path / "no_model"))
-    with pytest.raises(UserError, match=r"wandb is not installed.*pip install 'wandb>=0.31'"):
-        make_plan(config, read_ranks(), None)
-
-
-@pytest.mark.parametrize("sink", ["tensorboard", "trackio"])
-def test_a_missing_package_is_an_error_before_the_model_is_looked_for(sink, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = TrainConfig(log_to=(sink,), model_name=str(tmp_path / "no_model"))
-    with pytest.raises(UserError, match=rf"log_to: {sink} is not installed. Run `pip install {sink}`, or take it out"):
+    with pytest.raises(UserError, match=f"log_to: {said}"):
         make_plan(config, read_ranks(), None)
-
-
-def test_a_wandb_that_could_stall_training_is_refused(monkeypatch):
-    monkeypatch.setattr(wandb_sink.importlib.metadata, "version", lambda name: "0.9.7rc1")
-    with pytest.raises(UserError, match=r"wandb 0\.9\.7rc1 is installed and is too old.*pip install 'wandb>=0\.31'"):
-        refuse_sinks(["wandb"])
-    refuse_sinks(["tqdm"])

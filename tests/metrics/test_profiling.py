@@ -7,7 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fsdp_qlora.metrics.profiling import covered_length, summarize
+from fsdp_qlora.metrics.profiling import summarize
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, **more: object) -> SimpleNamespace:
@@ -58,8 +58,3 @@ def test_a_profile_of_torch_on_the_cpu_names_its_largest_operation() -> None:
     shares = [float(line.split()[1].rstrip("%")) for line in lines[1:5]]
     assert sum(shares) == pytest.approx(100, abs=0.3) and shares[0] > 10
     assert any(line.endswith("aten::mm") for line in lines[5:7])
-
-
-def test_overlapping_intervals_are_counted_once_and_within_the_window() -> None:
-    assert covered_length([(5, 9), (0, 2), (1, 3), (8, 20), (6, 7)], (1, 10)) == 2 + 5
-    assert covered_length([], (0, 1)) == 0
