@@ -77,10 +77,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
     if processes == 1:
         _end_with_launcher()
         return None
-    # print and not the logger, which is set up in the workers.
-    with _listen(config.master_addr, config.master_port) as meeting_point:
-        print(f"Starting {processes} processes, {reason}.", flush=True)
-        return _run_workers(processes, [*(worker or WORKER), *argv], config.master_addr, meeting_point).status
+    return _start(processes, reason, [*(worker or WORKER), *argv], config).status
 
 
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
@@ -89,10 +86,14 @@ def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:
     Args and Raises: as for `relaunch_if_needed`.
     """
     processes, reason = (1, "") if config.is_preview else _processes_wanted(config)
+    return _start(processes, reason, [*WORKER, *argv], config)
+
+
+def _start(processes: int, reason: str, words: list[str], config: TrainConfig) -> WorkersEnd:
     with _listen(config.master_addr, config.master_port) as meeting_point:
-        if processes > 1:
+        if processes > 1:  # print and not the logger, which is set up in the workers
             print(f"Starting {processes} processes, {reason}.", flush=True)
-        return _run_workers(processes, [*WORKER, *argv], config.master_addr, meeting_point)
+        return _run_workers(processes, words, config.master_addr, meeting_point)
 
 
 def is_started_by_others() -> bool:
@@ -140,8 +141,11 @@ def _check_started_by_another(config: TrainConfig) -> None:
 def _processes_wanted(config: TrainConfig) -> tuple[int, str]:
     """The number of processes on this machine, and the reason in words."""
     requested = config.requested_processes
-    if requested > 1 and config.device != "cpu":
-        _check_gpus(requested)
+    if requested > 1 and config.device != "cpu" and 0 < (gpus := _visible_gpus()) < requested:
+        raise UserError(
+            f"{requested} processes are requested, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each process needs one of its own."
+        )
     if requested >= 1:
         return requested, "as asked for"
     return 1 if config.device == "cpu" else max(1, _visible_gpus()), "one per visible GPU"
@@ -151,15 +155,6 @@ def _visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def _check_gpus(processes: int) -> None:
-    gpus = _visible_gpus()
-    if 0 < gpus < processes:
-        raise UserError(
-            f"{processes} processes are requested, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}), and each process needs one of its own."
-        )
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -197,7 +197,8 @@ def predictions(
         load(list(block.modules()))
         for index, calls in enumerate(arguments):
             args, kwargs = calls[number]
-            hidden[index] = _first(block(hidden[index], *args, **kwargs))
+            output = block(hidden[index], *args, **kwargs)
+            hidden[index] = output[0] if isinstance(output, tuple) else output
             calls[number] = ((), {})
         _free(block, names)
         done()
@@ -267,8 +268,3 @@ def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         del module.forward
-
-
-def _first(output: Any) -> torch.Tensor:
-    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return result

@@ -5,7 +5,6 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import why_not_writable
 
@@ -57,35 +57,13 @@ class Profiler:
                 log.warning("Nothing was profiled: the run was shorter than one cycle (--profiling_frequency).")
 
 
-@dataclass(frozen=True)
-class ProfilerOptions:
-    """When and what to profile, with the 2024 program's names.
-
-    wait_steps: steps skipped at the start of a cycle, if `repeat` is above 0. profiling_frequency: steps of a cycle,
-    if `repeat` is 0 and cycles repeat to the end.
-    """
-
-    profile: bool
-    profiling_output: str
-    with_stack: bool
-    with_shapes: bool
-    export_trace: bool
-    export_memory_timeline: bool
-    wait_steps: int
-    profiling_warmup_steps: int
-    active_steps: int
-    repeat: int
-    profiling_frequency: int
-
-
-def check_output(options: ProfilerOptions) -> None:
+def check_output(folder: str) -> None:
     """Refuse a folder that traces could not be written to, before any work."""
-    reason = why_not_writable(Path(options.profiling_output)) if options.profile else None
-    if reason:
-        raise UserError(f"profiling_output {options.profiling_output}: {reason}. Give another folder.")
+    if reason := why_not_writable(Path(folder)):
+        raise UserError(f"profiling_output {folder}: {reason}. Give another folder.")
 
 
-def open_profiler(options: ProfilerOptions, *, rank: int) -> Profiler:
+def open_profiler(options: TrainConfig, *, rank: int) -> Profiler:
     """A profiler that writes summaries, traces and memory timelines per cycle and rank, or nothing unless enabled."""
     if not options.profile:
         return Profiler()

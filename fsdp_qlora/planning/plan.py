@@ -31,7 +31,7 @@ from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.first_adapters import wanted_shapes
 from fsdp_qlora.metrics.metric_log import refuse_sinks
-from fsdp_qlora.metrics.profiling import ProfilerOptions, check_output
+from fsdp_qlora.metrics.profiling import check_output
 from fsdp_qlora.model import models
 from fsdp_qlora.model.attention import choose, describe_kernel
 from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
@@ -99,7 +99,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     device = planned_device(config, ranks)
     check_optimizer(config.optimizer, device)
     refuse_sinks(config.log_to)
-    check_output(config.pick(ProfilerOptions))
+    if config.profile:
+        check_output(config.profiling_output)
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     world_size = _planned_world_size(config) if config.dry_run else ranks.world_size
     log.info(describe.describe_device(device, world_size))

@@ -21,7 +21,7 @@ from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import how_it_ends
 from fsdp_qlora.generation.generate import Samples
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.profiling import MemoryLog, ProfilerOptions, open_profiler
+from fsdp_qlora.metrics.profiling import MemoryLog, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.results.report import Facts, write_at_end
@@ -176,7 +176,7 @@ class Recorder:
     def __init__(self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, samples: Samples | None) -> None:
         self.guard, self.saver, self.metrics, self.mirror, self.samples = guard, saver, metrics, mirror, samples
         self.config, self.control, self.facts = guard.config, guard.control, guard.facts
-        self.profiler = open_profiler(self.config.pick(ProfilerOptions), rank=guard.ranks.rank)
+        self.profiler = open_profiler(self.config, rank=guard.ranks.rank)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
