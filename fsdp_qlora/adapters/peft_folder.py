@@ -5,7 +5,7 @@ Without torch and PEFT: the options of a run need it.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,22 +55,6 @@ class PretrainedAdapter:
     def weights(self) -> Path:
         return self.folder / WEIGHTS
 
-    def differences(self, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """How the tensors differ from those of a model's adapter, by name -> shape; empty if they do not."""
-        missing = [name for name in wanted if name not in self.shapes]
-        extra = [name for name in self.shapes if name not in wanted]
-        other = [
-            f"{name} is {list(self.shapes[name])} and must be {list(shape)}"
-            for name, shape in wanted.items()
-            if name in self.shapes and tuple(self.shapes[name]) != tuple(shape)
-        ]
-        found = []
-        for what, names in (("it lacks", missing), ("this model's adapter has no", extra), ("", other)):
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                found.append(f"{what} {', '.join(names[:3])}{more}".strip())
-        return found
-
     def has_other_base(self, *, own: str, said_to_be: str | None) -> bool:
         """Whether both bases are named as on the hub, and not the same.
 
@@ -107,6 +91,23 @@ def read_adapter(folder: Path) -> PretrainedAdapter:
         shapes=shapes,
         record=record,
     )
+
+
+def tensor_differences(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> list[str]:
+    """How an adapter's tensors differ from those of a model's adapter, by name -> shape; empty if they do not."""
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    other = [
+        f"{name} is {list(found[name])} and must be {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    said = []
+    for what, names in (("it lacks", missing), ("this model's adapter has no", extra), ("", other)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            said.append(f"{what} {', '.join(names[:3])}{more}".strip())
+    return said
 
 
 def read_config(folder: Path) -> dict[str, Any]:

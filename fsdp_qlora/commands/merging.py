@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, weights_file
+from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, tensor_differences, weights_file
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.load_weights import load_quantized
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights
@@ -32,7 +32,6 @@ ReadFlat = Callable[[int, int], torch.Tensor]
 RowChange = Callable[[torch.Tensor, int], torch.Tensor]  # (rows [n, columns], number of the first) -> new rows
 
 _NAME = "default"  # PEFT's, of the only adapter
-_MOST_NAMES = 5  # in a message
 _PIECE = 2**23  # weights changed at a time, in float32
 
 
@@ -141,7 +140,12 @@ class Changes:
             expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
         self._layers = dict(_lora_layers(wrapped, adapter))
         self._replaced = _replacements(adapter, shapes, expected.keys())
-        self._check(expected)
+        own = {change.name for change in self._replaced.values()}  # which may have other shapes, and none in `expected`
+        found = {name: adapter.files.shape(name) for name in adapter.files.files if name not in own}
+        wanted = {name: tensor.shape for name, tensor in expected.items() if name not in own}
+        if problems := "; ".join(tensor_differences(found, wanted)):
+            path = adapter.path
+            raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
 
     def names(self, *, low_rank: bool = False) -> set[str]:
         """The weights that change. low_rank: those to which something is added."""
@@ -153,24 +157,6 @@ class Changes:
 
     def replaced(self, weight: str) -> Replacement | None:
         return self._replaced.get(weight)
-
-    def _check(self, expected: dict[str, torch.Tensor]) -> None:
-        files, path = self._adapter.files, self._adapter.path
-        known = expected.keys() | {change.name for change in self._replaced.values()}
-        problems = [
-            f"missing: {name} {list(tensor.shape)}" for name, tensor in expected.items() if name not in files.files
-        ]
-        problems += [f"not in this base: {name}" for name in files.files if name not in known]
-        own = {change.name for change in self._replaced.values()}
-        problems += [
-            f"wrong shape: {name} is {list(files.shape(name))}, and this base needs {list(tensor.shape)}"
-            for name, tensor in expected.items()
-            if name in files.files and name not in own and files.shape(name) != tensor.shape
-        ]
-        if problems:
-            more = [f"... and {len(problems) - _MOST_NAMES} more"] * (len(problems) > _MOST_NAMES)
-            shown = "\n  ".join([*problems[:_MOST_NAMES], *more])
-            raise UserError(f"--adapter {path} does not fit this base:\n  {shown}\nGive the base it was trained on.")
 
 
 def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
-from fsdp_qlora.adapters.peft_folder import read_adapter
+from fsdp_qlora.adapters.peft_folder import read_adapter, tensor_differences
 from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.config.marks import of_quantizer
@@ -336,7 +336,7 @@ def check_adapter(config: TrainConfig, model: PreTrainedModel) -> None:
             f"--adapter {config.adapter} was trained on {adapter.base_name}, and --model_name is {own}. If they are "
             f"the same weights, in other bits or under another name, say so: --base_name {adapter.base_name}."
         )
-    if found := adapter.differences(wanted_shapes(model, init=config.init_lora_weights)):
+    if found := tensor_differences(adapter.shapes, wanted_shapes(model, init=config.init_lora_weights)):
         raise UserError(
             f"--adapter {config.adapter} does not fit this model and these options (its base is "
             f"{adapter.base_name or 'not named'}):\n  " + "\n  ".join(found)

@@ -199,9 +199,9 @@ def test_what_cannot_be_merged_is_refused_by_name(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "theirs").touch()
     for argv, words in {
-        ("--adapter", changed("less", **{name: None})): f"missing: {name} [4, 128]",
-        ("--adapter", changed("more", x=torch.zeros(1))): "not in this base: x",
-        ("--adapter", changed("shape", **{name: torch.zeros(4, 60)})): f"wrong shape: {name} is [4, 60]",
+        ("--adapter", changed("less", **{name: None})): f"it lacks {name}",
+        ("--adapter", changed("more", x=torch.zeros(1))): "this model's adapter has no x",
+        ("--adapter", changed("shape", **{name: torch.zeros(4, 60)})): f"{name} is [4, 60] and must be [4, 128]",
         ("--adapter", changed("nan", **{name: tensors[name] * torch.nan})): "has values that are not finite",
         ("--adapter", pissa): "init_lora_weights pissa",
         ("--adapter", torn): "not a readable safetensors file",
