@@ -186,7 +186,7 @@ def _write_weights(merged: MergedModel, folder: Path) -> None:
     total = sum(form.num_bytes for form in forms.values())
     hidden = not sys.stderr.isatty()
     with (
-        new_weights(folder, forms, merged.files()) as files,
+        new_weights(folder, forms) as files,
         tqdm(total=total, unit="B", unit_scale=True, desc="Merging", disable=hidden) as bar,
     ):
         for name, start, values in merged.pieces():

@@ -278,15 +278,6 @@ class MergedModel:
         rest = {name: files.form(name) for name in self.names if name not in forms}
         return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
 
-    def files(self) -> dict[str, str]:
-        """Tensor of the merged model -> its file's name, as in the base."""
-        origin = self.weights.files.files
-        found = {name: origin[name].name if name in origin else "" for name in self.forms()}
-        for part, source in self.copies.items():
-            found[part] = origin[self.weights.sources[source]].name
-        only = len(set(found.values())) == 1
-        return {name: "model.safetensors" if only else file for name, file in found.items()}
-
     def pieces(self) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(tensor of the files, element at which the piece starts, values in the tensor's dtype) of all tensors."""
         forms, done = self.forms(), set()

@@ -84,15 +84,9 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
 
 
 @contextlib.contextmanager
-def new_weights(
-    folder: Path, forms: Mapping[str, TensorForm], names: Mapping[str, str] | None = None
-) -> Iterator[PackedFiles]:
-    """New safetensors files of zeros in a model folder, to write into. Raises UserError if they do not fit on disk.
-
-    Args:
-        names: of each tensor's file.
-    """
-    files, free = PackedFiles(folder, forms, names), free_disk(folder)
+def new_weights(folder: Path, forms: Mapping[str, TensorForm]) -> Iterator[PackedFiles]:
+    """New safetensors files of zeros in a model folder, to write into. Raises UserError if they do not fit on disk."""
+    files, free = PackedFiles(folder, forms), free_disk(folder)
     if free < files.num_bytes:
         raise UserError(f"{folder.parent} has {format_bytes(free)} free, {format_bytes(files.num_bytes)} are needed.")
     files.create()

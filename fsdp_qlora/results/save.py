@@ -32,10 +32,14 @@ log = logging.getLogger("fsdp_qlora")
 
 @dataclass(frozen=True)
 class SidecarFiles:
-    """The files that are saved with the weights. texts: file name -> its text."""
+    """The files that are saved with the weights.
+
+    texts: file name -> its text. base_folder: of the base, whose configuration goes with a whole model.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     texts: Mapping[str, str] = field(default_factory=dict)
+    base_folder: Path | None = None
 
     def write(self, folder: Path) -> None:
         try:
@@ -46,6 +50,9 @@ class SidecarFiles:
             raise
         for name, text in self.texts.items():
             (folder / name).write_text(text, encoding="utf-8")
+        for name in ("config.json", "generation_config.json"):
+            if self.base_folder and (self.base_folder / name).is_file():
+                shutil.copyfile(self.base_folder / name, folder / name)
 
 
 class _LargeResult:
@@ -130,8 +137,7 @@ def save_model(
     sidecar: SidecarFiles,
     output_dir: Path,
     *,
-    base_folder: Path,
-    keeps_base: bool,
+    base: WeightFiles | None,
     dtype: torch.dtype,
     values: Values,
 ) -> None:
@@ -140,15 +146,14 @@ def save_model(
     Every rank calls it; rank 0 writes, one tensor at a time.
 
     Args:
-        base_folder: the model that was trained. keeps_base: what was not trained stays as it is in its files.
-        dtype: of all other floats.
+        base: the model that was trained, from which what was not trained is taken as it is, and its configuration;
+            None saves all of the model, and `config`. dtype: of the model's floats.
     """
-    gathered = [(name, tensor) for name, tensor in _state(model) if tensor.requires_grad or not keeps_base]
+    gathered = [(name, tensor) for name, tensor in _state(model) if tensor.requires_grad or base is None]
     forms: dict[str, TensorForm] = {}
     for name, tensor in gathered:
         stored = _as_stored(model, name, torch.empty(tensor.shape, dtype=_dtype_of(tensor, dtype), device="meta"))
         forms |= {part: TensorForm(value.dtype, tuple(value.shape)) for part, value in stored.items()}
-    base = WeightFiles(base_folder) if keeps_base else None
     assert base is None or forms.keys() <= base.files.keys()
     kept = {name: base.form(name) for name in base.files if name not in forms} if base else {}
     result = _LargeResult(output_dir, is_rank_0=values.keeps)
@@ -166,14 +171,11 @@ def save_model(
     files.close()
 
     def write(folder: Path) -> None:
-        for name in ("config.json", "generation_config.json"):
-            if (base_folder / name).is_file():
-                shutil.copyfile(base_folder / name, folder / name)
-        if not keeps_base:
+        sidecar.write(folder)
+        if base is None:
             saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
             saved.architectures = [type(model).__name__.removeprefix("FSDP")]
             saved.save_pretrained(folder)
-        sidecar.write(folder)
 
     result.publish(write)
 

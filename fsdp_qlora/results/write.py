@@ -24,6 +24,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import identity_settings, resolved_options
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan, adapter_config
 from fsdp_qlora.ranks.distributed import Ranks, first_failure
@@ -60,15 +61,14 @@ class ResultForm:
         plan, dtype = self.plan, self.plan.precision.compute_dtype
         record = training_record(about, progress, self.base, self.settings, plan.train_type)
         texts = documents(record, kind=plan.train_type.adapter, changed=self.changed)
-        sidecar = save.SidecarFiles(self._tokenizer(record), texts)
+        base_folder = plan.folder if self.peft is None else None
+        sidecar = save.SidecarFiles(self._tokenizer(record), texts, base_folder)
         model = plan.meta.model
         if self.peft is not None:
             save.save_adapter(model, self.peft, sidecar, output_dir, values=values)
         else:
-            save.save_model(
-                model, plan.config, sidecar, output_dir, base_folder=plan.folder,
-                keeps_base=plan.train_type.trains_new_blocks, dtype=dtype, values=values,
-            )  # fmt: skip
+            base = WeightFiles(plan.folder) if plan.train_type.trains_new_blocks else None
+            save.save_model(model, plan.config, sidecar, output_dir, base=base, dtype=dtype, values=values)
 
     def _tokenizer(self, record: Mapping[str, Any]) -> Any:
         """The tokenizer, with the chat template that was trained with."""

@@ -89,23 +89,18 @@ class PackedFiles:
     """A set of safetensors files for the given tensors.
 
     One process calls `create`; then any process may `write` parts, and calls `sync` after the last.
-
-    Args:
-        files: the name of each tensor's file; without it they are filled one after the other.
     """
 
-    def __init__(self, folder: Path, forms: Mapping[str, TensorForm], files: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, forms: Mapping[str, TensorForm]) -> None:
         self._descriptors: dict[Path, int] = {}
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
         self._places: dict[str, _Place] = {}
         self.folder, self.forms = folder, forms
-        groups = list(_by_file(forms)) if files is None else []
+        groups = list(_by_file(forms))
         for number, names in enumerate(groups, 1):
             name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
             self._lay_out(folder / name, names)
-        for name in dict.fromkeys((files or {}).values()):
-            self._lay_out(folder / name, [tensor for tensor in forms if files and files[tensor] == name])
 
     def _lay_out(self, path: Path, names: list[str]) -> None:
         # Wide types first, as in safetensors itself: every tensor is then aligned.

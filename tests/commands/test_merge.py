@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands import merging
 from fsdp_qlora.planning.describe import describe_servers
+from fsdp_qlora.storage import safetensors_files
 from tests.parity.test_experts import FAMILIES
 from tests.reference import LINEARS
 from tests.tiny import PROBE, ROOT, flags, make_rows, read_metrics, train_ok, write_rows
@@ -112,14 +113,17 @@ def test_the_merged_model_computes_what_peft_does(
     assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(base)("sort the list")
 
 
-def test_files_are_those_of_the_base_in_sixteen_bits(models: Models, tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_merged_in_sixteen_bits(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_files, "_FILE_BYTES", 50_000)
     base, split = models("llama"), tmp_path / "split"
     AutoModelForCausalLM.from_pretrained(base).save_pretrained(split, max_shard_size="100KB")
     adapter, out = make_adapter(split, tmp_path / "adapter"), tmp_path / "out"
     assert merge("--adapter", adapter, "--out", out, "--dtype", "bf16") == 0  # the base that the adapter names
-    index = json.loads((split / "model.safetensors.index.json").read_text())["weight_map"]
-    assert json.loads((out / "model.safetensors.index.json").read_text())["weight_map"] == index
-    assert len(set(index.values())) > 1 and json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    index = [json.loads((path / "model.safetensors.index.json").read_text())["weight_map"] for path in (split, out)]
+    assert index[0].keys() == index[1].keys() and len(set(index[1].values())) > 1
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert merged.dtype == torch.bfloat16
     whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).merge_and_unload()

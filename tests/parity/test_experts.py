@@ -288,8 +288,7 @@ def test_a_model_of_experts_saved_in_several_files_is_read_back(
         model.config,
         saving.SidecarFiles(tokenizer),
         tmp_path,
-        base_folder=folder,
-        keeps_base=False,
+        base=None,
         dtype=torch.float32,
         values=LiveValues(model, keeps=True),
     )
