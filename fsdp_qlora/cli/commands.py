@@ -281,12 +281,11 @@ def _answer(args: argparse.Namespace, config: TrainConfig, folder: Path | None) 
 
     ranks = read_ranks(config.device)
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
-    if args.prompts:
-        read_questions(Path(args.prompts))  # before anything is loaded
+    rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
     sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     model = LoadedModel(config, ranks, sampling, folder)
     if args.prompts:
-        answer_file(model, Path(args.prompts), Path(args.out), config.batch_size)
+        answer_file(model, rows, Path(args.out), config.batch_size)
     elif args.prompt is not None:
         model.stream(question(args.prompt, system=args.system), 0, sys.stdout)
     else:

@@ -16,7 +16,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextGenerator, gather_answers
-from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question, read_questions
+from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question
 from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
 from fsdp_qlora.planning.plan import plan_model
@@ -106,13 +106,14 @@ def _prompt_record(folder: Path | None, config: TrainConfig, tokenizer: PreTrain
     return dict(noted) if noted else chosen_format(config.dataset_format, config.prompt_template, tokenizer)
 
 
-def answer_file(model: LoadedModel, path: Path, out: Path, batch_size: int) -> None:
-    """Answer a file of prompts; the answers are the rows with a completion each, in a file that appears when complete.
+def answer_file(
+    model: LoadedModel, rows: Sequence[tuple[dict[str, Any], Question]], out: Path, batch_size: int
+) -> None:
+    """Answer the rows of a file; `out` holds them with a completion each, and appears when it is complete.
 
     Raises:
-        UserError: a file cannot be read or written.
+        UserError: it cannot be written.
     """
-    rows = read_questions(path)
     done = []
     with tqdm(total=len(rows), unit=" prompts", disable=not model.ranks.is_rank_0 or not sys.stderr.isatty()) as bar:
         for results in model.answer_all([asked for _, asked in rows], batch_size):
@@ -121,11 +122,9 @@ def answer_file(model: LoadedModel, path: Path, out: Path, batch_size: int) -> N
     if model.ranks.is_rank_0:
         try:
             with staged_file(out) as partial:
-                lines = [
-                    json.dumps({**row, **result}, ensure_ascii=False)
-                    for (row, _), result in zip(rows, done, strict=True)
-                ]
-                partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+                answered = ({**row, **result} for (row, _), result in zip(rows, done, strict=True))
+                lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in answered]
+                partial.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             raise UserError(f"--out {out} cannot be written ({error.strerror or error}).") from error
         log.info("Saved: %s (%d prompts)", out, len(rows))

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from fsdp_qlora.config.text import identity_settings
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.data.rendering import TEMPLATE, example_prompts
 from fsdp_qlora.loading.hub import public_name
+from fsdp_qlora.output.environment import versions
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.version import VERSION
 
@@ -56,7 +56,7 @@ def training_record(
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
-    shown = _PACKAGES if kind.quantizer == "hqq" else _PACKAGES[:-1]
+    found, shown = versions(), _PACKAGES if kind.quantizer == "hqq" else _PACKAGES[:-1]
     record = {
         "format": 1,
         "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")},
@@ -71,17 +71,10 @@ def training_record(
         "data": about.get("data", []),
         "eval_data": about.get("eval_data", []),
         "settings": dict(settings),
-        "versions": {name: version for name in shown if (version := _version(name))},
+        "versions": {name: found[name] for name in shown if name in found},
     }
     # As in a checkpoint's JSON, so that a run and `export` write the same.
     return dict(json.loads(json.dumps(redact_values(record))))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a clone that is not installed
-        return None
 
 
 def documents(record: Mapping[str, Any], *, kind: str | None, changed: Mapping[str, Any]) -> dict[str, str]:
