@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.generation.generate import Samples, SamplingOptions
@@ -55,13 +55,13 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(run: Path, base: Path, prompts: list[str]) -> list[list[int]]:
     """The tokens that transformers generates, one prompt after the other, from the decoded base and PEFT's adapter."""
     model = PeftModel.from_pretrained(load_decoded_base(base), run).eval()
-    tokenizer = AutoTokenizer.from_pretrained(run)
-    found = []
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
-        found.append(made[0, ids.shape[1] :].tolist())
-    return found
+    return [greedy(model, AutoTokenizer.from_pretrained(run), prompt) for prompt in prompts]
+
+
+def greedy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, **options: bool) -> list[int]:
+    ids = tokenizer(text, return_tensors="pt", **options)["input_ids"]
+    made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
+    return list(made[0, ids.shape[1] :].tolist())
 
 
 def end_at_different_places(base: Path, answers: list[list[int]]) -> None:
@@ -108,20 +108,16 @@ def test_a_chat_keeps_its_history_and_the_plain_base_completes(models: Models, t
     base = models()
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    ids = tokenizer("sort the", return_tensors="pt")["input_ids"]
-    made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
-    answer = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    answer = tokenizer.decode(greedy(model, tokenizer, "sort the"), skip_special_tokens=True)
     common = {"model_name": base, "train_type": "lora", "precision": "fp32"}
     assert generate(1, tmp_path / "base", prompt="sort the", **common).endswith(answer + "\n")
     chat = generate(2, tmp_path / "chat", stdin="red\nblue\n", prompt_template="user_assistant", **common)
-    ids = tokenizer("<s>User: red\nAssistant:", add_special_tokens=False, return_tensors="pt")["input_ids"]
-    made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
-    first = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
-    text = f"<s>User: red\nAssistant: {first}</s>\nUser: blue\nAssistant:"
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
-    second = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
-    assert f"{first}\n{second}\n" in chat
+    text, answers = "<s>User: red\nAssistant:", []
+    for following in ("</s>\nUser: blue\nAssistant:", ""):
+        tokens = greedy(model, tokenizer, text, add_special_tokens=False)
+        answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
+        text += f" {answers[-1]}{following}"
+    assert "\n".join([*answers, ""]) in chat
 
 
 def test_draws_follow_temperature_top_p_and_seed() -> None:
@@ -156,10 +152,8 @@ def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path: Path) -
 
 
 def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_path: Path) -> None:
-    rows, held_out = (
-        write_rows(tmp_path / "rows.jsonl", make_rows(12)),
-        write_rows(tmp_path / "eval.jsonl", make_rows(4)),
-    )
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
+    held_out = write_rows(tmp_path / "eval.jsonl", make_rows(4))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("sort the list\nname a river\nblue water\n")
     common = {"model_name": models(), "dataset": rows, "eval_dataset": held_out, "eval_steps": 2, "batch_size": 1}
@@ -171,8 +165,7 @@ def test_samples_are_the_models_answers_and_change_nothing(models: Models, tmp_p
     samples = [json.loads(line) for line in (tmp_path / "with" / "samples.jsonl").read_text().splitlines()]
     asked = prompts.read_text().splitlines()
     assert [(row["step"], row["prompt"]) for row in samples] == [(step, text) for step in (0, 2, 4) for text in asked]
-    generate(
-        1, tmp_path / "one", adapter=tmp_path / "with", prompts=prompts, out=tmp_path / "out.jsonl", max_new_tokens=128
-    )
+    files = {"adapter": tmp_path / "with", "prompts": prompts, "out": tmp_path / "out.jsonl"}
+    generate(1, tmp_path / "one", max_new_tokens=128, **files)
     answers = [json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["text"] for row in samples[-3:]] == answers and len({row["text"] for row in samples}) > 3
