@@ -31,6 +31,7 @@ from fsdp_qlora.storage.files import why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
 
+_MOST_BLOCKS = 1000  # largest known: 126 (Llama 3.1 405B); building a damaged number of them would not end
 NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that block_expansion.py added
 # Module names that wrappers add to a parameter's path and that weight files do not have.
 _WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
@@ -65,6 +66,12 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
         raise UserError(
             f"model_name {name} is of type {config.model_type!r}, which is not a decoder-only language model. "
             "Give a causal language model (llama, mistral, qwen, gemma, phi, ...)."
+        )
+    blocks = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(blocks, int) and blocks > _MOST_BLOCKS:
+        raise UserError(
+            f"model_name {name}: its config.json says num_hidden_layers {blocks}, more than the {_MOST_BLOCKS} of any "
+            "model that can be built here. Download it again."
         )
     return config
 

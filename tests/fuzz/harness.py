@@ -5,7 +5,6 @@ import os
 import random
 import resource
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +18,13 @@ from fsdp_qlora.errors import RunStopped, TrainingError, UserError
 OURS = (UserError, TrainingError, RunStopped, DamagedCheckpoint)
 CASES = int(os.environ.get("FUZZ_CASES", "40"))  # of each kind of input
 SEED = int(os.environ.get("FUZZ_SEED", "0"))  # of the first case; the others follow
-MOST_BYTES = 2 * 2**30  # of memory for one case: a device read to its end would take all
+MOST_BYTES = 2 * 2**30  # of memory for one case: a damaged size could ask for all
 SECONDS = 20  # for one case; the usual one takes a few hundredths
 
 # Values that programs trip over, as JSON and as text.
 VALUES: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 10**40, -(10**40), 1e308, float("nan"), float("inf"), "", "x", "\0", "\ud800", "../x",
-    "/", "x" * 5000, [], {}, [[]], [None], {"a": {}}, "é\u202e\x1b[2J",
+    None, True, -1, 0, 1, 2**31, 10**40, -(10**40), 1e308, float("nan"), float("inf"), "", "x", "\ud800", "../x",
+    "/", "x" * 200, [], {}, [[]], [None], {"a": {}}, "é\u202e\x1b[2J",
 ]  # fmt: skip
 
 Case = Callable[[random.Random, Path], object]
@@ -41,12 +40,9 @@ def fuzz(case: Case, folder: Path, *, cases: int = CASES) -> None:
     for seed in range(SEED, SEED + cases):
         place = folder / f"case_{seed}"
         place.mkdir(parents=True)
-        with changed_directory(place), written_paths() as written:
+        with changed_directory(place):
             if reason := outcome(case, seed, place):
                 bad.append(f"seed {seed}: {reason}")
-        outside = [path for path in written if not Path(path).is_relative_to(folder)]
-        if outside:
-            bad.append(f"seed {seed}: wrote {outside[:3]}")
     assert not bad, f"{len(bad)} of {cases} cases (FUZZ_SEED and FUZZ_CASES=1 repeat one):\n" + "\n".join(bad)
 
 
@@ -93,39 +89,6 @@ def changed_directory(place: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-# --- what is written ---
-
-_CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree"}
-_written: list[str] | None = None
-
-
-def _listen(event: str, arguments: tuple) -> None:
-    if _written is None or not (event == "open" or event in _CHANGES):
-        return
-    writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    if event == "open" and not (isinstance(arguments[2], int) and arguments[2] & writes):
-        return
-    path = arguments[1] if event in ("os.link", "os.symlink") else arguments[0]
-    if isinstance(path, (str, bytes, os.PathLike)):
-        full = os.path.realpath(os.path.dirname(os.path.abspath(os.fsdecode(path))))
-        if not full.startswith(("/dev", "/proc", "/sys")) and not os.fsdecode(path).endswith(".pyc"):
-            _written.append(os.path.join(full, os.path.basename(os.fsdecode(path))))
-
-
-@contextlib.contextmanager
-def written_paths() -> Iterator[list[str]]:
-    """The paths that Python code changes in the block, or tries to."""
-    global _written
-    if not getattr(sys, "_fuzz_listens", False):  # a hook cannot be removed
-        sys.addaudithook(_listen)
-        sys._fuzz_listens = True  # type: ignore[attr-defined]
-    _written = found = []
-    try:
-        yield found
-    finally:
-        _written = None
-
-
 # --- damage ---
 
 
@@ -145,19 +108,18 @@ def damaged_bytes(rng: random.Random, content: bytes) -> bytes:
             case 3:
                 data[start:start] = data[start:stop]
             case 4:
-                data[start:start] = rng.choice(
-                    [
-                        b"\0",
-                        b"\xff\xfe",
-                        b"\n",
-                        b'"',
-                        b"{" * 2000,
-                        b"[" * 2000,
-                        b"9" * 5000,
-                        b"\x1b[2J",
-                        b"\xef\xbb\xbf",
-                    ]
-                )
+                odd = [
+                    b"\0",
+                    b"\xff\xfe",
+                    b"\n",
+                    b'"',
+                    b"{" * 2000,
+                    b"[" * 2000,
+                    b"9" * 5000,
+                    b"\x1b[2J",
+                    b"\xef\xbb\xbf",
+                ]
+                data[start:start] = rng.choice(odd)
             case 5:
                 data[start:stop] = bytes(stop - start)
             case 6 if data:
@@ -184,18 +146,17 @@ def damaged_value(rng: random.Random, value: Any) -> Any:
 
 
 def damage_a_file(rng: random.Random, folder: Path) -> Path:
-    """Damage, remove or replace one file below a folder by what is no file; returns its path."""
+    """Damage or remove one file below a folder, or put a folder or a broken link in its place; returns its path."""
     path = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
     content = path.read_bytes()
+    path.unlink()
     match rng.randrange(10):
         case 0:
-            path.unlink()
+            pass
         case 1:
-            path.unlink()
-            rng.choice([os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])(path)
+            path.mkdir()
         case 2:
-            path.unlink()
-            path.symlink_to(rng.choice(["nowhere", ".", path.name, "/etc/passwd"]))
+            path.symlink_to(rng.choice(["nowhere", ".", path.name]))
         case _:
             path.write_bytes(damaged_bytes(rng, content))
     return path

@@ -20,6 +20,7 @@ def change(**values: object) -> Callable[[str], str]:
 WRONG = {
     "a negative width": (change(hidden_size=-64), ""),
     "a huge vocabulary": (change(vocab_size=10**40), ""),
+    "a huge number of layers": (change(num_hidden_layers=2**31), "num_hidden_layers 2147483648, more than the 1000"),
     "no heads": (change(num_attention_heads=0), ""),
     "padding outside": (change(pad_token_id=-400), ""),
     "unreadable nesting": (lambda _: "[" * 100_000, "not valid JSON"),
