@@ -14,13 +14,13 @@ import difflib
 import os
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
 import yaml
 
-from fsdp_qlora.config.conflicts import check, out_of_range
-from fsdp_qlora.config.from_adapter import take_adapter
+from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, option_types
 from fsdp_qlora.config.text import find_config, option_help, shipped_configs, type_text, value_text
 from fsdp_qlora.errors import UserError
@@ -49,8 +49,6 @@ def parse_train_config(argv: list[str]) -> TrainConfig:
     namespace, unknown = _parser().parse_known_args(_with_underscores(argv))
     flags = vars(namespace)
     path = flags.pop("config", None)
-    if path is not None and ("\0" in path or not path.isprintable()):
-        raise UserError(f"--config {path[:80]!a} has characters that no path should have. Rename the file.")
     errors: list[str] = []
     settings = _read_yaml(find_config(path), errors) if path is not None else []
     settings += [_Setting(f"--{name}", name, values) for name, values in flags.items()]
@@ -151,21 +149,19 @@ def _bool(text: str) -> bool:
     return words[text.lower()]
 
 
-def _int(text: str) -> int:
+def _number(kind: type, expected: str, text: str) -> object:
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
-        raise ValueError(f"expected a whole number, got {text!r}") from None
+        raise ValueError(f"expected {expected}, got {text!r}") from None
 
 
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"expected a number, got {text!r}") from None
-
-
-_CONVERTERS: dict[type, Callable[[str], object]] = {bool: _bool, int: _int, float: _float, str: str}
+_CONVERTERS: dict[type, Callable[[str], object]] = {
+    bool: _bool,
+    int: partial(_number, int, "a whole number"),
+    float: partial(_number, float, "a number"),
+    str: str,
+}
 
 
 # --- unknown names ---

@@ -1,17 +1,20 @@
 """The values and combinations of options that are refused before a model is read or a device is used."""
 
+import dataclasses
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
+from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.targets import ALL, is_regex
-from fsdp_qlora.config.marks import OF_ADAPTER, PER_NODE, of_quantizer
+from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
+from fsdp_qlora.config.text import value_text
 from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import folder_error, is_repository, mirror_error
-
-_PATH_MAX, _NAME_MAX = 4096, 255  # bytes; what Linux takes
 
 
 def check(config: TrainConfig) -> list[str]:
@@ -246,29 +249,11 @@ def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _text_errors(c: TrainConfig) -> Iterator[str]:
-    """Values that no file and no log line can have, which would fail only when one is written."""
-    paths = {"model_name", "llama_pro_path", "dataset", "eval_dataset", *names_marked(PER_NODE)}
+    """Text that is not UTF-8, which Python keeps as lone surrogates: it would fail only when a file is written."""
     for name, value in vars(c).items():
-        for text in value if isinstance(value, tuple) else [value] if isinstance(value, str) else []:
-            encoded = text.encode(errors="replace")
-            if "\0" in text:
-                yield f"--{name} has a NUL character in it."
-            elif not _is_utf8(text):
+        for text in value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str) and text.encode(errors="replace").decode() != text:
                 yield f"--{name} is not UTF-8 text: {text[:80]!a}. Give the file or folder another name."
-            elif name in paths and (len(encoded) > _PATH_MAX or max(map(len, encoded.split(b"/"))) > _NAME_MAX):
-                yield (
-                    f"--{name} is {len(encoded):,} bytes long, and a path has at most {_PATH_MAX:,}, with at most "
-                    f"{_NAME_MAX} between two slashes."
-                )
-
-
-def _is_utf8(text: str) -> bool:
-    """False where the command line had other bytes, which Python keeps as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _flags(names: list[str]) -> str:
@@ -289,3 +274,50 @@ _RULES = (
     _hub_errors,
     _profiling_conflicts,
 )
+
+
+# --- --adapter: the options that the adapter decides ---
+
+# They may name the same layers in another way, which is checked when the model is known.
+_NAMES_LAYERS = ("lora_target_modules", "lora_target_parameters", "modules_to_save")
+
+
+def take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """The options with those that the adapter decides; without --adapter as they are.
+
+    Args:
+        given: the options that were given.
+    Raises:
+        UserError: there is no usable adapter, or a given option contradicts it.
+    """
+    if config.adapter is None:
+        return config
+    if config.adapter.lower() in TRAIN_TYPES and not Path(config.adapter).exists():  # axolotl's name for it
+        raise UserError(f"--adapter is a folder to start from; did you mean --train_type {config.adapter.lower()}?")
+    folder, output = Path(config.adapter).expanduser(), Path(config.output_dir).expanduser()
+    if output.resolve() in (folder.resolve(), *folder.resolve().parents):
+        raise UserError(
+            f"--adapter {config.adapter} is in output_dir, where the new adapter goes. Give another folder."
+        )
+    adapter, kind = read_adapter(folder), config.kind.adapter
+    if kind is not None and kind != adapter.kind:
+        takers = ", ".join(name for name, other in TRAIN_TYPES.items() if other.adapter == adapter.kind)
+        raise UserError(
+            f"--adapter {config.adapter} is {_KINDS[adapter.kind]} and --train_type {config.train_type} trains "
+            f"{_KINDS[kind]}. Give one of {takers}."
+        )
+    errors = [
+        f"--{name} is {value_text(getattr(config, name))}, but the adapter's is {value_text(value)}: leave it out."
+        for name, value in adapter.options.items()
+        if name in given and name not in _NAMES_LAYERS and getattr(config, name) != value
+    ]
+    if errors:
+        raise UserError("\n  ".join([f"--adapter {config.adapter} decides its own options:", *errors]))
+    taken = {name: value for name, value in adapter.options.items() if name not in given}
+    config = dataclasses.replace(config, **taken)
+    if errors := check(config):
+        raise UserError("\n  ".join([f"--adapter {config.adapter} cannot be trained with these options:", *errors]))
+    return config
+
+
+_KINDS = {"lora": "LoRA", "dora": "DoRA"}

@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from fsdp_qlora.config.cli import OTHER_NAMES, UNSUPPORTED, parse_train_config
-from fsdp_qlora.config.marks import NO_EFFECT, of_quantizer
+from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
 from fsdp_qlora.config.text import needless_lines, option_help, resolved_yaml
 from fsdp_qlora.config.train_types import TRAIN_TYPES
@@ -45,17 +44,8 @@ def yaml_file(tmp_path):
 def test_flags_win_over_yaml_and_yaml_over_the_defaults(yaml_file):
     path = yaml_file("lr: 2e-4\nsave_model: no\nlora_target_modules: [q_proj, v_proj]\nseed: 7\nname: null\n")
     config = parse_train_config(["--seed", "8", "--config", path, "--batch-size=3", "--warmup_steps", "-1"])
-    assert config.lr == 2e-4
-    assert config.save_model is False
-    assert config.lora_target_modules == ("q_proj", "v_proj")
-    assert (config.seed, config.batch_size, config.warmup_steps) == (8, 3, -1)
-    assert config == dataclasses.replace(
-        TrainConfig(),
-        lr=2e-4,
-        save_model=False,
-        lora_target_modules=("q_proj", "v_proj"),
-        seed=8,
-        batch_size=3,
+    assert config == TrainConfig(
+        lr=2e-4, save_model=False, lora_target_modules=("q_proj", "v_proj"), seed=8, batch_size=3, warmup_steps=-1
     )
 
 
@@ -118,15 +108,17 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--batch_size 0", "--batch_size must be 1 or more, but is 0"),
         ("--context_length 0", "--context_length must be 2 or more, but is 0"),
         ("--max_steps 0", "--max_steps must be -1"),
+        ("--seed 4294967296", "--seed must be between 0 and 4294967295"),
+        ("--wd nan", "--wd must be a finite number, 0 or more"),
+        ("--warmup_ratio 1.01", "--warmup_ratio must be between 0 and 1"),
+        ("--dataset_samples 0", "--dataset_samples must be 1 or more"),
+        ("--recompute -1", "--recompute must be 0 or more if it is a number"),
         ("--lr nan", "--lr must be a finite number above 0"),
         ("--lora_dropout 1", "--lora_dropout must be 0 or more and below 1"),
         ("--lora_target_modules ,", "--lora_target_modules must be given"),
         ("--lora_target_modules all q_proj", "all cannot be combined"),
         ("--train_type full --lora_rank 8", "leave out --lora_rank"),
-        (
-            "--train_type lora --quant_type fp4",
-            "lora does not know --quant_type: that is for qlora, bnb_dora",
-        ),
+        ("--train_type lora --quant_type fp4", "lora does not know --quant_type: that is for qlora, bnb_dora"),
         ("--train_type lora --allow_unquantized true", "leave out --allow_unquantized"),
         ("--n_bits 3", "qlora does not know --n_bits: that is for hqq_lora"),
         ("--train_type hqq_lora --double_quant false", "hqq_lora does not know --double_quant"),
@@ -208,59 +200,18 @@ def test_bad_input_in_the_yaml_file_names_file_line_and_key(text, says, yaml_fil
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--dataset", "rows\0.jsonl"], "--dataset has a NUL character in it"),
         (["--output_dir", "out\udcff"], r"--output_dir is not UTF-8 text: 'out\udcff'"),
-        (["--profiling_output", "x/" * 2500], "--profiling_output is 5,000 bytes long"),
-        (["--model_name", "./" + "x" * 256], "at most 255 between two slashes"),
-        (["--config", "\0"], "--config '\\x00' has characters that no path should have"),
         (["--config", "x" * 5000], "cannot read it: File name too long"),
         (["--config", "/dev/zero"], "--config /dev/zero is not a regular file"),
         (["--seed", "9" * 5000], "--seed: expected a whole number"),
     ],
 )
 def test_values_that_no_path_has_are_refused_and_special_files_are_not_read(argv, says):
-    message = error_of(*argv)
-    assert says in message and message.isprintable()
+    assert says in error_of(*argv)
 
 
-def test_a_pipe_is_no_yaml_file(tmp_path):
-    os.mkfifo(tmp_path / "run.yaml")
-    assert "run.yaml is not a regular file" in error_of("--config", str(tmp_path / "run.yaml"))
-
-
-@pytest.mark.parametrize("recursion_limit", [1_000, 10_000])  # libraries raise it
-def test_deeply_nested_yaml_is_refused(yaml_file, recursion_limit):
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(recursion_limit)
-    try:
-        assert "options are not nested" in error_of("--config", yaml_file("seed: " + "[" * 900 + "]" * 900))
-    finally:
-        sys.setrecursionlimit(before)
-
-
-PEERS = {  # name of axolotl, LLaMA-Factory or the Hugging Face trainer -> what stands for it here
-    "base_model": "model_name",
-    "sequence_len": "context_length",
-    "micro_batch_size": "batch_size",
-    "lora_model_dir": "adapter",
-    "hub_model_id": "push_to_hub",
-    "lora_r": "lora_rank",
-    "datasets": "dataset",
-    "val_set_size": "eval_fraction",
-    "cutoff_len": "context_length",
-    "finetuning_type": "train_type: qlora",
-    "lora_target": "lora_target_modules",
-    "quantization_bit": "train_type: qlora",
-    "per_device_train_batch_size": "batch_size",
-    "num_train_epochs": "num_epochs",
-    "bf16": "precision: bf16",
-}
-
-
-def test_the_names_of_other_programs_are_understood(yaml_file):
-    message = error_of("--config", yaml_file("".join(f"{name}: 1\n" for name in PEERS)))
-    for name, ours in PEERS.items():
-        assert f'unknown key "{name}"; did you mean "{ours}"?' in message
+def test_deeply_nested_yaml_is_refused(yaml_file):
+    assert "options are not nested" in error_of("--config", yaml_file("seed: " + "[" * 900 + "]" * 900))
 
 
 def test_an_adapter_that_is_called_as_a_train_type_is_meant_as_one():
@@ -286,13 +237,17 @@ def test_a_switch_without_a_value_is_on_and_choices_are_found_in_any_case():
 
 def test_yaml_takes_dashes_in_names_and_null_for_the_default(yaml_file):
     config = parse_train_config(["--config", yaml_file("lora-rank: 8\nmax_steps: null\noutput_dir:\nlr: ~\n")])
-    assert config == dataclasses.replace(TrainConfig(), lora_rank=8)
+    assert config == TrainConfig(lora_rank=8)
 
 
-def test_wrong_values_and_ranges_are_reported_together():
-    message = error_of(*["--batch_size", "-1", "--lora_rank", "0", "--lr", "abc", "--eval_fraction", "2", "--lrr", "3"])
+def test_wrong_values_ranges_and_combinations_are_reported_together():
+    argv = "--batch_size -1 --lora_rank 0 --lr abc --eval_fraction 2 --lrr 3"
+    message = error_of(*argv.split())
     assert all(f"--{name}" in message for name in ("batch_size", "lora_rank", "lr", "eval_fraction", "lrr"))
     assert message.startswith("5 options are wrong")
+    argv = "--batch_size 0 --num_epochs 0 --train_type full --lora_rank 8 --eval_steps 3"
+    message = error_of(*argv.split())
+    assert all(name in message for name in ("batch_size", "num_epochs", "lora_rank", "eval_steps"))
 
 
 def test_a_wrong_yaml_value_is_reported_even_where_a_flag_wins(yaml_file):
@@ -303,13 +258,6 @@ def test_a_missing_package_is_said_before_anything_is_loaded(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "hqq" else find(name))
     assert "hqq_lora needs the package hqq: pip install hqq" in error_of("--train_type", "hqq_lora")
-
-
-def test_all_errors_are_reported_at_once():
-    argv = "--batch_size 0 --num_epochs 0 --train_type full --lora_rank 8 --eval_steps 3"
-    message = error_of(*argv.split())
-    assert all(name in message for name in ("batch_size", "num_epochs", "lora_rank", "eval_steps"))
-    assert message.startswith("4 options are wrong")
 
 
 def test_help_lists_every_option_without_importing_torch():
@@ -403,3 +351,32 @@ def test_keywords_of_train_take_every_value_of_an_option():
     assert get_type_hints(train)["options"] is Any  # a type checker must not refuse what the program takes
     config = make_train_config(None, {"recompute": 8, "use_cpu_offload": True, "dataset": [Path("rows.jsonl")]})
     assert (config.recompute, config.use_cpu_offload, config.dataset) == (8, True, ("rows.jsonl",))
+
+
+# --- marks: written down here once more, so that no change of them goes unseen ---
+
+# A run in a folder is continued if these options are as they were.
+IDENTITY = """
+    precision train_type lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
+    use_rslora init_lora_weights rank_pattern alpha_pattern context_length num_epochs max_steps lr lr_scheduler
+    warmup_ratio warmup_steps optimizer loraplus_lr_ratio wd apply_gradient_clipping grad_norm seed deterministic
+    quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples streaming shuffle_buffer
+    dataset_format eval_fraction
+"""
+DIFFERS_BETWEEN_NODES = """
+    model_name dataset prompt_template eval_dataset sample_prompts output_dir profiling_output
+    overwrite_output_dir quant_cache loading_buffer_mib world_size nproc_per_node master_addr master_port verbose resume
+    mirror llama_pro_path adapter
+"""
+
+
+def test_the_options_that_make_a_run_this_run_are_those_of_before() -> None:
+    assert [name for name in NAMES if name not in names_marked(MAY_DIFFER)] == IDENTITY.split()
+
+
+def test_the_options_that_may_differ_between_nodes_are_those_of_before() -> None:
+    assert set(names_marked(PER_NODE)) == set(DIFFERS_BETWEEN_NODES.split())
+
+
+def test_only_what_may_differ_on_resume_may_differ_between_nodes_or_be_without_effect() -> None:
+    assert {*names_marked(PER_NODE), *names_marked(NO_EFFECT)} <= set(names_marked(MAY_DIFFER))
