@@ -30,16 +30,16 @@ def read_conversations(row: Mapping[str, object]) -> Chat:
     return _chat(row, _turns(row.get("conversations"), "conversations"))
 
 
-def read_prompted(row: Mapping[str, object], column: str) -> Chat:
-    """Messages in `prompt`, if there are any, and in `column`; of the prompt none is learned. Raises BadRow."""
+def read_prompted(row: Mapping[str, object]) -> Chat:
+    """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned. Raises BadRow."""
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
-    answer = row.get(column)
+    answer = row.get("completion")
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     asked = _turns(prompt, "prompt") if prompt else []
-    return _chat(row, [{**turn, "weight": 0} for turn in asked] + _turns(answer, column))
+    return _chat(row, [{**turn, "weight": 0} for turn in asked] + _turns(answer, "completion"))
 
 
 def _turns(value: object, column: str) -> list[dict[str, Any]]:

@@ -67,15 +67,7 @@ class Tokens:
     learned: Sequence[bool]
 
 
-@dataclass(frozen=True)
-class Preference:
-    """Two answers to the same prompt, the better and the worse."""
-
-    chosen: Text | Chat
-    rejected: Text | Chat
-
-
-Content = list[Segment] | Fields | Chat | Text | Tokens | Preference
+Content = list[Segment] | Fields | Chat | Text | Tokens
 """A list of segments is tokenized segment by segment, as a filled prompt template is."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_qlora.data import chats, prompts
-from fsdp_qlora.data.examples import BadRow, Content, Fields, Preference, Segment, Text, Tokens, text_of
+from fsdp_qlora.data.examples import BadRow, Content, Fields, Segment, Text, Tokens, text_of
 from fsdp_qlora.errors import UserError
 
 Row = Mapping[str, object]
@@ -93,13 +93,9 @@ def read_text(row: Row) -> Text:
 def read_prompt_completion(row: Row) -> Content:
     """Text, or messages in both columns; the completion's are learned."""
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
-        return chats.read_prompted(row, "completion")
-    return _prompted_text(row, "completion")
-
-
-def _prompted_text(row: Row, column: str) -> Text:
+        return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
-    return Text((prompt, Segment(text_of(row, column), learned=True)))
+    return Text((prompt, Segment(text_of(row, "completion"), learned=True)))
 
 
 def read_guanaco(row: Row) -> Text:
@@ -155,11 +151,11 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
 # --- preferences ---
 
 
-def read_preference(row: Row) -> Preference:
-    """Two answers to a prompt, as text or as messages, with the prompt in a column of its own or in both answers."""
-    if isinstance(row.get("chosen"), list):
-        return Preference(chats.read_prompted(row, "chosen"), chats.read_prompted(row, "rejected"))
-    return Preference(_prompted_text(row, "chosen"), _prompted_text(row, "rejected"))
+def refuse_preference(row: Row) -> Content:
+    raise UserError(
+        "These rows are preferences (chosen and rejected), and training on them is not supported yet. To train on the "
+        "chosen answers alone, give --columns completion=chosen --dataset_format prompt_completion."
+    )
 
 
 # With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
@@ -167,7 +163,7 @@ def read_preference(row: Row) -> Preference:
 FORMATS: dict[str, Format] = {
     "alpaca": Format(("instruction", "output"), ("input", "system", "history"), read_alpaca),
     "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
-    "preference": Format(("chosen", "rejected"), ("prompt", "tools"), read_preference),
+    "preference": Format(("chosen", "rejected"), ("prompt", "tools"), refuse_preference),
     "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
     "dolly": Format(("instruction", "response"), ("context",), read_dolly),

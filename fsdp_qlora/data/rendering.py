@@ -8,10 +8,9 @@ from typing import Any, get_type_hints
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
-from fsdp_qlora.data.examples import BadRow, Chat, Content, Fields, Preference, Rendered, Segment, Text, Tokens
+from fsdp_qlora.data.examples import BadRow, Chat, Content, Fields, Rendered, Segment, Text, Tokens
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.errors import UserError
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
@@ -75,11 +74,6 @@ class Renderer:
         return rendered
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
-        if isinstance(content, Preference):
-            raise UserError(
-                "These rows are preferences (chosen and rejected), and training on them is not supported yet. To train "
-                "on the chosen answers alone, give --columns completion=chosen --dataset_format prompt_completion."
-            )
         if isinstance(content, Fields) and self._chosen.is_chat:
             content = as_chat(content)
         if isinstance(content, Fields):

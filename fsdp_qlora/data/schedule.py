@@ -28,11 +28,6 @@ def num_micro_batches(num_rows: int, batch_size: int, world_size: int) -> int:
     return -(-num_rows // (world_size * batch_size))
 
 
-def steps_per_epoch(num_rows: int, *, global_batch_size: int) -> int:
-    """Optimizer steps of one epoch. The last one takes the rows that are left."""
-    return -(-num_rows // global_batch_size)
-
-
 @dataclass(frozen=True)
 class Mixture:
     """How many rows of each dataset an epoch takes."""
@@ -41,18 +36,6 @@ class Mixture:
     """Where each dataset ends among all rows."""
     rows_per_epoch: tuple[int, ...]
     """Of each dataset, together in the shares of the weights to within one row."""
-
-    def rows_of_epoch(self, rows: np.ndarray, epoch: int, shuffled: Sequence[np.ndarray]) -> np.ndarray:
-        """The rows of one epoch, each at most once: the next ones of each dataset, which then repeats.
-
-        Args:
-            rows: indices of the rows to train on, sorted.
-            shuffled: for each dataset the order in which its rows are taken.
-        """
-        chosen = []
-        for group, order, count in zip(split_rows(rows, self.ends), shuffled, self.rows_per_epoch, strict=True):
-            chosen.append(group[order[np.arange(epoch * count, (epoch + 1) * count) % len(group)]])
-        return np.concatenate(chosen)
 
 
 def split_rows(rows: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
@@ -91,7 +74,8 @@ class Schedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.num_rows, global_batch_size=self.global_batch_size)
+        """Optimizer steps of one epoch. The last one takes the rows that are left."""
+        return -(-self.num_rows // self.global_batch_size)
 
     @property
     def total_steps(self) -> int:
@@ -171,11 +155,16 @@ class Schedule:
 
 
 def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:
-    """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the mixture takes."""
+    """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the mixture takes.
+
+    Of each dataset of a mixture, whose `rows` are sorted, an epoch takes the next ones, each at most once.
+    """
     if mixture is not None:
-        groups = split_rows(rows, mixture.ends)
-        shuffled = [_permutation(len(group), [seed, i, MIXTURE_STREAM]) for i, group in enumerate(groups)]
-        rows = mixture.rows_of_epoch(rows, epoch, shuffled)
+        chosen = []
+        for i, (group, count) in enumerate(zip(split_rows(rows, mixture.ends), mixture.rows_per_epoch, strict=True)):
+            order = _permutation(len(group), [seed, i, MIXTURE_STREAM])
+            chosen.append(group[order[np.arange(epoch * count, (epoch + 1) * count) % len(group)]])
+        rows = np.concatenate(chosen)
     return rows[_permutation(len(rows), [seed, epoch])].astype(np.int64)
 
 

@@ -166,7 +166,7 @@ def find_source(dataset: str | DatasetName) -> Source:
         return _part(local_source(_existing(name), wanted.split), wanted)
     if is_hub_name(name):
         return _part(hub_source(name, config=wanted.config, split=wanted.split or "train"), wanted)
-    close = difflib.get_close_matches(name, dataset_names(), n=1)
+    close = difflib.get_close_matches(name, [*DATASETS, DUMMY], n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
 
@@ -248,17 +248,8 @@ def _part(source: Source, wanted: DatasetName) -> Source:
     return Source(source.origin, f"{source.identity} {origin}", read)
 
 
-def dataset_names() -> list[str]:
-    """The names that `--dataset` accepts besides paths."""
-    return [*DATASETS, DUMMY]
-
-
-def demo_source(wanted: DatasetName) -> Source:
-    """The rows that ship with the package. They need no network."""
-    return local_source(_demo_path())
-
-
 def _demo_path() -> Path:
+    """The rows that ship with the package."""
     return Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl"))
 
 
@@ -381,7 +372,7 @@ _SEED_OF_2024 = 42  # the default of its --seed
 DATASETS: dict[str, Callable[[DatasetName], Source]] = {
     "alpaca": _named("yahma/alpaca-cleaned"),
     "alpaca_sample": _named("yahma/alpaca-cleaned"),
-    "alpaca_demo": demo_source,
+    "alpaca_demo": lambda wanted: local_source(_demo_path()),
     "guanaco": _named("timdettmers/openassistant-guanaco"),
     "sql": _named("knowrohit07/know_sql", split="validation", skip=1000, shuffled=True),
     "orca_math": _named("microsoft/orca-math-word-problems-200k", shuffled=True),
@@ -397,7 +388,7 @@ def _looks_local(dataset: str) -> bool:
 
 def _choices() -> str:
     return (
-        f"Datasets by name: {', '.join(dataset_names())}. "
+        f"Datasets by name: {', '.join([*DATASETS, DUMMY])}. "
         f"Or give the path of a {', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub. "
         "Separate several datasets by blanks."
     )

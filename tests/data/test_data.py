@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,7 +40,6 @@ from fsdp_qlora.data.schedule import (
     split_by_length,
     split_by_tokens,
     split_eval,
-    steps_per_epoch,
 )
 from fsdp_qlora.data.tokenization import check_vocabulary, describe_sample
 from fsdp_qlora.errors import UserError
@@ -499,17 +499,6 @@ def test_token_outside_the_vocabulary_is_reported_with_its_row(prepare: Any, tmp
         check_vocabulary(tokenized, largest)
 
 
-def test_sample_shows_its_masked_and_learned_text(
-    prepare: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    tokenized, _ = prepare(write_jsonl(tmp_path / "rows.jsonl", ROWS))
-    text = describe_sample(tokenized, 2, tokenizer)
-    masked, learned = text.split(f"--- learned ({tokenized.num_targets[2]} tokens) ---\n")
-    assert learned == "Bonjour, bonjour! Ça va?</s>"
-    assert masked.startswith(f"Sample: row 3, {tokenized.lengths[2]} tokens\n--- masked (")
-    assert masked.endswith("### Response:\n")
-
-
 # ---- the cache ------------------------------------------------------------------------------------------
 
 
@@ -568,18 +557,15 @@ def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     expected = prepare(path)[0].input_ids.tolist()
     [file] = (tmp_path / "cache" / "tokenized").glob("*.safetensors")
-    data = file.read_bytes()
-    arrays, metadata = cache.map_arrays(file)
+    data, arrays = file.read_bytes(), load_file(file)
     file.unlink()  # the first call's rows are still mapped
-    bit = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
-    content = {"cut": data[:-7], "empty": b"", "noise": b"\xff" * len(data), "bit": bit}
     if damage == "foreign":
-        cache.write_arrays(file, {"input_ids": [np.zeros(3, dtype=np.int32)]}, {})
+        save_file({"input_ids": np.zeros(3, dtype=np.int32)}, file)
     elif damage == "mixed":
-        mixed = {name: [array[:-1] if name == "input_ids" else array] for name, array in arrays.items()}
-        cache.write_arrays(file, mixed, metadata)
+        save_file({**arrays, "input_ids": arrays["input_ids"][:-1]}, file, {"digest": "0", "report": "{}"})
     else:
-        file.write_bytes(content[damage])
+        bit = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+        file.write_bytes({"cut": data[:-7], "empty": b"", "noise": b"\xff" * len(data), "bit": bit}[damage])
     assert prepare(path)[0].input_ids.tolist() == expected
     assert any("damaged" in line for line in lines)
     assert file.read_bytes() == data
@@ -672,7 +658,7 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
         rows = np.arange(7, num_rows + 7)  # a subset: rows 0 to 6 are held out
         order = epoch_order(rows, seed=0, epoch=num_rows)
         seen: list[int] = []
-        num_steps = steps_per_epoch(num_rows, global_batch_size=global_batch_size)
+        num_steps = -(-num_rows // global_batch_size)
         for step in range(num_steps):
             step_rows = order[step * global_batch_size : (step + 1) * global_batch_size]
             pieces = split(step_rows, lengths, world_size=world_size, batch_size=batch_size)

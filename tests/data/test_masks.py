@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data import files
 from fsdp_qlora.data.chat_template import APART, ChatTemplate, TemplateWorker
-from fsdp_qlora.data.examples import BadRow, Chat, Preference, Segment, Text
+from fsdp_qlora.data.examples import BadRow, Chat, Segment
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
@@ -136,34 +136,6 @@ def test_sharegpt_gives_the_same_tokens_as_messages(kind: str) -> None:
     ]
     for row in rows:
         assert tokens_of(kind, "sharegpt", row, chat=template()) == tokens_of(kind, "messages", CHAT, chat=template())
-
-
-def test_white_space_that_a_template_writes_behind_the_end_token_is_not_learned() -> None:
-    answer = "[a]{{ m.content + '</s>\\n' }}"
-    tokens, learned, _ = tokens_of("byte_level", "messages", CHAT, chat=template(answer))
-    assert [token for token, bit in zip(tokens, learned, strict=True) if bit] == ["go", "Ġon", "</s>", "no", "</s>"]
-
-
-def test_reasoning_that_a_template_keeps_in_the_last_turn_alone_leaves_the_earlier_masks_exact() -> None:
-    # As Qwen3 does: an empty block in front of the last answer, none in front of earlier ones.
-    answer = "[a]{% if loop.last %}{{ '<>' }}{% endif %}{{ m.content + '</s>' }}"
-    tokens, learned, _ = tokens_of("byte_level", "messages", CHAT, chat=template(answer))
-    assert "".join(tokens) == "<s>[u]hi[a]goĠon</s>[u]so[a]<>no</s>"
-    assert [token for token, bit in zip(tokens, learned, strict=True) if bit] == [
-        "go",
-        "Ġon",
-        "</s>",
-        "<",
-        ">",
-        "no",
-        "</s>",
-    ]
-
-
-def test_a_prompt_that_opens_a_block_which_the_turn_does_not_have_ends_where_they_part() -> None:
-    opening = PROMPT.replace("[a]", "[a]<>")
-    _, learned, _ = tokens_of("byte_level", "messages", CHAT, chat=template(prompt=opening))
-    assert learned == mask("assistant")
 
 
 def test_workers_fill_the_same_rows_in_the_same_order() -> None:
@@ -317,23 +289,9 @@ def test_system_and_history_of_alpaca_are_in_the_prompt_and_past_answers_are_lea
     assert "".join(tokens) == "<s>[s]on[u]hi[a]go</s>[u]so[a]no</s>"
 
 
-def test_preferences_become_the_same_segments_and_are_not_trained_on_yet() -> None:
-    plain = FORMATS["preference"].read({"prompt": "hi", "chosen": "go", "rejected": "no"})
-    assert plain == Preference(
-        Text((Segment("hi", False), Segment("go", True))), Text((Segment("hi", False), Segment("no", True)))
-    )
-    asked, answers = turns("hi"), [[{"role": "assistant", "content": text}] for text in ("go", "no")]
-    rows = [
-        {"prompt": asked, "chosen": answers[0], "rejected": answers[1]},
-        {"prompt": "hi", "chosen": answers[0], "rejected": answers[1]},
-    ]
-    for row in rows:
-        found = FORMATS["preference"].read(row)
-        assert isinstance(found, Preference) and isinstance(found.chosen, Chat) and isinstance(found.rejected, Chat)
-        assert [message["content"] for message in found.chosen.messages] == ["hi", "go"]
-        assert [message["content"] for message in found.rejected.messages] == ["hi", "no"]
+def test_preferences_are_not_trained_on_yet() -> None:
     with pytest.raises(UserError, match=r"preferences .*not supported yet.*--columns completion=chosen"):
-        tokens_of("byte_level", "preference", rows[0])
+        tokens_of("byte_level", "preference", {"prompt": "hi", "chosen": "go", "rejected": "no"})
 
 
 def test_a_template_file_fills_the_fields_and_learns_what_stands_behind_the_response(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 import gzip
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
@@ -18,9 +18,8 @@ from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.streaming import StreamPosition
 from fsdp_qlora.errors import UserError
-from tests.data.dataset_hub import DatasetHub
 from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
-from tests.tiny import ROOT, make_rows, make_tokenizer
+from tests.tiny import make_rows, make_tokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -126,61 +125,28 @@ def test_what_a_stream_cannot_do_is_one_sentence(tmp_path: Path, stream: Callabl
     assert stream(rows, max_steps=7).rows_per_epoch is None
 
 
-STREAM = """
-import json, sys
-from transformers import AutoTokenizer
-from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.prepare import DataOptions, prepare_data
-from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.streaming import StreamPosition
-from fsdp_qlora.errors import UserError
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-for max_steps in (-1, 9):
-    options = TrainConfig(dataset=("owner/rows",), streaming=True, shuffle_buffer=10, max_steps=max_steps)
-    try:
-        data = prepare_data(tokenizer, options.pick(DataOptions), vocab_size=len(tokenizer))
-    except UserError as error:
-        print("REFUSED", error)
-schedule = Schedule(108, 12, 1, 1, num_epochs=1, max_steps=9, seed=1)
-steps = list(data.stream.steps(schedule, StreamPosition()))
-print("ROWS", json.dumps([rows.row_numbers.tolist() for _, rows, _ in steps]))
-print("COUNT", data.rows_per_epoch)
-print("FROM", flush=True)
-sys.stdin.readline()
-left = list(data.stream.steps(schedule, steps[3][2], first=4))
-print("SAME", [rows.digest for _, rows, _ in left] == [rows.digest for _, rows, _ in steps[4:]])
-"""
+def test_a_dataset_of_the_hub_is_streamed_file_by_file(
+    tmp_path: Path, stream: Callable[..., RunData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = enumerate((ROWS[:33], ROWS[33:]))
+    paths = [write_parquet(tmp_path / f"{i}.parquet", part, row_group_size=5) for i, part in parts]
+    load = datasets.load_dataset
 
+    def load_files(name: str, *, split: str, streaming: bool, revision: str) -> Any:
+        return load("parquet", data_files=[str(path) for path in paths], split=split, streaming=streaming)
 
-def test_a_dataset_of_the_hub_is_streamed_by_ranges_of_its_files(tmp_path: Path) -> None:
-    files = [
-        write_parquet(tmp_path / f"{i}.parquet", part, row_group_size=5)
-        for i, part in enumerate((ROWS[:33], ROWS[33:]))
-    ]
-    hub = DatasetHub({f"data/train-0000{i}-of-00002.parquet": file.read_bytes() for i, file in enumerate(files)})
-    make_tokenizer(tmp_path / "tokenizer")
-    places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "FSDP_QLORA_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", STREAM, str(tmp_path / "tokenizer")]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **places}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None and process.stdout is not None
-    said = {}
-    for line in process.stdout:
-        word, _, rest = line.strip().partition(" ")
-        said[word] = rest
-        if word == "FROM":
-            before = len(hub.ranges)
-            process.stdin.write("\n")
-            process.stdin.flush()
-    hub.server.shutdown()
-    assert process.wait() == 0
-    assert said["REFUSED"].endswith("the number of rows of owner/rows is unknown. Give --max_steps.")
-    steps = json.loads(said["ROWS"])
-    epoch = [number for step in steps for number in step][:57]
-    assert sorted(epoch) == list(range(1, 58)) and said["COUNT"] == "None"
-    # After the 48th row nothing is asked for of the first file before the next epoch.
-    assert said["SAME"] == "True" and "00001" in hub.ranges[before][0]
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: SimpleNamespace(sha="a" * 40))
+    monkeypatch.setattr("datasets.load_dataset", load_files)
+    with pytest.raises(UserError, match=r"the number of rows of owner/rows is unknown. Give --max_steps."):
+        stream(Path("owner/rows"))
+    data = stream(Path("owner/rows"), max_steps=9)
+    assert data.stream is not None and data.rows_per_epoch is None
+    of_epoch = Schedule(57, 12, 1, 1, num_epochs=1, max_steps=9, seed=1)
+    steps = list(data.stream.steps(of_epoch, StreamPosition()))
+    assert sorted(number for _, rows, _ in steps for number in rows.row_numbers.tolist()) == list(range(1, 58))
+    paths[0].unlink()  # after the 48th row nothing is read of the first file
+    [(_, rows, _)] = data.stream.steps(of_epoch, steps[3].position, first=4)
+    assert rows.digest == steps[4].rows.digest
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, stream: Callable[..., RunData]) -> None:
