@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_qlora.data.examples import BadRow, Chat, Segment
+from fsdp_qlora.data.rows import BadRow, Chat, Segment
 from fsdp_qlora.errors import UserError
 
 if TYPE_CHECKING:

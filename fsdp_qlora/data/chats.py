@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_qlora.data.examples import BadRow, Chat, unicode_of
+from fsdp_qlora.data.rows import BadRow, Chat, unicode_of
 
 # How roles are called in datasets -> in chat templates.
 ROLES = {

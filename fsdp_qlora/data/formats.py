@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_qlora.data import chats, prompts
-from fsdp_qlora.data.examples import BadRow, Content, Fields, Segment, Text, Tokens, text_of
+from fsdp_qlora.data.rows import BadRow, Content, Fields, Segment, Text, Tokens, text_of
 from fsdp_qlora.errors import UserError
 
 Row = Mapping[str, object]

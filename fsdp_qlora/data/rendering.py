@@ -8,9 +8,9 @@ from typing import Any, get_type_hints
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
-from fsdp_qlora.data.examples import BadRow, Chat, Content, Fields, Rendered, Segment, Text, Tokens
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, PromptTemplate, as_chat
+from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Rendered, Segment, Text, Tokens
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two

@@ -8,10 +8,21 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.examples import BadRow, Rendered, Segment
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.rendering import Renderer
-from fsdp_qlora.data.rows import NO_ROOM, NO_ROOM_FOR_TURN, NO_TARGET, DataReport, Row, Rows, SourceFile, TokenizedRows
+from fsdp_qlora.data.rows import (
+    NO_ROOM,
+    NO_ROOM_FOR_TURN,
+    NO_TARGET,
+    BadRow,
+    DataReport,
+    Rendered,
+    Row,
+    Rows,
+    Segment,
+    SourceFile,
+    TokenizedRows,
+)
 from fsdp_qlora.data.sources import DUMMY
 from fsdp_qlora.errors import UserError
 

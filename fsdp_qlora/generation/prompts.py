@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.examples import Fields, Rendered, Segment
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import PromptTemplate, find_template
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, TEXT, prompt_record
+from fsdp_qlora.data.rows import Fields, Rendered, Segment
 from fsdp_qlora.data.tokenization import encode
 from fsdp_qlora.errors import UserError
 

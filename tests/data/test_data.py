@@ -22,18 +22,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.cache import tokenizer_identity
-from fsdp_qlora.data.examples import Segment
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import TEMPLATES
-from fsdp_qlora.data.rows import DataReport, TokenizedRows
+from fsdp_qlora.data.rows import DataReport, Segment, TokenizedRows
 from fsdp_qlora.data.schedule import (
     Schedule,
     epoch_order,
@@ -43,6 +42,7 @@ from fsdp_qlora.data.schedule import (
 )
 from fsdp_qlora.data.tokenization import check_vocabulary, describe_sample
 from fsdp_qlora.errors import UserError
+from tests.tiny import spelled_tokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -58,22 +58,14 @@ def render_alpaca(row: dict[str, Any]) -> list[Segment]:
 
 
 def make_tokenizer(*, ends_with_eos: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on a few lines; begins texts with <s>, as many decoders' tokenizers do."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    lines = [render_alpaca(row)[0].text for row in ROWS]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "</s>", "<pad>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(lines, trainer)
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>" if ends_with_eos else "<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    """Begins texts with <s>, as many decoders' tokenizers do; some end them too."""
+    found = spelled_tokenizer("byte_level")
+    found.pad_token = found.eos_token
+    if ends_with_eos:
+        found.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -622,11 +614,11 @@ def test_a_filled_cache_that_may_only_be_read_is_used(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    expected, _ = prepare("alpaca_demo")
+    expected, _ = prepare("alpaca_demo", context_length=4096)
     monkeypatch.setattr(cache.FileLock, "acquire", refuse)
     monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_: pytest.fail("tokenized again"))
     caplog.clear()
-    assert prepare("alpaca_demo")[0].digest == expected.digest
+    assert prepare("alpaca_demo", context_length=4096)[0].digest == expected.digest
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.data import files
 from fsdp_qlora.data.chat_template import APART, ChatTemplate, TemplateWorker
-from fsdp_qlora.data.examples import BadRow, Chat, Segment
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
+from fsdp_qlora.data.rows import BadRow, Chat, Segment
 from fsdp_qlora.data.sources import find_source
 from fsdp_qlora.data.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.errors import UserError

@@ -218,6 +218,17 @@ def test_an_adapter_that_is_called_as_a_train_type_is_meant_as_one():
     assert error_of("--adapter", "qlora").endswith("did you mean --train_type qlora?")
 
 
+def test_names_that_are_almost_ours_are_understood_without_a_table():
+    near = {
+        "lora_r": "lora_rank",
+        "optim": "optimizer",
+        "target_modules": "lora_target_modules",
+        "max_grad_norm": "grad_norm",
+    }
+    for name, ours in near.items():
+        assert error_of(f"--{name}", "1").endswith(f"did you mean --{ours}?")
+
+
 def test_every_other_name_stands_for_an_option_and_its_value():
     for other, ours in OTHER_NAMES.items():
         option, _, value = ours.partition(" ")

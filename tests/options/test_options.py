@@ -127,27 +127,10 @@ def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(run_yaml: 
     assert statuses == [0], output
     assert "precision bf16" in line_with("Model:", output) and "Options:" not in output
     *_, memory, _, step = output.strip().splitlines()
-    found = re.fullmatch(
-        r"Memory per rank, 2-way sharded, with recompute: GPU about ([\d.]+) MiB, host \S+ MiB", memory
-    )
-    assert found
-    kinds = ["fp32\\)", "gathered blocks", "the head's weights", "exchanged for it", "format", "unsharded gradients"]
-    kinds += ["their gradients", "inputs of the blocks", "the block at work"]
-    sizes = {kind: re.search(rf"{kind} ([\d.]+) (\wiB)", step if "fp32" not in kind else output) for kind in kinds}
-    trainable, blocks, head, exchanged, copies, gradients, logits, inputs, at_work = (
-        float(size[1]) * {"KiB": 2**10, "MiB": 2**20}[size[2]] for size in sizes.values() if size
-    )
-    # 2 rows of 512 tokens and 320 words, in bf16 and in float32; gradients take their place.
-    assert logits == pytest.approx(2 * 512 * 320 * (2 + 4), rel=0.01)
-    assert inputs == pytest.approx(2 * 512 * 64 * 2 * 2, rel=0.01)  # of two blocks, 64 wide
-    # Each of two ranks has the head's logits of its own rows for both ranks' tokens.
-    assert head == pytest.approx(320 * 64 * 2 / 2, rel=0.01)
-    assert exchanged == pytest.approx(2 * (2 * 2 * 512) * 64 * 2, rel=0.01)
-    # Two micro-batches add up the adapter's gradients unsharded; offloaded, the GPU has the adapter, what is gathered,
-    # and what the head or a block needs; the rest is on the host.
-    assert gradients == pytest.approx(2 * trainable, rel=0.01) and copies == pytest.approx(trainable, rel=0.01)
-    gpu = 4 * trainable + gradients + copies + inputs + max(logits + head + exchanged, blocks + at_work)
-    assert 2**20 * float(found[1]) == pytest.approx(gpu, rel=0.01)
+    assert re.fullmatch(r"Memory per rank, 2-way sharded, with recompute: GPU about [\d.]+ MiB, host \S+ MiB", memory)
+    # Logits and their gradients: 2 rows of 512 tokens and 320 words, in bf16 and in float32.
+    [logits] = re.findall(r"their gradients ([\d.]+) MiB", step)
+    assert float(logits) == pytest.approx(2 * 512 * 320 * (2 + 4) / 2**20, rel=0.01)
 
 
 def test_dry_run_prints_the_options_as_a_config_file(dry_run: str, run_yaml: Path, tmp_path: Path) -> None:
