@@ -32,7 +32,7 @@ from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.distributed import Ranks, derive_seed
 from fsdp_qlora.run import load_model
-from fsdp_qlora.sharding import byte_account
+from fsdp_qlora.sharding import model_parts
 from fsdp_qlora.training.trainer import Trainer
 
 _CHUNK = 2**24  # random weights generated at a time
@@ -86,7 +86,7 @@ class Run:
     plan: Plan
     trainer: Trainer
     counts: dict[str, int]
-    account: dict[str, byte_account.CategoryBytes]
+    account: dict[str, model_parts.CategoryBytes]
     attention: str
 
 
@@ -120,12 +120,12 @@ def build_run(
     rows = np.arange(len(data))
     run_data = RunData(data, rows)
     plan = Plan(model_plan, run_data, schedule, warmup_steps=0)
-    account = byte_account.count_bytes(model, distributed.shard_size(mesh))
+    account = model_parts.count_bytes(model, distributed.shard_size(mesh))
     return Run(
         config,
         plan,
         load_model.build_trainer(config, plan, ranks),
-        byte_account.count_parameters(model),
+        model_parts.count_parameters(model_parts.ModelParts.of(model)),
         account,
         model_plan.documents or model.config._attn_implementation,
     )

@@ -32,7 +32,7 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.sharding.byte_account import CategoryBytes
+from fsdp_qlora.sharding.model_parts import CategoryBytes
 
 GIB = 2**30
 Attention = Literal["sdpa", "flash_attention_2"]

@@ -87,7 +87,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     from fsdp_qlora.planning.plan import build_plan
     from fsdp_qlora.ranks import distributed
     from fsdp_qlora.run.load_model import load_model
-    from fsdp_qlora.sharding import byte_account
+    from fsdp_qlora.sharding import model_parts
 
     ranks = distributed.read_ranks()
     config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)
@@ -103,7 +103,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
         dist.barrier()
 
     result = measured(start)
-    counts = byte_account.count_bytes(meta.model, ranks.world_size)
+    counts = model_parts.count_bytes(meta.model, ranks.world_size)
     shard = counts["codes"].largest_shard + counts["statistics"].largest_shard
     read = weight_files.bytes_read / sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     everyone = distributed.gather_numbers([result["seconds"], result["mib"], read], ranks.device)

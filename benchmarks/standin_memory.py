@@ -157,8 +157,8 @@ def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str,
     wrap_blocks(plan.meta.model, offload=config.use_activation_cpu_offload)
     strategy, offload, _ = plan.placement
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
-    shard_model(plan.meta.model, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=offload)
-    materialize(plan.meta.model, ranks.device, cpu_offload=offload)
+    shard_model(plan.meta.parts, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=offload)
+    materialize(plan.meta.parts, ranks.device, cpu_offload=offload)
     data = random_rows(config.batch_size * num_ranks, length, model_config.vocab_size, masked=0, seed=0)
     rows = np.arange(len(data))
     schedule = config.pick(Schedule, num_rows=len(data), world_size=num_ranks, rows_per_step=None, mixture=None)
@@ -194,7 +194,7 @@ def expect(model: Any, mesh: Any, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of what lies there between steps, by category, from the shapes alone."""
     from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
     from fsdp_qlora.ranks import distributed
-    from fsdp_qlora.sharding.byte_account import count_bytes
+    from fsdp_qlora.sharding.model_parts import count_bytes
 
     account = count_bytes(model, distributed.shard_size(mesh))
     offload = options["use_cpu_offload"]
@@ -212,7 +212,7 @@ def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) 
     from fsdp_qlora.model.fused import PIECE
     from fsdp_qlora.model.models import find_blocks
     from fsdp_qlora.ranks import distributed
-    from fsdp_qlora.sharding.byte_account import count_bytes
+    from fsdp_qlora.sharding.model_parts import count_bytes
 
     config, blocks = model.config, find_blocks(model)
     hidden, wide = tokens * config.hidden_size * 2, tokens * config.intermediate_size * 2

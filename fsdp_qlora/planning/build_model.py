@@ -15,11 +15,12 @@ from fsdp_qlora.adapters.targets import check_patterns, select_parameters, selec
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.fused import fuse_modules
-from fsdp_qlora.model.models import build_meta_model, find_blocks
+from fsdp_qlora.model.models import build_meta_model
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
+from fsdp_qlora.sharding.model_parts import ModelParts
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,17 @@ class MetaModel:
     trained: blocks that train in full.
     """
 
-    model: PreTrainedModel
+    parts: ModelParts
     linears: list[str]
     quantized: list[str]
     quantized_experts: list[str]
     targets: list[str]
     target_parameters: list[str]
     trained: list[str]
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.parts.model
 
 
 def build_model(
@@ -104,8 +109,9 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
         )
     targets, target_parameters = _select_targets(linears, experts, train_type, layers.lora, config)
     all_linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    new = {id(find_blocks(model)[index]) for index in layers.new_blocks if train_type.trains_new_blocks}
-    trained = [path for path, module in model.named_modules() if id(module) in new]
+    parts = ModelParts.of(model)
+    new = {parts.blocks[index] for index in layers.new_blocks if train_type.trains_new_blocks}
+    trained = [path for path, module in model.named_modules() if module in new]
     inside = tuple(f"{path}." for path in trained)
     frozen = [path for path in linears if not path.startswith(inside)]
     frozen_experts = [path for path in experts if not path.startswith(inside)]
@@ -113,7 +119,7 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     if layers.prequantized:
         frozen = [path for path in frozen if layers.prequantized.is_quantized(path)]
         frozen_experts = frozen_experts if layers.prequantized.has_experts else []
-    return MetaModel(model, all_linears, frozen, frozen_experts, targets, target_parameters, trained)
+    return MetaModel(parts, all_linears, frozen, frozen_experts, targets, target_parameters, trained)
 
 
 def _select_targets(

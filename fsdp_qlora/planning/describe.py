@@ -14,14 +14,14 @@ from fsdp_qlora.output.text import GIB, format_bytes
 from fsdp_qlora.planning.build_model import MetaModel
 from fsdp_qlora.planning.memory import Needs
 from fsdp_qlora.planning.step_memory import StepBytes
-from fsdp_qlora.sharding.byte_account import count_bytes, count_parameters
+from fsdp_qlora.sharding.model_parts import count_bytes, count_parameters
 
 SERVED_RANK = 16  # vLLM's default of max_lora_rank
 
 
 def describe_model(meta: MetaModel) -> str:
     """One line: architecture, parameters, quantized shares of all and of the blocks, trainable ones, attention."""
-    counts = count_parameters(meta.model)
+    counts = count_parameters(meta.parts)
     share = 100 * counts["quantized"] / max(counts["in_blocks"], 1)  # there are none where all trains
     kind = "DoRA" if magnitudes(meta.model) else "LoRA"
     experts = f" and {len(meta.target_parameters)} expert parameters" if meta.target_parameters else ""

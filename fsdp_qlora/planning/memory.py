@@ -8,16 +8,14 @@ from pathlib import Path
 import psutil
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.models import canonical_name, find_blocks
+from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.byte_account import CategoryBytes, count_bytes, count_parameters, each_parameter
-from fsdp_qlora.sharding.weight_stream import modules_on_host
+from fsdp_qlora.sharding.model_parts import CategoryBytes, ModelParts, count_bytes, count_parameters, each_parameter
 from fsdp_qlora.storage.files import free_disk
 
 _MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
@@ -32,7 +30,7 @@ class Needs:
 
 
 def estimate_needs(
-    model: PreTrainedModel,
+    parts: ModelParts,
     *,
     num_shards: int,
     optimizer: str,
@@ -46,16 +44,16 @@ def estimate_needs(
         cpu_offload: all but adapters, or so many decoder blocks, is in host memory.
         buffer_bytes: host memory for weights in flight while loading.
     """
-    counts = count_bytes(model, num_shards)
-    parts = [model] if cpu_offload is True else modules_on_host(model, cpu_offload)
-    on_host_with_adapters = count_bytes(nn.ModuleList(parts), num_shards)
-    adapters = count_bytes(nn.ModuleList(each for part in parts for each in adapter_modules(part)), num_shards)
+    counts = count_bytes(parts.model, num_shards)
+    offloaded = [parts.model] if cpu_offload is True else parts.on_host(cpu_offload)
+    on_host_with_adapters = count_bytes(nn.ModuleList(offloaded), num_shards)
+    adapters = count_bytes(nn.ModuleList(each for part in offloaded for each in adapter_modules(part)), num_shards)
     # Gradients and optimizer state are on the device of their weights; adapters are not offloaded.
     extra = 1 + OPTIMIZER_STATES[optimizer]
 
-    def with_training(parts: Mapping[str, CategoryBytes]) -> int:
-        trained = parts["trainable"].largest_shard if "trainable" in parts else 0
-        return sum(part.largest_shard for part in parts.values()) + int(trained * extra)
+    def with_training(counts: Mapping[str, CategoryBytes]) -> int:
+        trained = counts["trainable"].largest_shard if "trainable" in counts else 0
+        return sum(part.largest_shard for part in counts.values()) + int(trained * extra)
 
     on_host = with_training(on_host_with_adapters) - with_training(adapters)
     on_device = with_training(counts) - on_host
@@ -64,25 +62,25 @@ def estimate_needs(
     return Needs(device=on_device, host=on_host + buffer_bytes)
 
 
-def check_quantized_share(model: nn.Module, *, allow_unquantized: bool) -> None:
+def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:
     """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not count.
 
     Raises:
         UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
     """
-    counts = count_parameters(model)
+    counts = count_parameters(parts)
     share = counts["quantized"] / counts["in_blocks"]
     if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
         return
     plain = {
         canonical_name(f"{path}.{name}"): parameter.numel()
-        for path, module in find_blocks(model)[-1].named_modules()
+        for path, module in parts.blocks[-1].named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
     }
     largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
     raise UserError(
-        f"Only {100 * share:.1f}% of the parameters of {type(model).__name__}'s decoder blocks can be quantized; "
+        f"Only {100 * share:.1f}% of the parameters of {type(parts.model).__name__}'s decoder blocks can be quantized; "
         f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
         "--allow_unquantized true."
     )

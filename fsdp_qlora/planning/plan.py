@@ -229,7 +229,7 @@ def build_plan(
         attn_implementation="auto" if is_gpu_elsewhere else config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    check_model(config, meta.model)
+    check_model(config, meta)
     plan = ModelPlan(
         train_type=train_type,
         precision=precision,
@@ -248,12 +248,12 @@ def build_plan(
     return placed(plan, choose_placement(config, ranks, plan, store, world_size=world_size), ranks, world_size)
 
 
-def check_model(config: TrainConfig, model: PreTrainedModel) -> None:
+def check_model(config: TrainConfig, meta: MetaModel) -> None:
     """Refuse a model that the adapter to start from does not fit, or of which too little would be quantized."""
     if config.adapter:
-        check_adapter(config, model)
+        check_adapter(config, meta.model)
     if config.kind.quantizer:
-        memory.check_quantized_share(model, allow_unquantized=config.allow_unquantized)
+        memory.check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
 
 
 def placed(plan: ModelPlan, chosen: Placement, ranks: Ranks, world_size: int) -> ModelPlan:
@@ -268,7 +268,7 @@ def choose_placement(
     """The placement that the options ask for; what they leave open is decided by what fits, alike on all ranks."""
     is_paged_whole = config.optimizer.startswith("paged_") and plan.trains_whole_modules  # it pages from the GPU
     ways = (True, False) if config.gradient_accumulation_steps > 1 else (True,)
-    blocks = len(models.find_blocks(plan.meta.model))
+    blocks = len(plan.meta.parts.blocks)
     if (asked := config.use_cpu_offload) not in ("auto", True, False) and int(asked) > blocks:
         raise UserError(
             f"--use_cpu_offload {asked}: the model has {blocks} decoder blocks. Give at most that, or true for the "
@@ -389,7 +389,7 @@ def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:
     Raises:
         UserError: the model does not have so many.
     """
-    blocks, asked = len(models.find_blocks(plan.meta.model)), config.blocks_to_recompute
+    blocks, asked = len(plan.meta.parts.blocks), config.blocks_to_recompute
     if isinstance(asked, int) and asked > blocks:
         raise UserError(f"--recompute {asked}: the model has {blocks} decoder blocks. Give at most that, or all.")
     return asked if isinstance(asked, int) else 0 if asked == "none" else blocks
@@ -408,13 +408,13 @@ def step_bytes(config: TrainConfig, plan: ModelPlan) -> StepBytes:
         accumulates=config.gradient_accumulation_steps > 1 and plan.placement.accumulates,
         offloads_activations=config.use_activation_cpu_offload,
     )
-    return estimate_step(plan.meta.model, step)
+    return estimate_step(plan.meta.parts, step)
 
 
 def estimate_needs(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> memory.Needs:
     """What a rank needs on its device and on the host."""
     return memory.estimate_needs(
-        plan.meta.model,
+        plan.meta.parts,
         num_shards=plan.num_shards,
         optimizer=config.optimizer,
         cpu_offload=plan.placement.cpu_offload,

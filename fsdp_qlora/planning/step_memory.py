@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.model.fused import PIECE, GatedMlp, RmsNorm
-from fsdp_qlora.model.models import canonical_name, find_blocks, has_tied_embeddings
+from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.byte_account import each_parameter
+from fsdp_qlora.sharding.model_parts import ModelParts, each_parameter
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
@@ -72,13 +72,13 @@ class StepBytes:
         return self.copies + self.gradients + self.kept + max(at_head, self.blocks + self.at_work)
 
 
-def estimate_step(model: PreTrainedModel, step: Step) -> StepBytes:
+def estimate_step(parts: ModelParts, step: Step) -> StepBytes:
     """What comes and goes in a step with recompute of every block."""
     dtype = step.precision.compute_dtype
-    blocks = find_blocks(model)
+    model, blocks = parts.model, parts.blocks
     shared = is_shared(model, step.num_shards, step.precision.param_dtype)
     ends = _ends(model, step, shared)
-    stays = has_tied_embeddings(model) and not any(shared)
+    stays = parts.is_tied and not any(shared)
     sizes = [_gathered(block, step) for block in blocks]
     gathered = min(sum(sizes), 2 * max(sizes)) if step.frees_blocks else sum(sizes)
     adapters = sum(parameter.numel() for part in adapter_modules(model) for parameter in part.parameters())
@@ -163,10 +163,10 @@ def _in_backward(blocks: Iterable[nn.Module], kept: int, dtype: torch.dtype) -> 
 
 def _matrices(block: nn.Module) -> dict[nn.Module, list[tuple[int, ...]]]:
     """The shapes of a block's matrices by the module that uses them, adapters' apart."""
-    in_adapters = {id(module) for adapter in adapter_modules(block) for module in adapter.modules()}
+    in_adapters = {module for adapter in adapter_modules(block) for module in adapter.modules()}
     found: dict[nn.Module, list[tuple[int, ...]]] = {}
     for path, module in block.named_modules():
-        if id(module) in in_adapters:
+        if module in in_adapters:
             continue
         shapes = [tuple(p.shape) for p in module.parameters(recurse=False) if p.dim() > 1]
         if isinstance(module, QuantizedWeight):

@@ -44,12 +44,12 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
     wrap_blocks(model, number=blocks_to_recompute(config, plan), offload=config.use_activation_cpu_offload)
     strategy, cpu_offload, _ = plan.placement
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
-    shard_model(model, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=cpu_offload)
+    shard_model(plan.meta.parts, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=cpu_offload)
     log.debug("%s", model)
     if config.compile and (reason := compile_gates(model, ranks.device, plan.precision.compute_dtype)):
         log.warning("--compile true: nothing is compiled, since it does not work here (%s).", reason)
     log.info("Blocks: %s.", describe_fused(model))
-    materialize(model, ranks.device, cpu_offload=cpu_offload)
+    materialize(plan.meta.parts, ranks.device, cpu_offload=cpu_offload)
     fill(config, plan, weights, mesh, ranks)
     check_byte_account(model, mesh)
     check_one_layer(model, weights)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,15 @@ from fsdp_qlora.adapters.insert import (
     adapter_modules,
     magnitudes,
 )
-from fsdp_qlora.model.models import find_blocks, has_tied_embeddings
+from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES, own_rows, padded_rows, shard_size
 from fsdp_qlora.sharding.host_memory import split_arena
+from fsdp_qlora.sharding.model_parts import ModelParts
 from fsdp_qlora.sharding.recompute import adapter_owners
 from fsdp_qlora.sharding.vocabulary import look_up_on_host, lookup_of, share_vocabulary, shared_head_of
-from fsdp_qlora.sharding.weight_stream import is_streamed, modules_on_host, stream_weights, streamed_modules
+from fsdp_qlora.sharding.weight_stream import is_streamed, stream_weights
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -40,7 +41,7 @@ _AS_STORED = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_input
 
 
 def shard_model(
-    model: PreTrainedModel,
+    parts: ModelParts,
     mesh: DeviceMesh,
     *,
     sharding_strategy: str,
@@ -62,8 +63,8 @@ def shard_model(
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
     cast = dataclasses.replace(_AS_STORED, param_dtype=precision.param_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    on_host = {id(module) for module in modules_on_host(model, cpu_offload)}
-    ignored = _parameters_fsdp_ignores(model, mesh, precision.param_dtype, cpu_offload)
+    on_host = {*parts.on_host(cpu_offload)}
+    ignored = _parameters_fsdp_ignores(parts, mesh, precision.param_dtype, cpu_offload)
 
     def shard(
         module: nn.Module, *, reshard: bool | None, besides: Iterable[nn.Parameter] = (), policy: Any = cast
@@ -73,11 +74,11 @@ def shard_model(
             mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
-            offload_policy=offload if cpu_offload is True or id(module) in on_host else OffloadPolicy(),
+            offload_policy=offload if cpu_offload is True or module in on_host else OffloadPolicy(),
             ignored_params=ignored.union(besides),
         )
 
-    for block in find_blocks(model):
+    for block in parts.blocks:
         if in_fp32 := magnitudes(block):
             fully_shard(in_fp32, mesh=mesh, reshard_after_forward=False, mp_policy=_AS_STORED)
         adapters = {parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()}
@@ -86,63 +87,63 @@ def shard_model(
         if owners := adapter_owners(block):
             base = {*block.parameters()} - adapters
             fully_shard(owners, mesh=mesh, reshard_after_forward=False, mp_policy=cast, ignored_params=base)
-    head = model.get_output_embeddings()
-    if head is not None and not has_tied_embeddings(model):
+    model = parts.model
+    if parts.head is not None and not parts.is_tied:
         if lookup_of(model) is None:
-            shard(model.get_input_embeddings(), reshard=reshard_after_forward)
+            shard(parts.embedding, reshard=reshard_after_forward)
         if shared_head_of(model) is None:
             # Its backward pass directly follows its forward pass.
-            shard(head, reshard=False)
+            shard(parts.head, reshard=False)
     # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
     shard(model, reshard=None if reshard_after_forward else False)
     check_gathered_as_bytes(model)
-    _skip_backward_gathers(model)
+    _skip_backward_gathers(parts)
     if shard_size(mesh) > 1 and not cpu_offload:
-        set_prefetch(model)
+        set_prefetch(parts)
 
 
 def _parameters_fsdp_ignores(
-    model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torch.dtype | None, cpu_offload: bool | int
+    parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None, cpu_offload: bool | int
 ) -> set[nn.Parameter]:
     """The parameters that FSDP2 does not manage: a shared vocabulary, or what a rank holds whole."""
     if shard_size(mesh) > 1:
-        return share_vocabulary(model, mesh, param_dtype)
-    found = _frozen_as_gathered(model, param_dtype)
+        return share_vocabulary(parts.model, mesh, param_dtype)
+    found = _frozen_as_gathered(parts, param_dtype)
     if cpu_offload is True:
-        look_up_on_host(model, mesh, param_dtype)
-        return found & _streamed_or_small(model)
+        look_up_on_host(parts.model, mesh, param_dtype)
+        return found & _streamed_or_small(parts)
     return found
 
 
-def _frozen_as_gathered(model: PreTrainedModel, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
+def _frozen_as_gathered(parts: ModelParts, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
     """The frozen parameters whose gather would only be a copy, held in addition to the shards."""
-    in_blocks = {*find_blocks(model).parameters()}
+    in_blocks = {*parts.blocks.parameters()}
     return {
         parameter
-        for parameter in model.parameters()
+        for parameter in parts.model.parameters()
         if not parameter.requires_grad and (parameter in in_blocks or param_dtype in (None, parameter.dtype))
     }
 
 
-def _streamed_or_small(model: PreTrainedModel) -> set[nn.Parameter]:
+def _streamed_or_small(parts: ModelParts) -> set[nn.Parameter]:
     """What needs FSDP2 for no copy from the host: weight_stream.py copies it, or it stays on the device."""
-    streamed = {parameter for module in streamed_modules(model) for parameter in module.parameters()}
-    return {parameter for parameter in model.parameters() if parameter in streamed or parameter.dim() < 2}
+    streamed = {parameter for module in parts.in_order for parameter in module.parameters()}
+    return {parameter for parameter in parts.model.parameters() if parameter in streamed or parameter.dim() < 2}
 
 
-def _skip_backward_gathers(model: PreTrainedModel) -> None:
+def _skip_backward_gathers(parts: ModelParts) -> None:
     """Do not gather modules before the first trainable one for the backward pass: no gradient reaches them.
 
     FSDP2 would prefetch them without use, such as the embeddings: 11% of an 8B model's bytes.
     """
-    for module in (model.get_input_embeddings(), *find_blocks(model)):
+    for module in (parts.embedding, *parts.blocks):
         if any(parameter.requires_grad for parameter in module.parameters()):
             return
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)
 
 
-def set_prefetch(model: PreTrainedModel) -> None:
+def set_prefetch(parts: ModelParts) -> None:
     """Gather the weights of the next module when a module starts: its adapters, then its base.
 
     FSDP2 alone gathers a block's adapters when the first of them is called, behind the block's base. In backward it
@@ -152,14 +153,15 @@ def set_prefetch(model: PreTrainedModel) -> None:
     serves gathers only: that of an 8B's head is 1.2 GiB. Weights in host memory need that stream for their copies, and
     without the compute stream these lists reserve 0.2 GiB more for a 70B, so they are not for offloaded models.
     """
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    first, last = ([end] if isinstance(end, FSDPModule) else [] for end in ends)
-    blocks: list[Any] = list(find_blocks(model))
-    forward: list[Any] = [model, *first, *blocks, *last]
+    root: Any = parts.model
+    blocks: list[Any] = list(parts.blocks)
+    first: list[Any] = [parts.embedding] if isinstance(parts.embedding, FSDPModule) else []
+    last: list[Any] = [parts.head] if isinstance(parts.head, FSDPModule) else []
+    forward: list[Any] = [root, *first, *blocks, *last]
     for module, following in itertools.pairwise(forward):
         module.set_modules_to_forward_prefetch(_groups(following))
     # Adapters stay gathered from forward to backward.
-    backward: list[Any] = [*(last or [model]), *reversed(blocks)]
+    backward: list[Any] = [*(last or [root]), *reversed(blocks)]
     for module, following in itertools.pairwise(backward):
         module.set_modules_to_backward_prefetch([following])
     for block in blocks:
@@ -167,7 +169,6 @@ def set_prefetch(model: PreTrainedModel) -> None:
             assert isinstance(owner, FSDPModule)
             # Its backward pass begins before its base's, which is needed first.
             owner.set_modules_to_backward_prefetch([block])
-    root: Any = model
     root._set_unshard_async_op(True)
 
 
@@ -176,19 +177,17 @@ def _groups(module: nn.Module) -> list[Any]:
     return [*magnitudes(module)[:1], *adapter_owners(module)[:1], module]
 
 
-def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bool | int) -> None:
+def materialize(parts: ModelParts, device: torch.device, *, cpu_offload: bool | int) -> None:
     """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`.
 
     Buffers have held real values since construction and are moved. Shards keep this memory: padded if the split is
     uneven, pinned if they are offloaded.
     """
-    places: dict[int, torch.Tensor] = {}
-    if cpu_offload:
-        places = _offloaded_places(_offloaded(model, cpu_offload), pinned=device.type == "cuda")
-    placed = [parameter for parameter in model.parameters() if id(parameter) in places]
+    model, offloaded = parts.model, _offloaded(parts, cpu_offload) if cpu_offload else []
+    places = _offloaded_places([*dict.fromkeys(offloaded)], pinned=device.type == "cuda") if offloaded else {}
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
-        return places[id(parameter)] if id(parameter) in places else torch.empty_like(parameter, device=device)
+        return places[parameter] if parameter in places else torch.empty_like(parameter, device=device)
 
     # Children first: _apply on an FSDP2 module sets up its group's shards, all of which must have memory by then.
     for module in reversed(list(model.modules())):
@@ -197,51 +196,53 @@ def materialize(model: PreTrainedModel, device: torch.device, *, cpu_offload: bo
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
     model.tie_weights()
-    for parameter in placed:
+    for parameter in offloaded:
         _leave_out_padding(parameter)
     if cpu_offload:
-        on_host = modules_on_host(model, cpu_offload)
-        looked_up = model.get_input_embeddings() if lookup_of(model) else None
-        modules = [m for m in on_host if m is not looked_up and any(map(is_streamed, m.parameters()))]
+        looked_up = parts.embedding if lookup_of(model) else None
+        modules = [
+            module
+            for module in parts.on_host(cpu_offload)
+            if module is not looked_up and any(map(is_streamed, module.parameters()))
+        ]
         if modules:
             stream_weights(model, modules, device)
 
 
-def _offloaded(model: PreTrainedModel, cpu_offload: bool | int) -> dict[int, nn.Parameter]:
-    """The parameters that belong into host memory, by id, those of a module side by side."""
-    on_device = {id(module) for adapter in adapter_modules(model) for module in adapter.modules()}
-    streamed = [parameter for module in streamed_modules(model) for parameter in module.parameters()]
-    may_be_plain = {id(parameter) for parameter in streamed}
-    parts = [model] if cpu_offload is True else modules_on_host(model, cpu_offload)
-    return {
-        id(parameter): parameter
-        for part in parts
+def _offloaded(parts: ModelParts, cpu_offload: bool | int) -> list[torch.Tensor]:
+    """The parameters that belong into host memory, those of a module side by side."""
+    on_device = {module for adapter in adapter_modules(parts.model) for module in adapter.modules()}
+    may_be_plain = {parameter for module in parts.in_order for parameter in module.parameters()}
+    return [
+        parameter
+        for part in ([parts.model] if cpu_offload is True else parts.on_host(cpu_offload))
         for module in part.modules()
-        if id(module) not in on_device
+        if module not in on_device
         for parameter in module.parameters(recurse=False)
-        if isinstance(parameter, DTensor) or id(parameter) in may_be_plain
-    }
+        if isinstance(parameter, DTensor) or parameter in may_be_plain
+    ]
 
 
-def _offloaded_places(parameters: Mapping[int, nn.Parameter], *, pinned: bool) -> dict[int, torch.Tensor]:
+def _offloaded_places(parameters: Sequence[torch.Tensor], *, pinned: bool) -> dict[torch.Tensor, torch.Tensor]:
     """For each parameter a tensor in a common arena; of a sharded one the local tensor, with FSDP2's padding.
 
     Without the padding FSDP2 would make a padded copy.
     """
-    shapes = {
-        key: (padded_rows(parameter), *parameter.shape[1:]) if isinstance(parameter, DTensor) else parameter.shape
-        for key, parameter in parameters.items()
-    }
-    sizes = [math.prod(shape) * parameters[key].element_size() for key, shape in shapes.items()]
-    places: dict[int, torch.Tensor] = {}
-    for (key, shape), part in zip(shapes.items(), split_arena(sizes, pinned=pinned), strict=True):
-        local = part.view(parameters[key].dtype).view(shape)
-        if isinstance(parameters[key], DTensor):
+    shapes = [
+        (padded_rows(parameter), *parameter.shape[1:]) if isinstance(parameter, DTensor) else parameter.shape
+        for parameter in parameters
+    ]
+    sizes = [math.prod(shape) * parameter.element_size() for shape, parameter in zip(shapes, parameters, strict=True)]
+    places: dict[torch.Tensor, torch.Tensor] = {}
+    for parameter, shape, part in zip(parameters, shapes, split_arena(sizes, pinned=pinned), strict=True):
+        local = part.view(parameter.dtype).view(shape)
+        if isinstance(parameter, DTensor):
             # `DTensor.from_local` would move the part to the mesh's device, a GPU.
-            places[key] = torch.empty_like(parameters[key], device="cpu")
-            places[key]._local_tensor = local  # type: ignore[attr-defined]
-        else:
-            places[key] = local
+            place = torch.empty_like(parameter, device="cpu")
+            assert isinstance(place, DTensor)
+            place._local_tensor = local
+            local = place
+        places[parameter] = local
     return places
 
 

@@ -17,7 +17,7 @@ from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.ranks.distributed import gather_numbers, local_part, shard_size, whole_weights
-from fsdp_qlora.sharding.byte_account import count_bytes, each_parameter
+from fsdp_qlora.sharding.model_parts import count_bytes, each_parameter
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -148,9 +148,9 @@ def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, weights: Weights) -> bo
 
 def _first_linear(model: nn.Module, sources: Mapping[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
     """The first linear layer of the first block that the files have, and its name there."""
-    first = {id(module) for module in find_blocks(model)[0].modules()}
+    first = {*find_blocks(model)[0].modules()}
     for path, module in model.named_modules():
         name = canonical_name(path)
-        if id(module) in first and isinstance(module, QuantizedWeight | nn.Linear) and f"{name}.weight" in sources:
+        if module in first and isinstance(module, QuantizedWeight | nn.Linear) and f"{name}.weight" in sources:
             return name, module
     raise AssertionError("no linear layer in the blocks")

@@ -12,27 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.sharding.host_memory import SideStream
 from fsdp_qlora.sharding.recompute import unwrapped
-
-
-def streamed_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The parts of a model that can come one after the other, in the order of the forward pass."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    first, last = ([end] if end is not None else [] for end in ends)
-    return [*first, *find_blocks(model), *last]
-
-
-def modules_on_host(model: PreTrainedModel, cpu_offload: bool | int) -> list[nn.Module]:
-    """Those whose frozen weights are on the host: all with True, or so many decoder blocks.
-
-    The blocks are spread over the model, so that the computation of several hides the copy of one.
-    """
-    if cpu_offload is True:
-        return streamed_modules(model)
-    blocks, number = find_blocks(model), int(cpu_offload)
-    return [blocks[(2 * index + 1) * len(blocks) // (2 * number)] for index in range(number)]
 
 
 def is_streamed(parameter: torch.Tensor) -> bool:
@@ -103,8 +84,8 @@ class _Part:
 
     def __init__(self, module: nn.Module, side: SideStream, device: torch.device) -> None:
         self.side, self.device = side, device
-        found = {id(parameter): parameter for parameter in module.parameters() if is_streamed(parameter)}
-        self.parameters = sorted(found.values(), key=lambda parameter: parameter.data_ptr())
+        found = filter(is_streamed, {*module.parameters()})
+        self.parameters = sorted(found, key=lambda parameter: parameter.data_ptr())
         self.host = [parameter.data for parameter in self.parameters]
         self.whole = _span(self.host)
         self.on_device: torch.Tensor | None = None

@@ -160,6 +160,7 @@ def _compare(folders: dict[str, str]) -> int:
         start_process_group,
         stop_process_group,
     )
+    from fsdp_qlora.sharding.model_parts import ModelParts
     from fsdp_qlora.sharding.parallelize import shard_model
     from fsdp_qlora.training.probes import few_tokens, probe_head_loss
 
@@ -168,11 +169,12 @@ def _compare(folders: dict[str, str]) -> int:
     start_process_group(ranks)
     mesh = build_mesh(ranks, sharding_strategy="full_shard")
     head_loss.MAX_CHUNK_BYTES = 5 * 320 * 4
+    fp32 = PRECISIONS["fp32"]
     labels = IDS.clone()
     labels[:, :9] = -100
 
     def sharded(model: Any) -> tuple[Any, Any]:
-        shard_model(model, mesh, sharding_strategy="full_shard", precision=PRECISIONS["fp32"], cpu_offload=False)
+        shard_model(ModelParts.of(model), mesh, sharding_strategy="full_shard", precision=fp32, cpu_offload=False)
         return model, probe_head_loss(model, {"input_ids": few_tokens(model)})
 
     for case, folder in folders.items():

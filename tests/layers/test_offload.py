@@ -8,6 +8,7 @@ from torch import nn
 
 from fsdp_qlora.sharding import weight_stream
 from fsdp_qlora.sharding.host_memory import InputStore, SideStream, split_arena
+from fsdp_qlora.sharding.model_parts import ModelParts
 from fsdp_qlora.sharding.recompute import RecomputedBlock, set_recompute, wrap_blocks
 
 SIZE, BLOCKS = 8, 4
@@ -121,7 +122,7 @@ def test_weights_on_the_host_are_there_in_time_and_two_modules_at_a_time(
     model = Model()
     expected = gradients(copy.deepcopy(model))
     wrap_blocks(model, number=recomputed, offload=False)
-    modules = weight_stream.streamed_modules(model)  # type: ignore[arg-type]
+    modules = ModelParts.of(model).in_order  # type: ignore[arg-type]
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     places = split_arena([parameter.numel() * 4 for parameter in frozen], pinned=False)
     for parameter, place in zip(frozen, places, strict=True):

@@ -64,6 +64,7 @@ def test_an_embedding_is_shared_if_a_token_gives_what_follows_from_its_row() -> 
 def _compare(folders: dict[str, str]) -> int:
     from fsdp_qlora.model.precision import PRECISIONS
     from fsdp_qlora.ranks.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
+    from fsdp_qlora.sharding.model_parts import ModelParts
     from fsdp_qlora.sharding.parallelize import reshard_all, shard_model
     from fsdp_qlora.training import head_loss
     from fsdp_qlora.training.probes import few_tokens, probe_head_loss
@@ -81,7 +82,8 @@ def _compare(folders: dict[str, str]) -> int:
         for each in (own, model):
             each.get_input_embeddings().requires_grad_(False)
             each.get_output_embeddings().requires_grad_(False)
-        shard_model(model, mesh, sharding_strategy="full_shard", precision=PRECISIONS["fp32"], cpu_offload=False)
+        fp32 = PRECISIONS["fp32"]
+        shard_model(ModelParts.of(model), mesh, sharding_strategy="full_shard", precision=fp32, cpu_offload=False)
         loss_of = probe_head_loss(model, {"input_ids": few_tokens(model)})
         assert loss_of is not None, family
         seen: list[torch.Tensor] = []

@@ -62,7 +62,7 @@ def _load(folder: Path, result: Path) -> int:
     from fsdp_qlora.model.precision import PRECISIONS
     from fsdp_qlora.planning.build_model import LayerOptions, build_model
     from fsdp_qlora.ranks import distributed
-    from fsdp_qlora.sharding import byte_account, parallelize
+    from fsdp_qlora.sharding import model_parts, parallelize
 
     ranks = distributed.read_ranks()
     precision = PRECISIONS["bf16"]
@@ -79,11 +79,12 @@ def _load(folder: Path, result: Path) -> int:
     distributed.start_process_group(ranks)
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     model = meta.model
-    parallelize.shard_model(model, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
-    shard = sum(part.largest_shard for part in byte_account.count_bytes(model, ranks.world_size).values())
+    parts = model_parts.ModelParts.of(model)
+    parallelize.shard_model(parts, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
+    shard = sum(part.largest_shard for part in model_parts.count_bytes(model, ranks.world_size).values())
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_kib()
-    parallelize.materialize(model, ranks.device, cpu_offload=False)
+    parallelize.materialize(parts, ranks.device, cpu_offload=False)
     load_weights.load_weights(model, weights, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False)
     measured = {
         "bytes_read": weight_files.bytes_read,

@@ -49,7 +49,7 @@ def _needs(
     train_type: str, device: torch.device, *, cpu_offload: bool, num_shards: int = 2, in_full: tuple[str, ...] = ()
 ) -> memory.Needs:
     return memory.estimate_needs(
-        _meta(train_type, in_full).model,
+        _meta(train_type, in_full).parts,
         num_shards=num_shards,
         optimizer="adamw",
         cpu_offload=cpu_offload,
@@ -172,9 +172,9 @@ def _shards(folder: Path) -> int:
             attn_implementation="auto",
         )
         parallelize.shard_model(
-            meta.model, mesh, sharding_strategy="full_shard", precision=PRECISIONS["bf16"], cpu_offload=True
+            meta.parts, mesh, sharding_strategy="full_shard", precision=PRECISIONS["bf16"], cpu_offload=True
         )
-        parallelize.materialize(meta.model, CPU, cpu_offload=True)
+        parallelize.materialize(meta.parts, CPU, cpu_offload=True)
         bases, spans, own = set(), [], 0
         for name, parameter in meta.model.named_parameters():
             local = distributed.local_part(parameter.detach())

@@ -103,7 +103,7 @@ def _step_of_8b(train_type: str = "qlora", **changed: Any) -> StepBytes:
     bf16 = PRECISIONS["bf16"]
     meta = build_model(config, TRAIN_TYPES[train_type], bf16, torch.device("cpu"), layers, attn_implementation="sdpa")
     step = {"num_shards": 2, "frees_blocks": True, "cpu_offload": False, "num_rows": 2, "num_tokens": 4096, **changed}
-    return estimate_step(meta.model, Step(precision=bf16, **step))
+    return estimate_step(meta.parts, Step(precision=bf16, **step))
 
 
 def test_what_a_step_needs_is_that_of_the_stand_ins_allocator() -> None:

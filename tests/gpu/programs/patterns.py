@@ -16,7 +16,6 @@ from transformers import AutoConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.quantizers.base import QuantizedWeight, write_bytes
@@ -60,10 +59,10 @@ def changed(train_type: str, precision: str, strategy: str, offload: bool | int,
     config = AutoConfig.for_model("llama", vocab_size=320, **SIZES)
     layers = LayerOptions(lora=LoraOptions(rank=4), quantizer=QUANTIZERS[train_type])
     kind = TRAIN_TYPES[train_type]
-    model = build_model(config, kind, PRECISIONS[precision], ranks.device, layers, attn_implementation="eager").model
-    shard_model(model, mesh, sharding_strategy=strategy, precision=PRECISIONS[precision], cpu_offload=offload)
-    materialize(model, ranks.device, cpu_offload=offload)
-    (block,) = find_blocks(model)
+    parts = build_model(config, kind, PRECISIONS[precision], ranks.device, layers, attn_implementation="eager").parts
+    shard_model(parts, mesh, sharding_strategy=strategy, precision=PRECISIONS[precision], cpu_offload=offload)
+    materialize(parts, ranks.device, cpu_offload=offload)
+    (block,) = parts.blocks
     quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]
     for layer in quantized:
         fill(layer, mesh)

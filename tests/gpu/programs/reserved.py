@@ -63,8 +63,9 @@ def main(argv: list[str]) -> int:
     model = plan.meta.model
     wrap_blocks(model, offload=False)
     mesh = distributed.build_mesh(ranks, sharding_strategy=args.strategy)
-    shard_model(model, mesh, sharding_strategy=args.strategy, precision=plan.precision, cpu_offload=args.offload)
-    materialize(model, ranks.device, cpu_offload=args.offload)
+    parts, offload = plan.meta.parts, args.offload
+    shard_model(parts, mesh, sharding_strategy=args.strategy, precision=plan.precision, cpu_offload=offload)
+    materialize(parts, ranks.device, cpu_offload=offload)
     keep_own_part(model)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,15 +1,57 @@
-"""Counts a model's parameters and their bytes by category, for the plan and for the proof of sharding."""
+"""The parts of a built model, found once, and its parameters by category: for sharding, the plan and the proof."""
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.model.models import find_blocks
+from fsdp_qlora.model.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.ranks.distributed import shard_bounds
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The modules of a built model that are sharded, offloaded and gathered by themselves.
+
+    FSDP2 replaces parameters and keeps modules, so this is made once, when the model has been built.
+
+    blocks: the decoder blocks, wrapped where they can recompute. head: None if the model has none.
+    """
+
+    model: PreTrainedModel
+    blocks: nn.ModuleList
+    embedding: nn.Module
+    head: nn.Module | None
+    is_tied: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ModelParts":
+        return cls(
+            model,
+            find_blocks(model),
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+            has_tied_embeddings(model),
+        )
+
+    @property
+    def in_order(self) -> list[nn.Module]:
+        """Embedding, blocks and head, as the forward pass takes them."""
+        return [self.embedding, *self.blocks, *([] if self.head is None else [self.head])]
+
+    def on_host(self, cpu_offload: bool | int) -> list[nn.Module]:
+        """The parts whose frozen weights are in host memory: all with True, or so many decoder blocks.
+
+        These blocks are spread over the model, so that the computation of several hides the copy of one.
+        """
+        if cpu_offload is True:
+            return self.in_order
+        number = int(cpu_offload)
+        return [self.blocks[(2 * index + 1) * len(self.blocks) // (2 * number)] for index in range(number)]
 
 
 @dataclass(frozen=True)
@@ -35,13 +77,13 @@ class Counted(NamedTuple):
 
 def each_parameter(model: nn.Module) -> list[Counted]:
     """Every parameter of a model, sharded or on the meta device; tied parameters once."""
-    adapters = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
-    found: dict[int, Counted] = {}
+    adapters = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    found: dict[nn.Parameter, Counted] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in found:
+            if parameter not in found:
                 category, num_weights = _classify(module, name, parameter)
-                found[id(parameter)] = Counted(parameter, category, num_weights, id(parameter) in adapters)
+                found[parameter] = Counted(parameter, category, num_weights, parameter in adapters)
     return list(found.values())
 
 
@@ -55,15 +97,15 @@ def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[st
     return "frozen", parameter.numel()
 
 
-def count_parameters(model: nn.Module) -> dict[str, int]:
+def count_parameters(parts: ModelParts) -> dict[str, int]:
     """Number of parameters: total (the base model's), in_blocks (those frozen there), quantized, trainable."""
-    blocks = {id(parameter) for parameter in find_blocks(model).parameters()}
-    parameters = each_parameter(model)
+    in_blocks = {*parts.blocks.parameters()}
+    parameters = each_parameter(parts.model)
     base = [counted for counted in parameters if not counted.in_adapter]
     frozen = [counted for counted in base if counted.category != "trainable"]
     return {
         "total": sum(counted.num_weights for counted in base),
-        "in_blocks": sum(counted.num_weights for counted in frozen if id(counted.parameter) in blocks),
+        "in_blocks": sum(counted.num_weights for counted in frozen if counted.parameter in in_blocks),
         "quantized": sum(counted.num_weights for counted in base if counted.category == "codes"),
         "trainable": sum(counted.num_weights for counted in parameters if counted.category == "trainable"),
     }
