@@ -359,7 +359,8 @@ class QuantCache:
 
     def _is_everywhere(self) -> bool:
         """Whether every rank sees the entry: without a shared folder, some nodes may lack it."""
-        return not first_failure(None if _is_there(self.folder / CHECKSUMS) else "absent", self.ranks.device)
+        is_there = os.path.isfile(self.folder / CHECKSUMS)  # False also where the folder may not be read
+        return not first_failure(None if is_there else "absent", self.ranks.device)
 
     def _load_entry(self, load_weights: Callable[..., None]) -> bool:
         """Read the entry. If any rank finds it damaged, set it aside and return False."""
@@ -423,24 +424,3 @@ class QuantCache:
             "Quantized weights are saved for the next start: %s (%s).",
             self.folder, format_bytes(writer.files.num_bytes),
         )  # fmt: skip
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a folder that may not be read
-        return False
-
-
-def open_cache(
-    option: str,
-    layers: Mapping[str, QuantizedWeight],
-    weights: Weights,
-    ranks: Ranks,
-    mesh: DeviceMesh,
-) -> QuantCache | None:
-    """The cache of a model that this run quantizes; None if it is off or nothing is quantized. See `cache_root`."""
-    root = cache_root(option)
-    if root is None or not layers:
-        return None
-    return QuantCache(root, layers, weights, ranks, mesh)

@@ -16,7 +16,7 @@ from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
-from fsdp_qlora.loading.quant_cache import open_cache
+from fsdp_qlora.loading.quant_cache import QuantCache, cache_root
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import compile_gates, describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
@@ -76,9 +76,9 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
         show_progress=ranks.is_rank_0,
     )
     layers = {} if plan.is_packed else quantized_layers(model)
-    cache = open_cache(cache_folder, layers, weights, ranks, mesh)
-    if cache:
-        cache.load_or_create(load)
+    root = cache_root(cache_folder)
+    if root and layers:
+        QuantCache(root, layers, weights, ranks, mesh).load_or_create(load)
     else:
         load(weights=weights)
     initialize_adapters(model, mesh, seed=config.seed)
