@@ -22,14 +22,13 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.run.run import run
-from tests.parity.test_train_types import _base as library_base
+from tests.parity.test_train_types import library_base, train_ours
 from tests.reference import LINEARS, batch_loss, decode, encode, load_adapter, load_base, load_decoded_base
-from tests.tiny import PROBE, flags, make_rows, read_metrics, train_ok, write_rows
+from tests.tiny import PROBE, flags, make_rows
 
 Models = Callable[..., Path]
-SEED = 5
-RANDOM = functools.partial(first_adapter_value, seed=SEED)
-RUN = {"seed": SEED, "lr": 1e-2, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
+LR = 1e-2
+RANDOM = functools.partial(first_adapter_value, seed=5)
 
 
 def peft_model(base: nn.Module, **options: object) -> nn.Module:
@@ -60,7 +59,7 @@ def peft_losses(
                 parameter.copy_(first_value(name.replace(".default", ""), parameter.shape))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [parameter], "lr": RUN["lr"] * (lr_ratio if "lora_B" in name else 1.0)}
+        {"params": [parameter], "lr": LR * (lr_ratio if "lora_B" in name else 1.0)}
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
@@ -105,19 +104,7 @@ def test_dora_equals_pefts_on_the_decoded_base_and_peft_loads_it(
     train_type: str, model_type: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, rows = models(model_type), make_rows(4, seed=3)
-    train_ok(
-        2,
-        tmp_path / "out",
-        model_name=folder,
-        dataset=write_rows(tmp_path / "rows.jsonl", rows),
-        logits_file=tmp_path / "logits.safetensors",
-        train_type=train_type,
-        batch_size=2,
-        num_epochs=10,
-        lora_rank=4,
-        lora_alpha=6,
-        **RUN,
-    )
+    losses, logits = train_ours(folder, rows, tmp_path / "out", train_type=train_type, lora_alpha=6, lr=LR)
     bases = {
         "bnb_dora": lambda: load_decoded_base(folder),
         "hqq_dora": lambda: decoded_hqq_base(folder, monkeypatch),
@@ -129,13 +116,11 @@ def test_dora_equals_pefts_on_the_decoded_base_and_peft_loads_it(
     )
     assert expected[-1] < expected[0] - 0.5
     # The same numbers up to the order of fp32 sums, which ten steps of Adam amplify.
-    assert read_metrics(tmp_path / "out") == pytest.approx(expected, rel=1e-4)
+    assert losses == pytest.approx(expected, rel=1e-4)
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
     name = "base_model.model.model.layers.1.mlp.down_proj.lora_magnitude_vector"
     own = trained.get_submodule(name.replace("lora_magnitude_vector", "lora_magnitude_vector.default")).weight
     assert torch.allclose(saved[name], own, rtol=1e-3)
-
-    logits = load_file(tmp_path / "logits.safetensors")["logits"]
     assert (logits_of(base) - logits).abs().max() > 1e-1
     assert (logits_of(load_adapter(base, tmp_path / "out")) - logits).abs().max() < 1e-4
 
@@ -148,21 +133,8 @@ def test_an_adapter_that_starts_from_its_weights_is_pefts_and_is_saved_for_the_m
     init: str, train_type: str, models: Models, tmp_path: Path
 ) -> None:
     folder, rows = models(), make_rows(4, seed=3)
-    output = train_ok(
-        2,
-        tmp_path / "out",
-        model_name=folder,
-        dataset=write_rows(tmp_path / "rows.jsonl", rows),
-        logits_file=tmp_path / "logits.safetensors",
-        train_type=train_type,
-        init_lora_weights=init,
-        batch_size=2,
-        num_epochs=10,
-        lora_rank=4,
-        lora_alpha=6,
-        **RUN,
-    )
-    assert "Self-test" in output
+    options = {"train_type": train_type, "init_lora_weights": init, "lora_alpha": 6, "lr": LR}
+    losses, logits = train_ours(folder, rows, tmp_path / "out", **options)
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")  # [A; A0] and [B, -B0]
     first = {name: value[4:] if "lora_A" in name else -value[:, 4:] for name, value in saved.items()}
     original = load_base(folder, four_bit=False)
@@ -178,16 +150,15 @@ def test_an_adapter_that_starts_from_its_weights_is_pefts_and_is_saved_for_the_m
         rest = decode(weight) if train_type == "qlora" else weight
         reduced.get_submodule(name).weight.data = rest
         restored.get_submodule(name).weight.data = (rest + update).float()
-    losses, _ = peft_losses(
+    expected, _ = peft_losses(
         reduced, encode(folder, rows), steps=10, first_value=lambda name, shape: first[name], r=4, lora_alpha=6
     )
-    assert losses[-1] < losses[0] - 0.5
-    assert read_metrics(tmp_path / "out") == pytest.approx(losses, rel=1e-4)
+    assert expected[-1] < expected[0] - 0.5
+    assert losses == pytest.approx(expected, rel=1e-4)
 
     # For the model as it was: W itself without quantization, Q(W - s B0 A0) + s B0 A0 with it.
     if train_type == "lora":
         restored = original
-    logits = load_file(tmp_path / "logits.safetensors")["logits"]
     assert (logits_of(load_adapter(restored, tmp_path / "out")) - logits).abs().max() < 2e-4
 
 
@@ -197,21 +168,9 @@ def test_loftq_starts_with_less_quantization_error_and_from_the_base_that_bitsan
     folder = models()
     logits = {}
     for train_type, init in [("lora", "true"), ("qlora", "true"), ("qlora", "loftq")]:
-        train_ok(
-            2,
-            tmp_path / f"{train_type}_{init}",
-            model_name=folder,
-            dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4, seed=3)),
-            logits_file=tmp_path / f"{train_type}_{init}.safetensors",
-            train_type=train_type,
-            init_lora_weights=init,
-            batch_size=2,
-            max_steps=1,
-            lora_rank=32,
-            lora_alpha=64,
-            **{**RUN, "lr": 1e-9},
-        )
-        logits[train_type, init] = load_file(tmp_path / f"{train_type}_{init}.safetensors")["logits"]
+        options = {"train_type": train_type, "init_lora_weights": init, "lora_rank": 32, "lora_alpha": 64}
+        out = tmp_path / f"{train_type}_{init}"
+        _, logits[train_type, init] = train_ours(folder, make_rows(4), out, max_steps=1, lr=1e-9, **options)
     exact = logits["lora", "true"]
     assert (logits["qlora", "loftq"] - exact).norm() < 0.7 * (logits["qlora", "true"] - exact).norm()
     saved = load_file(tmp_path / "qlora_loftq" / "adapter_model.safetensors")
@@ -247,23 +206,18 @@ def test_the_quick_pissa_leaves_hardly_more_and_is_always_the_same() -> None:
 def test_rslora_patterns_regex_and_loraplus_are_pefts(models: Models, tmp_path: Path) -> None:
     folder, rows = models(), make_rows(4, seed=3)
     regex = r".*\.(self_attn\.[qkvo]_proj|mlp\.down_proj)"
-    train_ok(
-        2,
+    losses, logits = train_ours(
+        folder,
+        rows,
         tmp_path / "out",
-        model_name=folder,
-        dataset=write_rows(tmp_path / "rows.jsonl", rows),
-        logits_file=tmp_path / "logits.safetensors",
         train_type="lora",
         lora_target_modules=regex,
         use_rslora=True,
         rank_pattern="down_proj=6,layers.0.*_proj=2",
         alpha_pattern="q_proj=3.5",
         loraplus_lr_ratio=4,
-        batch_size=2,
-        num_epochs=10,
-        lora_rank=4,
         lora_alpha=6,
-        **RUN,
+        lr=LR,
     )
     expected, _ = peft_losses(
         load_base(folder, four_bit=False),
@@ -279,27 +233,15 @@ def test_rslora_patterns_regex_and_loraplus_are_pefts(models: Models, tmp_path: 
         lora_alpha=6,
     )
     assert expected[-1] < expected[0] - 0.5
-    assert read_metrics(tmp_path / "out") == pytest.approx(expected, rel=1e-4)
+    assert losses == pytest.approx(expected, rel=1e-4)
     reloaded = load_adapter(load_base(folder, four_bit=False), tmp_path / "out")
-    logits = load_file(tmp_path / "logits.safetensors")["logits"]
     assert (logits_of(reloaded) - logits).abs().max() < 1e-4
 
 
 def test_embeddings_and_head_train_in_full_beside_the_adapter_as_pefts(models: Models, tmp_path: Path) -> None:
     folder, rows, modules = models(), make_rows(4, seed=3), ["embed_tokens", "lm_head"]
-    train_ok(
-        2,
-        tmp_path / "out",
-        model_name=folder,
-        dataset=write_rows(tmp_path / "rows.jsonl", rows),
-        logits_file=tmp_path / "logits.safetensors",
-        modules_to_save=",".join(modules),
-        gradient_accumulation_steps=2,
-        num_epochs=10,
-        lora_rank=4,
-        lora_alpha=6,
-        **RUN,
-    )
+    options = {"modules_to_save": ",".join(modules), "batch_size": 1, "gradient_accumulation_steps": 2}
+    losses, logits = train_ours(folder, rows, tmp_path / "out", **options, lora_alpha=6, lr=LR)
     base = load_decoded_base(folder)
     expected, trained = peft_losses(
         copy.deepcopy(base),
@@ -311,13 +253,12 @@ def test_embeddings_and_head_train_in_full_beside_the_adapter_as_pefts(models: M
         modules_to_save=modules,
     )
     assert expected[-1] < expected[0] - 1.0
-    assert read_metrics(tmp_path / "out") == pytest.approx(expected, rel=1e-4)
+    assert losses == pytest.approx(expected, rel=1e-4)
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
     theirs = get_peft_model_state_dict(trained)
     assert saved.keys() == theirs.keys() and len(saved) == 2 + 2 * 14
     # In a checkpoint each rank has written its own rows: whole modules are not gathered for it.
     assert len(list((tmp_path / "out" / "checkpoints").glob("step_000010/state_*.safetensors"))) == 2
-    logits = load_file(tmp_path / "logits.safetensors")["logits"]
     assert (logits_of(load_adapter(base, tmp_path / "out")) - logits).abs().max() < 1e-4
 
 

@@ -18,8 +18,9 @@ from tests.reference import encode, load_adapter, load_base, train_lora
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
-FULL_BATCH = {"batch_size": 2, "lr": 1e-3, "lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32"}
 TYPES: dict[str, dict[str, Any]] = {
+    "qlora, llama": {"train_type": "qlora"},
+    "qlora": {"train_type": "qlora"},
     "hqq 8": {"train_type": "hqq_lora", "n_bits": 8},
     "hqq 4": {"train_type": "hqq_lora"},
     "hqq 3": {"train_type": "hqq_lora", "n_bits": 3, "group_size": 32},
@@ -59,9 +60,11 @@ def _hqq(linear: nn.Linear, n_bits: int, group_size: int) -> nn.Module:
     return layer
 
 
-def _base(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+def library_base(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """The model in fp32 with the library's own quantized layers in its blocks."""
-    model = load_base(folder, four_bit=False)
+    model = load_base(folder, four_bit=options["train_type"] == "qlora")
+    if options["train_type"] == "qlora":
+        return model
     if options["train_type"] == "hqq_lora":
         solver = importlib.import_module("hqq.core.optimize").optimize_weights_proximal_v2
         settings = {"lp_norm": 0.7, "beta": 10.0, "kappa": 1.01, "iters": 20, "tol": 0.0}
@@ -78,6 +81,17 @@ def _base(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     return model.eval()
 
 
+def train_ours(
+    folder: Path, rows: list[dict[str, str]], out: Path, **options: object
+) -> tuple[list[float], torch.Tensor]:
+    """A run on two ranks in fp32, with four rows a batch: its losses, and its model's logits of PROBE."""
+    common = {"model_name": folder, "dataset": write_rows(out.with_name("rows.jsonl"), rows), "batch_size": 2}
+    common |= {"lr_scheduler": "constant", "warmup_steps": 0, "precision": "fp32", "seed": 5, "num_epochs": 10}
+    output = train_ok(2, out, logits_file=out.with_suffix(".logits"), **{**common, "lora_rank": 4, **options})
+    assert "Self-test" in output
+    return read_metrics(out), load_file(out.with_suffix(".logits"))["logits"]
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_losses_are_those_of_peft_on_the_librarys_own_layers(
     kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,27 +99,14 @@ def test_losses_are_those_of_peft_on_the_librarys_own_layers(
     options = TYPES[kind]
     # Token by token is slow.
     num_rows, steps = (2, 3) if options.get("int8_threshold") else (4, 10)
-    folder, rows = models("qwen2"), make_rows(num_rows, seed=3)
-    output = train_ok(
-        2,
-        tmp_path / "out",
-        model_name=folder,
-        dataset=write_rows(tmp_path / "rows.jsonl", rows),
-        logits_file=tmp_path / "logits.safetensors",
-        num_epochs=steps,
-        lora_rank=4,
-        lora_alpha=8,
-        seed=5,
-        **{**FULL_BATCH, "batch_size": num_rows // 2},
-        **options,
-    )
-    assert "is bit-identical to the same weight quantized whole" in output
+    folder = models("llama" if "llama" in kind else "qwen2")
+    rows, size = make_rows(num_rows, seed=3), {"batch_size": num_rows // 2, "num_epochs": steps}
+    losses, trained = train_ours(folder, rows, tmp_path / "out", lora_alpha=8, lr=1e-3, **size, **options)
     with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
         shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     first_values = {name: first_adapter_value(name, shape, seed=5) for name, shape in shapes.items()}
-    base = _base(folder, options, monkeypatch)
+    base = library_base(folder, options, monkeypatch)
     expected = train_lora(base, first_values, encode(folder, rows), steps=steps, lr=1e-3, rank=4, alpha=8)
-    losses = read_metrics(tmp_path / "out")
     # The same numbers up to the order of fp32 sums. int8 rounds activations, so a last bit may move one by 1/127 of
     # its token's largest: first values that differ by 1e-7 alone move the tenth loss of the reference by 4e-4.
     assert losses[0] == pytest.approx(expected[0], rel=1e-6)
@@ -113,8 +114,7 @@ def test_losses_are_those_of_peft_on_the_librarys_own_layers(
     assert expected[-1] < expected[0] - 0.05
 
     # What was saved gives, loaded by PEFT on the library's own layers, the trained model's logits.
-    trained = load_file(tmp_path / "logits.safetensors")["logits"]
-    base = _base(folder, options, monkeypatch)
+    base = library_base(folder, options, monkeypatch)
     with torch.no_grad():
         before = base(input_ids=PROBE).logits
         difference = (load_adapter(base, tmp_path / "out")(input_ids=PROBE).logits - trained).abs()
