@@ -1,4 +1,4 @@
-"""HQQ and int8 layers against the libraries' own layers and against autograd on the decoded weight."""
+"""Quantized layers against the libraries' own layers and functions, and against autograd on the decoded weight."""
 
 import functools
 import importlib
@@ -18,19 +18,26 @@ from fsdp_qlora.quantizers.int8 import _multiply
 from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.sharding.verify import count_bytes
 from tests.layers.shards import SHAPES, relative_error, shards, weight_of
+from tests.layers.test_lora_product import ONE_RANK
 
 pytestmark = pytest.mark.quick
 
 HQQ = {f"hqq{n_bits}": ("hqq", {"n_bits": n_bits, "group_size": 64}) for n_bits in (8, 4, 3, 2)}
 INT8 = {"int8": ("int8", {"int8_threshold": 6.0}), "int8 without outliers": ("int8", {"int8_threshold": 0.0})}
 NEW: dict[str, tuple[str, dict[str, Any]]] = {**HQQ, "hqq group 32": ("hqq", {"n_bits": 3, "group_size": 32}), **INT8}
-NF4 = {"nf4": ("bnb_4bit", {"quant_type": "nf4", "double_quant": True})}
+FOUR_BIT = {
+    f"{quant_type}{'' if double_quant else ', absmax in fp32'}": (
+        "bnb_4bit",
+        {"quant_type": quant_type, "double_quant": double_quant},
+    )
+    for quant_type, double_quant in itertools.product(("nf4", "fp4"), (True, False))
+}
 # The memory of a base's weight, in bytes per parameter.
 LIMITS = {"nf4": 0.52, "hqq8": 1.07, "hqq4": 0.57, "hqq3": 0.45, "hqq2": 0.32, "int8": 1.01}
 
 
 def _layer(kind: str, shape: tuple[int, int], dtype: torch.dtype, bias: torch.Tensor | None = None) -> QuantizedLinear:
-    quantizer, options = {**NEW, **NF4}[kind]
+    quantizer, options = {**NEW, **FOUR_BIT}[kind]
     linear = nn.Linear(shape[1], shape[0], bias=bias is not None, device="meta")
     if bias is not None:
         linear.bias = nn.Parameter(bias)
@@ -90,6 +97,29 @@ def test_shards_are_the_same_bytes_on_any_number_of_ranks_and_the_librarys_own_v
             assert sum(len(part[name]) for part in parts) == parameter.numel() * parameter.element_size()
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_4bit_shards_are_bitsandbytes_own_bytes_on_any_number_of_ranks(world_size: int, tmp_path: Path) -> None:
+    keys = list(itertools.product(FOUR_BIT, SHAPES, (torch.bfloat16,)))
+    for (kind, shape, dtype), parts in zip(keys, shards(world_size, _make, keys, tmp_path), strict=True):
+        options = FOUR_BIT[kind][1]
+        codes, state = bnb.functional.quantize_4bit(
+            weight_of(shape),
+            blocksize=64,
+            compress_statistics=options["double_quant"],
+            quant_type=options["quant_type"],
+        )
+        expected = {"weight": codes, "absmax": state.absmax}
+        if options["double_quant"]:
+            expected["nested_absmax"] = state.state2.absmax
+            assert all(torch.equal(part["absmax_offset"], state.offset) for part in parts)
+        for name, value in expected.items():
+            value, joined = value.reshape(-1).view(torch.uint8), torch.cat([part[name] for part in parts])
+            assert torch.equal(joined[: len(value)], value), (shape, name)
+            assert not joined[len(value) :].any()
+        decoded = bnb.functional.dequantize_4bit(codes, state).to(dtype)
+        assert all(torch.equal(part["decoded"], decoded) for part in parts)
+
+
 @pytest.mark.parametrize("kind", HQQ)
 def test_hqq_without_the_early_stop_is_as_exact_as_with_it(kind: str) -> None:
     for shape in ((300, 130), (128, 64)):
@@ -103,12 +133,12 @@ def _fill(layer: QuantizedWeight, weight: torch.Tensor) -> None:
     """Give a layer its weight without ranks."""
     for name in ("weight", *layer.statistics):
         setattr(layer, name, nn.Parameter(torch.empty_like(getattr(layer, name), device="cpu"), requires_grad=False))
-    layer.load_shard(weight.flatten(), None)  # type: ignore[arg-type]
+    layer.load_shard(weight.flatten(), ONE_RANK)
 
 
-@pytest.mark.parametrize("kind", [*HQQ, "int8 without outliers"])
-@pytest.mark.parametrize("shape", [(96, 128), (50, 33)])
-def test_the_gradient_is_that_of_the_decodedweight_of(kind: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", ["nf4, absmax in fp32", "fp4, absmax in fp32", *HQQ, "int8 without outliers"])
+@pytest.mark.parametrize("shape", [(96, 128), (50, 33), (50, 96)])  # the last: rows of one and a half blocks
+def test_product_and_gradient_are_those_of_the_decoded_weight(kind: str, shape: tuple[int, int]) -> None:
     bias = torch.randn(shape[0])
     layer = _layer(kind, shape, torch.float32, bias)
     _fill(layer, weight_of(shape))
