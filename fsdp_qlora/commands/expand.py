@@ -22,7 +22,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model import models
-from fsdp_qlora.quantizers.bnb_4bit_format import take_settings
+from fsdp_qlora.quantizers.bnb_4bit import take_settings
 from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
 
 log = logging.getLogger("fsdp_qlora")

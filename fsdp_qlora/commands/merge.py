@@ -39,7 +39,7 @@ from fsdp_qlora.model import models
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.planning.plan import quantizer_options
-from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings, take_settings
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitSettings, take_settings
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import choose_device
 from fsdp_qlora.ranks.distributed import Ranks

@@ -17,8 +17,7 @@ from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import Weights, open_weight_files
 from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.base import packed_forms
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitWeight, quantize_blocks
-from fsdp_qlora.quantizers.bnb_4bit_format import EXPERTS_KEY, take_settings
+from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, Bnb4bitExperts, Bnb4bitWeight, quantize_blocks, take_settings
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm

@@ -1,7 +1,7 @@
 """A cache of quantized weights on disk: a later start reads a quarter of the bytes and quantizes nothing.
 
 An entry is a folder ROOT/KEY with checksums.json and the quantized layers' whole parameters as given by
-`stored_parameters` (4-bit ones in bitsandbytes' format, see bnb_4bit_format.py), from which any number of ranks reads
+`stored_parameters` (4-bit ones in bitsandbytes' format, see bnb_4bit.py), from which any number of ranks reads
 its shards. Unquantized weights are read from the model's own files. While an entry is written it is ROOT/KEY.writing,
 and its writer holds the lock ROOT/KEY.lock, which the system releases when the writer dies. The next start removes
 unlocked leftovers.

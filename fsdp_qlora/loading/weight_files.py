@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.decoded import DecodedTensor, RoundedDouble, StoredFormat, find_decoded
 from fsdp_qlora.loading.hub import conversion_advice
-from fsdp_qlora.quantizers.bnb_4bit_format import PACKED_STATE, PACKED_SUFFIXES
+from fsdp_qlora.quantizers.bnb_4bit import PACKED_STATE, PACKED_SUFFIXES
 from fsdp_qlora.storage.safetensors_files import DTYPES, TensorForm
 
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."

@@ -17,7 +17,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.fused import fuse_modules
 from fsdp_qlora.model.models import build_meta_model
 from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.quantizers.bnb_4bit_format import Bnb4bitSettings
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitSettings
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
 from fsdp_qlora.sharding.model_parts import ModelParts

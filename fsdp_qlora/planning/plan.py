@@ -41,7 +41,7 @@ from fsdp_qlora.planning import describe, memory, placement
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.placement import Placement, Sized
 from fsdp_qlora.planning.step_memory import Step, StepBytes, estimate_step
-from fsdp_qlora.quantizers import bnb_4bit_format
+from fsdp_qlora.quantizers import bnb_4bit
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 
@@ -211,7 +211,7 @@ def build_plan(
     stored = decoded.take_format(model_config)
     if stored:
         log.info(stored.describe_use(quantizes=train_type.quantizer is not None))
-    prequantized = bnb_4bit_format.take_settings(model_config, config.model)
+    prequantized = bnb_4bit.take_settings(model_config, config.model)
     if prequantized:
         train_type.check_takes_4bit(config.train_type, config.model)
         log.info(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
