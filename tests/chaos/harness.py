@@ -8,8 +8,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.tiny import _free_port, _worker, flags, make_rows, write_rows
 
@@ -32,7 +33,8 @@ OPTIONS = {
     "quant_cache": "off",
 }
 
-Fault = Callable[..., None]
+Fault = Callable[[], object]
+Same = Callable[[Path], None]
 
 
 def inputs(models: Callable[..., Path], folder: Path) -> dict[str, object]:
@@ -40,12 +42,52 @@ def inputs(models: Callable[..., Path], folder: Path) -> dict[str, object]:
     return {**OPTIONS, "model_name": models(), "dataset": write_rows(folder / "rows.jsonl", make_rows(40))}
 
 
-def _train_with(argv: list[str], fault: Fault | None, arguments: tuple) -> int:
+# --- faults ---
+
+
+def on(*ranks: int) -> bool:
+    """Whether this process is one of these ranks; any, if none is given."""
+    return not ranks or int(os.environ["RANK"]) in ranks
+
+
+def at_step(step: int, happens: Fault, *ranks: int, during: str = "train_step") -> None:
+    """Let something happen on some ranks, or on all, whenever a step (from 0) comes to this method of its trainer."""
+    from fsdp_qlora.training.trainer import Trainer
+
+    original = getattr(Trainer, during)
+
+    def wrapped(self: Trainer, *args: object) -> object:
+        now = args[0] if isinstance(args[0], int) else self.heartbeat.step
+        if now == step and on(*ranks):
+            happens()
+        return original(self, *args)
+
+    setattr(Trainer, during, wrapped)
+
+
+def hang() -> NoReturn:
+    while True:
+        time.sleep(0.1)
+
+
+def be_impatient() -> None:
+    from fsdp_qlora.control import presence
+
+    presence._SILENT_SECONDS, presence._PULSE_SECONDS = 3.0, 0.5
+
+
+KILLED = partial(signal.raise_signal, signal.SIGKILL)
+
+
+def _train_with(argv: list[str], fault: Fault | None) -> int:
     import train
 
     if fault is not None:
-        fault(*arguments)
+        fault()
     return train.main(argv)
+
+
+# --- runs ---
 
 
 class Job:
@@ -57,10 +99,11 @@ class Job:
         logs: Path,
         *,
         ranks: int = RANKS,
-        fault: Fault | None = None,
+        fault: Callable[..., object] | None = None,
         arguments: tuple = (),
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
+        fault = partial(fault, *arguments) if fault else None
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
         port = _free_port()
@@ -68,7 +111,7 @@ class Job:
         self.processes = [
             context.Process(
                 target=_worker,
-                args=(_train_with, (flags(**options), fault, arguments), rank, ranks, port, str(self.logs[rank])),
+                args=(_train_with, (flags(**options), fault), rank, ranks, port, str(self.logs[rank])),
                 daemon=True,
             )
             for rank in range(ranks)
@@ -99,14 +142,6 @@ class Job:
         return "\n".join(log.read_text() for log in self.logs if log.exists())
 
 
-def run(options: dict[str, object], logs: Path, **how: Any) -> str:
-    """A start that must finish the run; returns its output."""
-    job = Job(options, logs, **how)
-    statuses = job.wait()
-    assert statuses == [0] * len(statuses), f"{job.output()[-6000:]}\nexit statuses {statuses}"
-    return job.output()
-
-
 @contextlib.contextmanager
 def ended(job: Job) -> Iterator[Job]:
     """Let no process of a failed test live on."""
@@ -118,13 +153,25 @@ def ended(job: Job) -> Iterator[Job]:
                 process.kill()
 
 
+def finish(options: dict[str, object], logs: Path, statuses: list[int] | None = None, **how: Any) -> Job:
+    """A start whose ranks end with these statuses, all 0 where none are given."""
+    with ended(Job(options, logs, **how)) as job:
+        found = job.wait()
+    assert found == (statuses or [0] * len(found)), f"{job.output()[-6000:]}\nexit statuses {found}"
+    return job
+
+
+def run(options: dict[str, object], logs: Path, statuses: list[int] | None = None, **how: Any) -> str:
+    """The output of a start whose ranks end with these statuses, all 0 where none are given."""
+    return finish(options, logs, statuses, **how).output()
+
+
 def adapter(output_dir: Path) -> str:
     """A hash of the adapter's file, byte for byte."""
     return hashlib.sha256((output_dir / "adapter_model.safetensors").read_bytes()).hexdigest()
 
 
-# What may differ between two runs with equal numbers.
-# And what depends on how rows are split.
+# What may differ between two runs with equal numbers, and what depends on how rows are split.
 _TIMES = {"tokens_per_second", "step_seconds", "memory_gib", "useful_of_computed", "useful_of_lock_step", "recompute"}
 
 

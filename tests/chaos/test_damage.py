@@ -4,7 +4,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -13,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.mirror import open_store
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import Job, ended, numbers, run, wait_for
+from tests.chaos.harness import KILLED, Job, Same, at_step, ended, finish, numbers, run, wait_for
 from tests.tiny import make_model, make_rows, write_rows
 
-Same = Callable[[Path], None]
+DIE_AT_14 = partial(at_step, 14, KILLED)
 
 
 def flip(path: Path) -> None:
@@ -36,23 +38,9 @@ DAMAGES: dict[str, Callable[[Path], None]] = {"flip": flip, "truncate": truncate
 def stopped(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unfinished run with the checkpoints of steps 9, 12 and 14."""
     folder = tmp_path_factory.mktemp("stopped")
-    with ended(Job(reference.same_but(folder / "out"), folder / "logs", fault=die_at_step, arguments=(14,))) as job:
-        job.wait()
+    run(reference.same_but(folder / "out"), folder / "logs", ANY, fault=DIE_AT_14)
     assert list(checkpoint.published(folder / "out" / "checkpoints")) == [9, 12, 14]
     return folder / "out"
-
-
-def die_at_step(step: int) -> None:
-    from fsdp_qlora.training.trainer import Trainer
-
-    original = Trainer.train_step
-
-    def train_step(self: Trainer, index: int, *args: object) -> object:
-        if index == step:
-            os._exit(9)
-        return original(self, index, *args)  # type: ignore[arg-type]
-
-    Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("name", [checkpoint.MANIFEST, checkpoint.STATE, "state_00000.safetensors"])
@@ -79,32 +67,13 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(
     assert_same(tmp_path / "out")
 
 
-def test_without_a_whole_checkpoint_nothing_starts_from_zero(
-    reference: Reference, stopped: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(stopped, tmp_path / "out")
-    for folder in checkpoint.published(tmp_path / "out" / "checkpoints").values():
-        (folder / checkpoint.MANIFEST).unlink()
-    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
-    for attempt in range(2):  # the second sees only what the first has set aside
-        with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / f"logs{attempt}")) as job:
-            assert job.wait() == [2, 2], job.output()
-        assert "No checkpoint in" in job.output() and "step_000014.set_aside" in job.output()
-    assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
-
-
 def test_two_ranks_then_one_then_four_give_the_same_run(reference: Reference, tmp_path: Path) -> None:
-    rows_of: dict[int, list[int]] = {}
     options = reference.same_but(tmp_path / "out")
-    for ranks, until in ((2, 5), (1, 11), (4, None)):
-        fault = die_at_step if until else None
-        with ended(
-            Job(options, tmp_path / f"logs{ranks}", ranks=ranks, fault=fault, arguments=(until,) if until else ())
-        ) as job:
-            statuses = job.wait()
-        assert (set(statuses) == {0}) == (until is None), job.output()
-        rows_of[ranks] = statuses
-    assert "The global batch stays at the 4 rows" in job.output() and "is 1 micro-batches per step" in job.output()
+    run(options, tmp_path / "logs2", ANY, fault=partial(at_step, 5, KILLED))
+    run(options, tmp_path / "logs1", ANY, ranks=1, fault=partial(at_step, 11, KILLED))
+    output = run(options, tmp_path / "logs4", ranks=4)
+    assert "Resuming at step 9 from" in output
+    assert "The global batch stays at the 4 rows" in output and "is 1 micro-batches per step" in output
     expected, found = numbers(reference.output_dir), numbers(tmp_path / "out")
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
@@ -124,7 +93,7 @@ def test_a_new_box_starts_from_the_mirror_and_a_mirror_out_of_reach_stops_nobody
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", mirror=tmp_path / "mirror")
-    with ended(Job(options, tmp_path / "logs0", fault=die_at_step, arguments=(14,))) as job:
+    with ended(Job(options, tmp_path / "logs0", fault=DIE_AT_14)) as job:
         wait_for(lambda: 9 in checkpoint.published(tmp_path / "mirror" / "checkpoints"))
         job.wait()
     for step in open_store(str(tmp_path / "mirror")).steps():
@@ -136,9 +105,8 @@ def test_a_new_box_starts_from_the_mirror_and_a_mirror_out_of_reach_stops_nobody
     steps = [list(checkpoint.published(tmp_path / name / "checkpoints")) for name in ("out", "mirror")]
     assert steps[0] == steps[1] and steps[0][-1] == 20
     # Of another run it is left alone, and where nothing can be written training continues.
-    with ended(Job({**options, "output_dir": tmp_path / "other", "lr": 0.1}, tmp_path / "logs2")) as job:
-        assert job.wait() == [2, 2], job.output()
-    assert "--lr was 0.001 and is 0.1" in job.output() and not (tmp_path / "other").exists()
+    output = run({**options, "output_dir": tmp_path / "other", "lr": 0.1}, tmp_path / "logs2", [2, 2])
+    assert "--lr was 0.001 and is 0.1" in output and not (tmp_path / "other").exists()
     (tmp_path / "file").write_text("")
     output = run({**options, "output_dir": tmp_path / "third", "mirror": tmp_path / "file"}, tmp_path / "logs3")
     assert output.count("has no copy of the last checkpoint") == 1
@@ -169,9 +137,7 @@ def test_other_options_model_or_rows_are_refused_by_name(reference: Reference, s
         ({"model_name": other_model}, ["the base model's weights (--model_name) is not the same"]),
     ]
     for number, (changes, words) in enumerate(cases):
-        with ended(Job(reference.same_but(tmp_path / "out", **changes), tmp_path / f"logs{number}")) as job:
-            assert job.wait() == [2, 2], job.output()
-        for log in job.logs:
+        for log in finish(reference.same_but(tmp_path / "out", **changes), tmp_path / f"logs{number}", [2, 2]).logs:
             assert not [word for word in words if word not in log.read_text()], log.read_text()
     assert snapshot() == before
 

@@ -18,11 +18,6 @@ from tests.chaos.harness import RANKS, Job, ended, numbers, run, steps_done, wai
 Same = Callable[[Path], None]
 
 
-def test_the_same_run_twice_is_byte_identical(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
-    run(reference.same_but(tmp_path / "out"), tmp_path / "logs")
-    assert_same(tmp_path / "out")
-
-
 def test_random_kills_change_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
     kills, seed = int(os.environ.get("CHAOS_KILLS", 4)), int(os.environ.get("CHAOS_SEED", time.time()))
     print(f"CHAOS_SEED={seed}")

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.control import stops
 from fsdp_qlora.errors import TrainingError
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import Job, ended, numbers, run, status, steps_done, wait_for
-
-Same = Callable[[Path], None]
+from tests.chaos.harness import Job, Same, at_step, ended, hang, numbers, run, status, steps_done, wait_for
 
 
 @pytest.mark.parametrize(
@@ -53,30 +51,14 @@ def be_slow() -> None:
 
 
 def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Path) -> None:
-    with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=wait_in_rows, arguments=(0,))) as job:
+    hangs = partial(at_step, 3, hang, 0, during="_micro_batches")  # in Python
+    with ended(Job(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=hangs)) as job:
         wait_for(lambda: steps_done(tmp_path / "out") >= 3)
         job.kill(0, signal.SIGINT)
         time.sleep(1)
         assert job.is_alive()
         job.kill(0, signal.SIGINT)
         assert job.wait()[0] == 130
-
-
-def wait_in_rows(rank: int) -> None:
-    """Let a rank hang, in Python, when it makes the batches of the fourth step."""
-    import os
-
-    from fsdp_qlora.training.trainer import Trainer
-
-    original = Trainer._micro_batches
-
-    def hang(self: Trainer, *args: object) -> object:
-        if self.heartbeat.step == 3 and os.environ["RANK"] == str(rank):
-            while True:
-                time.sleep(0.1)
-        return original(self, *args)  # type: ignore[arg-type]
-
-    Trainer._micro_batches = hang  # type: ignore[method-assign, assignment]
 
 
 def take_ten_seconds_per_step() -> None:
@@ -108,15 +90,13 @@ def test_a_budget_stops_with_a_checkpoint_and_a_larger_one_goes_on(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_steps=0, price_per_hour=3600, max_cost_usd=80)
-    with ended(Job(options, tmp_path / "logs0", fault=take_ten_seconds_per_step)) as job:  # a dollar a second
-        assert job.wait() == [3, 3], job.output()
+    output = run(options, tmp_path / "logs0", [3, 3], fault=take_ten_seconds_per_step)  # a dollar a second
     about = status(tmp_path / "out")
     # Two steps' time is kept for another step and the checkpoint.
     assert (about["state"], about["step"], about["seconds"]) == ("over_budget", 6, 60)
-    assert "(--max_cost_usd is used up)" in job.output()
-    with ended(Job(options, tmp_path / "logs1")) as job:  # what was used is remembered
-        assert job.wait() == [3, 3], job.output()
-    assert "Not started: --max_cost_usd is used up by this run's earlier starts" in job.output()
+    assert "(--max_cost_usd is used up)" in output
+    output = run(options, tmp_path / "logs1", [3, 3])  # what was used is remembered
+    assert "Not started: --max_cost_usd is used up by this run's earlier starts" in output
     run({**options, "max_cost_usd": 3600}, tmp_path / "logs2")
     assert_same(tmp_path / "out")
 
@@ -125,26 +105,11 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out")
-    with ended(Job(options, tmp_path / "logs0", fault=stop_in_evaluation)) as job:
-        assert job.wait() == [75, 75], job.output()
+    stopped = partial(at_step, 7, partial(signal.raise_signal, signal.SIGTERM), during="evaluate")
+    run(options, tmp_path / "logs0", [75, 75], fault=stopped)
     assert [record for record in numbers(tmp_path / "out") if record["step"] == 7][-1].get("eval_loss") is None
     run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
-
-
-def stop_in_evaluation() -> None:
-    import os
-
-    from fsdp_qlora.training.trainer import Trainer
-
-    original = Trainer.evaluate
-
-    def evaluate(self: Trainer, step: int, *args: object) -> object:
-        if step == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, step, *args)  # type: ignore[arg-type]
-
-    Trainer.evaluate = evaluate  # type: ignore[method-assign, assignment]
 
 
 def test_all_ranks_decide_alike_and_see_when_they_are_not_at_the_same_step() -> None:

@@ -141,30 +141,6 @@ def test_a_killed_rank_ends_all_where_no_restart_is_allowed(
     assert "Signal 9 (SIGKILL)" in log(tmp_path)
 
 
-def die_unattended() -> None:
-    """Be started by a script, and die before the first checkpoint."""
-    from fsdp_qlora.training.trainer import Trainer
-
-    os.environ["FSDP_QLORA_AUTO_RESTART"] = "1"
-
-    def train_step(self: Trainer, *args: object) -> object:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return None
-
-    Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
-
-
-def test_restarts_without_progress_end_with_the_reason(reference: Reference, tmp_path: Path) -> None:
-    options = reference.same_but(tmp_path / "out", eval_fraction=0, eval_steps=0)
-    for attempt in range(3):
-        with ended(Job(options, tmp_path / f"logs{attempt}", ranks=1, fault=die_unattended)) as job:
-            assert job.wait() == [-signal.SIGKILL]
-    with ended(Job(options, tmp_path / "logs", ranks=1, fault=die_unattended)) as job:
-        assert job.wait() == [4], job.output()
-    assert "has been restarted 2 times without progress: each start from step 0" in job.output()
-    assert status(tmp_path / "out")["state"] == "no_progress"
-
-
 # Stands for train.py: what each start does is a line of PLAN, the state it leaves and its exit status.
 FAKE = """
 line=$(sed -n "1p" PLAN); sed -i 1d PLAN; echo start >> STARTS

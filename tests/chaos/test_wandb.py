@@ -220,40 +220,6 @@ def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
     assert_complete(server.run, tmp_path)
 
 
-def test_an_outage_that_is_over_before_the_end_is_not_noticed(
-    server: WandbServer, tmp_path: Path, lines: list[str]
-) -> None:
-    log = open_log(tmp_path)
-    log_steps(log, range(1, 4))
-    server.status = 500
-    before = server.num_requests
-    closing = threading.Thread(target=log.close)
-    closing.start()
-    wait_for(lambda: server.num_requests > before)
-    server.status = 200
-    closing.join(HANG_SECONDS)
-    assert_complete(server.run, tmp_path)
-    assert len(lines) == 1
-
-
-def test_a_server_in_trouble_at_the_start_is_given_up_and_the_run_can_be_uploaded_later(
-    server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wandb_sink, "INIT_SECONDS", 2.0)
-    server.status = 500
-
-    def start_and_end() -> None:
-        with open_log(tmp_path) as log:
-            log_steps(log, range(1, 4))
-
-    ends(start_and_end)
-    assert server.num_requests > 0 and server.runs == {}
-    assert len(lines) == 1 and "wandb: offline (" in lines[0]
-    server.status = 200
-    sync(lines[0])
-    assert_complete(server.run, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("why", "says"),
     [

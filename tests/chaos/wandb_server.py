@@ -9,17 +9,9 @@ from typing import Any
 PROJECT = {"id": "p", "name": "a_project", "entity": {"id": "e", "name": "an_entity"}}
 
 VIEWER: dict[str, Any] | None = {
-    "id": "u",
-    "entity": "an_entity",
-    "name": "u",
-    "username": "u",
-    "email": "",
-    "admin": False,
-    "flags": "{}",
-    "deletedAt": None,
-    "apiKeys": {"edges": []},
-    "teams": {"edges": []},
-}
+    "id": "u", "entity": "an_entity", "name": "u", "username": "u", "email": "", "admin": False, "flags": "{}",
+    "deletedAt": None, "apiKeys": {"edges": []}, "teams": {"edges": []},
+}  # fmt: skip
 
 
 class Run:

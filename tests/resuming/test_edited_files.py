@@ -114,6 +114,14 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(lose: Callable[[Pa
     assert isinstance(start, Start) and start.step == 0 and not root.is_symlink()
 
 
+def test_without_a_whole_checkpoint_nothing_starts_from_zero(run: Path) -> None:
+    for folder in checkpoint.published(run / run_folder.CHECKPOINTS).values():
+        (folder / checkpoint.MANIFEST).unlink()
+    for _ in range(2):  # the second sees only what the first has set aside
+        said = str(finds(run))
+        assert "No checkpoint in" in said and "step_000005.set_aside" in said
+
+
 def test_a_run_that_has_saved_nothing_starts_at_its_beginning(tmp_path: Path) -> None:
     begin(tmp_path / "out")
     assert begin(tmp_path / "out").step == 0

@@ -165,8 +165,9 @@ def test_starts_that_are_killed_while_the_model_is_loaded_are_without_progress(t
     for _ in range(3):
         kept.append(loading(out))
         kept[-1].__enter__()
-    with pytest.raises(RunStopped, match="restarted 2 times without progress"):
+    with pytest.raises(RunStopped, match="restarted 2 times without progress: each start from step 3") as stopped:
         loading(out)
+    assert stopped.value.ending.exit_code == 4 and read_json(out / run_folder.STATUS)["state"] == "no_progress"
 
 
 def test_a_machine_that_is_taken_away_while_the_model_is_loaded_is_no_failure(tmp_path: Path) -> None:

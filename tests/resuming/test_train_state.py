@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.storage.files import write_hashed_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
-from tests.tiny import on_ranks
+from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
 
 NAMES = [name for name in OPTIMIZERS if not name.startswith("paged_")]
 if importlib.util.find_spec("schedulefree") is None:
@@ -163,3 +163,26 @@ def test_what_a_paged_optimizer_loads_lies_in_memory_that_it_can_page(monkeypatc
     assert synchronized
     assert len(paged) == 2 and loaded["state1"] is paged[0] and loaded["state2"] is paged[1]
     assert all(torch.equal(loaded[key], value) and loaded[key] is not value for key, value in stored.items())
+
+
+def test_a_state_of_another_number_of_ranks_is_refused_while_the_earlier_results_are_there(
+    models: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = {
+        "model_name": models(),
+        "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),
+        "train_type": "lora",
+        "lora_rank": 256,
+        "batch_size": 1,
+        "max_steps": 1,
+    }
+    train_ok(2, tmp_path / "two", **options, optimizer="adamw_8bit", gradient_accumulation_steps=1)
+    train_ok(1, tmp_path / "one", **options, gradient_accumulation_steps=2)
+    before = sorted(tmp_path.glob("one/**/*"))
+    again = {**options, "optimizer": "adamw_8bit", "gradient_accumulation_steps": 2}
+    argv = flags(**again, output_dir=tmp_path / "one", overwrite_output_dir=True, resume=tmp_path / "two")
+    statuses, output = run_ranks(1, argv, tmp_path / "logs")
+    assert statuses == [2] and "can be resumed on 2 ranks only" in output, output
+    # The log of the refusal may be new.
+    assert (tmp_path / "one" / "adapter_model.safetensors") in before
+    assert {path for path in before if not path.exists()} == set()

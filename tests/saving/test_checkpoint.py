@@ -89,9 +89,3 @@ def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pyt
     (out / run_folder.FETCHED).rmdir()
     with pytest.raises(UserError, match="is not empty"):
         run_folder.check_usable(out, overwrite=False)
-
-
-def test_leftovers_of_killed_starts_are_ignored(tmp_path: Path) -> None:
-    for name in (".run.json.partial", ".run.json.0123456789abcdef.partial"):
-        (tmp_path / name).write_text("{")
-        run_folder.check_usable(tmp_path, overwrite=False)

@@ -4,7 +4,9 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from transformers import AutoTokenizer
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.checkpointing.checkpoint import published
 from fsdp_qlora.data.prompts import CHAT_TEMPLATES
-from tests.chaos.harness import Job, adapter, ended, numbers, run, status
+from tests.chaos.harness import KILLED, adapter, numbers, run, status
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_adapter, load_decoded_base
 from tests.tiny import PROBE, make_rows, train_ok, write_rows
 
@@ -86,11 +88,10 @@ def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads_and_export_make
     how: str, exit_code: int, inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
 ) -> None:
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "max_hours": 1}
-    with ended(Job(options, tmp_path / "logs", fault=stop_at_step, arguments=(how,))) as job:
-        assert job.wait() == [exit_code] * 2, job.output()
+    output = run(options, tmp_path / "logs", [exit_code] * 2, fault=partial(stop_at_step, how))
     out, reference = tmp_path / "out", finished_at(STOPPED_AT)
     assert status(out)["saved_step"] == STOPPED_AT
-    assert f"Adapter of step {STOPPED_AT}: {out}" in job.output()
+    assert f"Adapter of step {STOPPED_AT}: {out}" in output
     assert adapter(out) == adapter(reference)
     with torch.no_grad():
         logits = load_adapter(load_decoded_base(Path(str(inputs["model_name"]))), out)(input_ids=PROBE).logits
@@ -112,12 +113,12 @@ def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
 
     def evaluate(self: Trainer, step: int, *_: object) -> dict[str, float]:
         if step == 5 and killed_at == "evaluation":
-            os.kill(os.getpid(), signal.SIGKILL)
+            KILLED()
         return {"eval_loss": losses[step], "perplexity": 1.0, "num_target_tokens": 1}
 
     Trainer.evaluate = evaluate  # type: ignore[method-assign, assignment]
     if killed_at == "result":
-        saving.save_adapter = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        saving.save_adapter = lambda *_, **__: KILLED()
 
 
 def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is_the_best(
@@ -128,13 +129,12 @@ def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is
     options["save_steps"], out = 1, tmp_path / "out"
     # The second start goes on behind the first of the two evaluations without a lower loss.
     for killed_at, newest in (("evaluation", 4), ("result", 5)):
-        with ended(Job(options, tmp_path / killed_at, fault=evaluate_to, arguments=(losses, killed_at))) as job:
-            job.wait()
-        assert max(published(out / "checkpoints")) == newest, job.output()
+        output = run(options, tmp_path / killed_at, ANY, fault=partial(evaluate_to, losses, killed_at))
+        assert max(published(out / "checkpoints")) == newest, output
     assert not (out / "adapter_model.safetensors").exists()
-    assert "Stopped early after step 5: 2 evaluations without a lower loss than 4.0000 of step 3." in job.output()
+    assert "Stopped early after step 5: 2 evaluations without a lower loss than 4.0000 of step 3." in output
     before = numbers(out)
-    output = run(options, tmp_path / "logs1", fault=evaluate_to, arguments=(losses, ""))
+    output = run(options, tmp_path / "logs1", fault=partial(evaluate_to, losses, ""))
     assert "Stopped early after step 5" in output and "3.5000 -> 4.1000, lowest trained 4.0000 at step 3" in output
     assert numbers(out) == before and status(out)["state"] == "finished"
     assert adapter(out) == adapter(finished_at(5)) and adapter(out / "best") == adapter(finished_at(3))
