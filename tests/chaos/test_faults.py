@@ -196,15 +196,15 @@ def hang_in_rows(rank: int) -> None:
 def test_a_rank_that_hangs_is_named_and_all_end_with_their_stacks(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
-    options = reference.same_but(tmp_path / "out", hang_minutes=0.05)
+    options = reference.same_but(tmp_path / "out", hang_minutes=0.25)
     with ended(Job(options, tmp_path / "logs0", fault=hang_in_rows, arguments=(1,))) as job:
         assert job.wait() == [5, 5], job.output()
     assert job.output().count("error: ") == 1
-    assert "error: No rank has made progress for 0.05 minutes. The others wait for rank 1: " in job.output()
+    assert "error: No rank has made progress for 0.25 minutes. The others wait for rank 1: " in job.output()
     assert "rank 1 at step 3, rows, in training/trainer.py" in job.output()
     assert "test_faults.py" in (tmp_path / "out" / "hang_rank_1.txt").read_text()
     assert status(tmp_path / "out")["state"] == "hung"
-    run(options, tmp_path / "logs1")
+    run({**options, "hang_minutes": 15}, tmp_path / "logs1")
     assert_same(tmp_path / "out")
 
 

@@ -56,8 +56,8 @@ def never_come(rank: int) -> None:
 
 
 def test_a_rank_that_never_comes_is_named(models: Models, tmp_path: Path) -> None:
-    options = {**inputs(models, tmp_path), "output_dir": tmp_path / "out", "hang_minutes": 0.03}
+    options = {**inputs(models, tmp_path), "output_dir": tmp_path / "out", "hang_minutes": 0.2}
     with ended(Job(options, tmp_path / "logs", ranks=3, fault=never_come, arguments=(1,))) as job:
         assert job.wait() == [1, 3, 1], job.output()
-    assert "[rank 0] error: Rank 1 did not come within 0.03 minutes: not started, ended" in job.logs[0].read_text()
+    assert "[rank 0] error: Rank 1 did not come within 0.2 minutes: not started, ended" in job.logs[0].read_text()
     assert "[rank 2] Ended because of rank 0: Rank 1 did not come" in job.logs[2].read_text()
