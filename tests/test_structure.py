@@ -27,12 +27,12 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 28_200,
-    "files of the library": 203,
-    "folders of the library": 22,
-    "files at the package's root": 6,
+    "lines of the library": 25_740,
+    "files of the library": 120,
+    "folders of the library": 21,
+    "files at the package's root": 5,
     "options": 110,
-    "lines of tests": 20_700,
+    "lines of tests": 19_780,
 }
 
 
