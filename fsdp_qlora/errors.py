@@ -88,14 +88,19 @@ def how_it_ends(error: Exception) -> Ending:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error's message, with the rank if there are several, and record it for torchrun's own report."""
+    """Print an error's message, with the rank if there are several, and record it for torchrun's own report.
+
+    A stop is the same for all ranks, so only rank 0 prints it.
+    """
     if getattr(error, "is_printed", False):
         return
     error.is_printed = True  # type: ignore[attr-defined]
-    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-    kind = "" if isinstance(error, RunStopped) else "error: "
-    write_line(f"{rank}{kind}{error}")
     note_reason(str(error))
+    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    if not isinstance(error, RunStopped):
+        write_line(f"{rank}error: {error}")
+    elif os.environ.get("RANK", "0") == "0":
+        write_line(str(error))
 
 
 def write_line(text: str) -> None:

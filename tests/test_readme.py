@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import planned_memory
 from fsdp_qlora.cli import main as beside
 from fsdp_qlora.cli.commands import COMMANDS as TABLE
-from fsdp_qlora.config.cli import OTHER_NAMES
+from fsdp_qlora.config.cli import _advice as advice
 from fsdp_qlora.config.options import option_types
 from scripts import update_docs
 from tests.tiny import ROOT, flags, make_model, make_rows, on_ranks, train_ok, write_rows
@@ -272,8 +272,8 @@ def test_settings_of_other_programs_are_named_as_the_messages_name_them() -> Non
         ours, _, *theirs = (re.findall(r"`(\w+)`", cell) for cell in line.strip("|").split("|"))
         assert set(ours) <= option_types().keys(), line
         named = {name for cell in theirs for name in cell} - set(ours) - {"fsdp_config"}
-        leads = {name: OTHER_NAMES.get(name, "").partition(" ")[0] for name in named}
-        assert {name: lead for name, lead in leads.items() if lead not in ours} == {}, line
+        advised = {name: advice(name, lambda option, value: f"`{option}`") for name in named}
+        assert {name: text for name, text in advised.items() if not any(f"`{own}`" in text for own in ours)} == {}, line
 
 
 def test_the_page_of_options_is_that_of_the_code() -> None:

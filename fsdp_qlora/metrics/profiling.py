@@ -63,13 +63,13 @@ def check_output(folder: str) -> None:
         raise UserError(f"profiling_output {folder}: {reason}. Give another folder.")
 
 
-def open_profiler(options: TrainConfig, *, rank: int) -> Profiler:
+def open_profiler(config: TrainConfig, *, rank: int) -> Profiler:
     """A profiler that writes summaries, traces and memory timelines per cycle and rank, or nothing unless enabled."""
-    if not options.profile:
+    if not config.profile:
         return Profiler()
-    warmup, active = options.profiling_warmup_steps, options.active_steps
-    wait = options.wait_steps if options.repeat else options.profiling_frequency - warmup - active
-    output = Path(options.profiling_output)
+    warmup, active = config.profiling_warmup_steps, config.active_steps
+    wait = config.wait_steps if config.repeat else config.profiling_frequency - warmup - active
+    output = Path(config.profiling_output)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -80,11 +80,11 @@ def open_profiler(options: TrainConfig, *, rank: int) -> Profiler:
     return Profiler(
         profile(
             activities=activities,
-            schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=options.repeat),
-            on_trace_ready=_writer(output, rank, options.export_trace, options.export_memory_timeline),
-            with_stack=options.with_stack or options.export_memory_timeline,
-            record_shapes=options.with_shapes or options.export_memory_timeline,
-            profile_memory=options.export_memory_timeline,
+            schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=config.repeat),
+            on_trace_ready=_writer(output, rank, config.export_trace, config.export_memory_timeline),
+            with_stack=config.with_stack or config.export_memory_timeline,
+            record_shapes=config.with_shapes or config.export_memory_timeline,
+            profile_memory=config.export_memory_timeline,
         ),
         output,
     )

@@ -21,9 +21,9 @@ COMMIT = "c" * 40
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 48_000, "original/other.safetensors": b"no"}
 FIND = """
 import logging, os, sys
-from fsdp_qlora import distributed
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.loading.hub import find_model_folder
+from fsdp_qlora.ranks import distributed
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 ranks = distributed.read_ranks()
 store = distributed.connect(ranks)
