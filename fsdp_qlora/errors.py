@@ -90,7 +90,7 @@ def how_it_ends(error: Exception) -> Ending:
 def print_error(error: Exception) -> None:
     """Print an error's message, with the rank if there are several, and record it for torchrun's own report.
 
-    A stop is the same for all ranks, so only rank 0 prints it.
+    A stop is the same for all ranks, so only the first rank of a machine prints it.
     """
     if getattr(error, "is_printed", False):
         return
@@ -99,8 +99,8 @@ def print_error(error: Exception) -> None:
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     if not isinstance(error, RunStopped):
         write_line(f"{rank}error: {error}")
-    elif os.environ.get("RANK", "0") == "0":
-        write_line(str(error))
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        write_line(f"{rank}{error}")
 
 
 def write_line(text: str) -> None:
