@@ -31,8 +31,11 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
     step = about["step"]
     assert (about["state"], about["exit_code"], about["saved_step"]) == (state, code, step) and step < 20
     assert list(checkpoint.published(tmp_path / "out" / "checkpoints"))[-1] == step
-    for log in job.logs:
-        assert f"Stopped after step {step} ({number.name}): the checkpoint of step {step}" in log.read_text()
+    said = [
+        f"Stopped after step {step} ({number.name}): the checkpoint of step {step}" in log.read_text()
+        for log in job.logs
+    ]
+    assert said == [True, False]  # once on a machine
     assert f"Resuming at step {step} from" in run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
 
