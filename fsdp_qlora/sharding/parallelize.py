@@ -96,7 +96,7 @@ def shard_model(
             shard(parts.head, reshard=False)
     # None: FSDP2 keeps the root gathered after its forward pass, since its backward pass follows.
     shard(model, reshard=None if reshard_after_forward else False)
-    check_gathered_as_bytes(model)
+    check_gathered_as_bytes(parts)
     _skip_backward_gathers(parts)
     if shard_size(mesh) > 1 and not cpu_offload:
         set_prefetch(parts)
@@ -184,7 +184,7 @@ def materialize(parts: ModelParts, device: torch.device, *, cpu_offload: bool | 
     uneven, pinned if they are offloaded.
     """
     model, offloaded = parts.model, _offloaded(parts, cpu_offload) if cpu_offload else []
-    places = _offloaded_places([*dict.fromkeys(offloaded)], pinned=device.type == "cuda") if offloaded else {}
+    places = _offloaded_places(offloaded, pinned=device.type == "cuda") if offloaded else {}
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
         return places[parameter] if parameter in places else torch.empty_like(parameter, device=device)
@@ -213,14 +213,15 @@ def _offloaded(parts: ModelParts, cpu_offload: bool | int) -> list[torch.Tensor]
     """The parameters that belong into host memory, those of a module side by side."""
     on_device = {module for adapter in adapter_modules(parts.model) for module in adapter.modules()}
     may_be_plain = {parameter for module in parts.in_order for parameter in module.parameters()}
-    return [
+    found = (
         parameter
         for part in ([parts.model] if cpu_offload is True else parts.on_host(cpu_offload))
         for module in part.modules()
         if module not in on_device
         for parameter in module.parameters(recurse=False)
         if isinstance(parameter, DTensor) or parameter in may_be_plain
-    ]
+    )
+    return [*dict.fromkeys(found)]  # tied ones once
 
 
 def _offloaded_places(parameters: Sequence[torch.Tensor], *, pinned: bool) -> dict[torch.Tensor, torch.Tensor]:
@@ -255,7 +256,7 @@ def _leave_out_padding(parameter: torch.Tensor) -> None:
     parameter._local_tensor = parameter._local_tensor[: last - first]  # as FSDP2 does it
 
 
-def check_gathered_as_bytes(model: nn.Module) -> None:
+def check_gathered_as_bytes(parts: ModelParts) -> None:
     """Check that FSDP2 gathers quantized weights as bytes.
 
     FSDP2 copies a group's shards into its gather with `torch._foreach_copy_`. For 16-bit floats its CUDA kernel
@@ -265,8 +266,7 @@ def check_gathered_as_bytes(model: nn.Module) -> None:
     Raises:
         AssertionError: the parameters of a decoder block with quantized weights have one 16-bit dtype.
     """
-    for block in fsdp_modules(model):
-        assert isinstance(block, nn.Module)
+    for block in parts.blocks:
         quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]
         codes = {module.weight.dtype for module in quantized if isinstance(module.weight, DTensor)}
         statistics = {getattr(module, name).dtype for module in quantized for name in module.statistics}
