@@ -14,7 +14,7 @@ python="$venv/bin/python"
 library="$venv/phantom"
 
 # What needs torch is installed without its needs: torch's own would bring 2.7 GB of nvidia-*. Theirs are in the second list.
-with_torch=(peft accelerate bitsandbytes schedulefree)
+with_torch=(peft accelerate bitsandbytes)
 without_torch=("transformers==5.17.*" "datasets>=4.8" safetensors psutil pyyaml tqdm pytest filelock "typing-extensions>=4.10"
     "setuptools<82" "sympy>=1.13.3" "networkx>=2.5.1" jinja2 fsspec "numpy>=2.0" einops termcolor wheel)
 

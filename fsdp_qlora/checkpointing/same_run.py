@@ -9,6 +9,7 @@ from fsdp_qlora.checkpointing.mirror import Store
 from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, is_finished
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 
 # Properties of a run that are compared by content -> their names in messages.
 FACTS = {
@@ -67,7 +68,7 @@ def find_differences(stored: Mapping[str, Any], run: Run) -> list[str]:
 def find_other_options(stored: Mapping[str, Any], request: StartRequest) -> list[str]:
     then, options, world_size = stored.get("options", {}), request.options, request.world_size
     differences = [
-        f"--{name} was {_shown(then[name])} and is {_shown(value)}"
+        f"--{name} was {_shown(then[name])} and is {_shown(value)}{_removed(name, then[name])}"
         for name, value in options.items()
         if name not in request.may_differ and name in then and then[name] != value
     ]
@@ -84,6 +85,10 @@ def find_other_options(stored: Mapping[str, Any], request: StartRequest) -> list
 
 def _rows_per_step(options: Mapping[str, Any], world_size: int) -> int:
     return schedule.global_batch_size(options["batch_size"], options["gradient_accumulation_steps"], world_size)
+
+
+def _removed(name: str, value: object) -> str:
+    return ", and this version cannot resume it" if name == "optimizer" and value not in OPTIMIZERS else ""
 
 
 def _shown(value: object) -> str:

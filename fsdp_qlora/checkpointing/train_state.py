@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.checkpointing.checkpoint import TensorReader
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.model.models import canonical_name
-from fsdp_qlora.optimizers.sharded import ShardedOptimizer, averaged_value
+from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.ranks.distributed import (
     Ranks,
     as_shard_of,
@@ -152,8 +152,7 @@ class TrainState:
             local = local_part(parameter)
             if local.numel():
                 state = {_PARAMETER: local, **self.optimizer.state_of(parameter)}
-                kinds = self.optimizer.stored_as
-                own[name] = {key: _describe(value, local, kinds.get(key)) for key, value in state.items()}
+                own[name] = {key: _describe(value, local) for key, value in state.items()}
         everyone: list[_Layout] = [json.loads(text) for text in gather_texts(json.dumps(own), self.ranks.device)]
         layout: _Layout = {}
         for name in self.parameters:
@@ -275,7 +274,6 @@ class StoredValues:
 
     Args:
         description: as `TrainState.write` returned it.
-        optimizer: its name; a schedule-free one's weights are averaged as for an evaluation.
     Raises:
         UserError: the checkpoint belongs to another model.
         DamagedCheckpoint: from any method, if its files cannot be read.
@@ -283,12 +281,11 @@ class StoredValues:
 
     keeps = True
 
-    def __init__(self, model: nn.Module, folder: Path, description: Mapping[str, Any], *, optimizer: str) -> None:
+    def __init__(self, model: nn.Module, folder: Path, description: Mapping[str, Any]) -> None:
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         _check_shapes(folder, description["shapes"], {name: list(value.shape) for name, value in trained.items()})
         self._names = {id(parameter): name for name, parameter in trained.items()}
-        self._layout, self._optimizer = description["layout"], optimizer
         self._readers = [TensorReader(folder / _file(index)) for index in range(description["files"])]
         self._start = TensorReader(folder / START) if (folder / START).is_file() else None
 
@@ -296,12 +293,7 @@ class StoredValues:
         name = self._names.get(id(tensor))
         if name is None:
             raise UserError("The model has tensors that do not train and are in no checkpoint: resume the run instead.")
-        value = self._read(name, _PARAMETER)
-        z = self._read(name, "z") if "z" in self._layout[name] else None
-        return value if z is None else averaged_value(self._optimizer, value, z)
-
-    def _read(self, name: str, key: str) -> torch.Tensor:
-        parts = [reader.whole(_file_name(name, key)) for reader in self._readers]
+        parts = [reader.whole(_file_name(name, _PARAMETER)) for reader in self._readers]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -332,10 +324,10 @@ def _fits(own: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
     return all(isinstance(own[name], str) == isinstance(stored[name], str) for name in own.keys() & stored.keys())
 
 
-def _describe(value: Any, local: torch.Tensor, kind: str | None) -> dict[str, Any]:
+def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
     """The description of a stored value. dims: of a tensor, without the rows."""
     if isinstance(value, torch.Tensor):
-        kind = kind or ("once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local")
+        kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
         entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype], "is_on_device": value.device == local.device}
         return entry if kind == "local" else {**entry, "dims": list(value.shape[kind == "rows" :])}
     if value is None or isinstance(value, (bool, int, float)):

@@ -18,6 +18,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
+from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.results.write import result_form, upload
@@ -86,9 +87,18 @@ def find_checkpoint(source: Path, *, best: bool) -> Path:
 
 
 def stored_config(about: Mapping[str, Any]) -> TrainConfig:
-    """The options of the run that a checkpoint belongs to, for this machine's CPU."""
+    """The options of the run that a checkpoint belongs to, for this machine's CPU.
+
+    Raises:
+        UserError: this version does not have the run's optimizer.
+    """
     fields = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in about["options"].items() if name in fields}
+    if given.get("optimizer", "adamw") not in OPTIMIZERS:
+        raise UserError(
+            f"The run was trained with --optimizer {given['optimizer']}, which is gone: export it with the version "
+            "that trained it."
+        )
     options: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }

@@ -167,18 +167,6 @@ def _regex_error(pattern: str) -> str | None:
 
 def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
-    others = _changed(c, "lora_target_parameters", "modules_to_save")
-    if c.optimizer == "muon" and (kind.adapter != "lora" or others):
-        yield (
-            "--optimizer muon makes whole matrices orthogonal, which here are LoRA's A and B: it cannot be used with "
-            + (_flags(others) if kind.adapter == "lora" else f"--train_type {c.train_type}")
-            + "."
-        )
-    if c.optimizer == "schedule_free_adamw" and c.lr_scheduler != "constant":
-        yield (
-            f"--optimizer schedule_free_adamw takes the place of a schedule, but --lr_scheduler is {c.lr_scheduler}: "
-            "give --lr_scheduler constant (the warm-up stays)."
-        )
     if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
         yield "--grad_norm says at which norm to clip: it needs --apply_gradient_clipping true."
     leaves_some = c.use_cpu_offload not in ("auto", False) and (c.modules_to_save or not kind.has_adapter)

@@ -136,10 +136,10 @@ class TrainConfig:
     """Optimizer steps over which the learning rate rises from 0; 0 or more replaces warmup_ratio."""
     optimizer: Literal[
         "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
-        "lion_8bit", "adafactor", "muon", "schedule_free_adamw",
+        "lion_8bit",
     ] = "adamw"  # fmt: skip
-    """Optimizer; the fused ones are faster when many weights train on a GPU, the 8-bit ones and adafactor need less
-    memory, the paged ones move state that does not fit to the host, muon is for LoRA only."""
+    """Optimizer; the fused ones are faster when many weights train on a GPU, the 8-bit ones need less memory, and the
+    paged one moves state that does not fit to the host."""
     loraplus_lr_ratio: Annotated[float, POSITIVE, OF_ADAPTER] = 1.0
     """Learning rate of the adapter's B over that of A (LoRA+); 16 with a lower lr often learns faster."""
     wd: Annotated[float, NOT_NEGATIVE] = 0.0

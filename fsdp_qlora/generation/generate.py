@@ -7,7 +7,6 @@ model's: with offloaded embeddings it would move each token to the host and back
 import json
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,11 +183,7 @@ def gather_answers(answers: Sequence[Answer], describe: Callable[[Answer], T], d
 
 
 class Samples:
-    """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder.
-
-    Args:
-        averaged: a context in which the model has the weights that are evaluated.
-    """
+    """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder."""
 
     def __init__(
         self,
@@ -197,9 +192,8 @@ class Samples:
         generator: TextGenerator,
         ranks: Ranks,
         folder: Path,
-        averaged: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._questions, self._generator, self._ranks, self._averaged = questions, generator, ranks, averaged
+        self._questions, self._generator, self._ranks = questions, generator, ranks
         self._prompts = [prompt_format.ids(asked) for asked in questions]
         self._path = folder / SAMPLES_FILE
 
@@ -212,9 +206,8 @@ class Samples:
         mine = range(self._ranks.rank, len(self._prompts), self._ranks.world_size)
         most = -(-len(self._prompts) // self._ranks.world_size)
         answers = [Answer(number, self._prompts[number]) for number in mine]
-        with self._averaged():
-            for turn in range(most):  # one at a time: the memory is that of the training
-                self._generator.generate(answers[turn : turn + 1], beat=beat)
+        for turn in range(most):  # one at a time: the memory is that of the training
+            self._generator.generate(answers[turn : turn + 1], beat=beat)
         texts = gather_answers(answers, self._generator.text_of, self._ranks.device)
         records = [
             {"step": step, "prompt": asked.messages[-1]["content"], "text": text}

@@ -1,10 +1,8 @@
 """Optimizers over a rank's own shards, and the learning rate of each step."""
 
-import contextlib
-import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -13,14 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.optimizers.matrix import Adafactor, MatrixOptimizer, Muon
 from fsdp_qlora.ranks.distributed import local_part, shard_bounds
-
-
-def _schedule_free(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    import schedulefree  # optional
-
-    return schedulefree.AdamWScheduleFree(parameters, **options)
 
 
 def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
@@ -51,16 +42,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
     "lion": bitsandbytes.optim.Lion,
     "lion_8bit": bitsandbytes.optim.Lion8bit,
-    "adafactor": Adafactor,
-    "muon": Muon,
-    "schedule_free_adamw": _schedule_free,
 }
 
 # Float32 values of state per trainable parameter, to estimate memory. 8-bit: one byte, and a float32 per 256.
 OPTIMIZER_STATES: dict[str, float] = {
     **{"adamw": 2, "adam": 2, "sgd": 0, "adadelta": 2, "fused_adamw": 2, "fused_adam": 2},
     **{"adamw_8bit": 2 * 65 / 256, "paged_adamw_8bit": 2 * 65 / 256, "lion": 1, "lion_8bit": 65 / 256},
-    **{"adafactor": 0, "muon": 1, "schedule_free_adamw": 2},
 }
 
 _PAGED_STATES = ("state1", "state2")  # of bitsandbytes' optimizers
@@ -85,15 +72,13 @@ def check_optimizer(name: str, device: torch.device) -> None:
     """Refuse an optimizer that cannot run here.
 
     Raises:
-        UserError: it is paged and there is no GPU, or its package is not installed.
+        UserError: it is paged and there is no GPU.
     """
     if name.startswith("paged_") and device.type != "cuda":
         raise UserError(
             f"optimizer {name} moves its state between GPU and host memory, and there is no GPU. Use "
             f"{name.removeprefix('paged_')}."
         )
-    if name == "schedule_free_adamw" and importlib.util.find_spec("schedulefree") is None:
-        raise UserError(f"optimizer {name} needs the package schedulefree: pip install schedulefree.")
 
 
 def check_shard_sizes(name: str, model: nn.Module, num_shards: int) -> None:
@@ -119,8 +104,7 @@ class ShardedOptimizer:
 
     It gets local tensors that share the shards' memory. So every element-wise optimizer works sharded, without the cost
     of DTensor dispatch. Each device has its own parameter groups: torch's optimizers update the tensors of a group in a
-    few kernels only if all are on one GPU. Optimizers over whole matrices know which part of the matrix a local tensor
-    is (matrix.py).
+    few kernels only if all are on one GPU.
 
     Args:
         lr_ratio_B: LoRA+ (Hayou et al. 2024): the learning rate of B (and of vectors) is this many times A's.
@@ -128,14 +112,12 @@ class ShardedOptimizer:
 
     def __init__(self, model: nn.Module, name: str, *, lr: float, weight_decay: float, lr_ratio_B: float = 1.0) -> None:
         self.name, build = name, OPTIMIZERS[name]
-        # Steps over whole matrices are collective: every rank takes part, even without rows.
-        is_matrix = isinstance(build, type) and issubclass(build, MatrixOptimizer)
         self._local: dict[nn.Parameter, nn.Parameter] = {}  # the model's parameter -> this rank's part of it
         scales = (1.0, lr_ratio_B) if lr_ratio_B != 1.0 else (1.0,)
         parts: list[dict[torch.device, list[nn.Parameter]]] = [{} for _ in scales]
         for path, parameter in model.named_parameters():
             local = local_part(parameter).detach()
-            if parameter.requires_grad and (is_matrix or local.numel()):
+            if parameter.requires_grad and local.numel():
                 self._local[parameter] = nn.Parameter(local)
                 is_B = len(scales) == 2 and (".lora_B." in path or parameter.dim() == 1)
                 parts[is_B].setdefault(local.device, []).append(self._local[parameter])
@@ -147,30 +129,10 @@ class ShardedOptimizer:
         # A rank may own no element of a small adapter; optimizers refuse an empty list.
         self.optimizer = build(groups, lr=lr, weight_decay=weight_decay) if self._local else None
         self._group_of = {local: group for group in self._groups for local in group["params"]}
-        if isinstance(self.optimizer, MatrixOptimizer):
-            self.optimizer.whole = {local: parameter for parameter, local in self._local.items()}
-        if self._is_schedule_free:
-            self.optimizer.train()  # type: ignore[union-attr]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer else []
-
-    @property
-    def _is_schedule_free(self) -> bool:
-        return hasattr(self.optimizer, "eval")
-
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """In this block the weights are those to evaluate and save: for schedule-free optimizers the average."""
-        if not self._is_schedule_free:
-            yield
-            return
-        self.optimizer.eval()  # type: ignore[union-attr]
-        try:
-            yield
-        finally:
-            self.optimizer.train()  # type: ignore[union-attr]
 
     # --- a step ---
 
@@ -251,11 +213,6 @@ class ShardedOptimizer:
         sizes = [(int(OPTIMIZER_STATES[self.name] * local.numel()), local.device) for local in self._local.values()]
         return [torch.empty(size, dtype=torch.float32, device=device) for size, device in sizes if size]
 
-    @property
-    def stored_as(self) -> dict[str, str]:
-        """State key -> kind of train_state.py, where the shape alone does not determine it."""
-        return self.optimizer.stored_as if isinstance(self.optimizer, MatrixOptimizer) else {}
-
     def _groups_by_rate(self) -> list[list[dict[str, Any]]]:
         """The parameter groups, those of one learning rate together: they differ in their device only."""
         return [list(groups) for _, groups in itertools.groupby(self._groups, key=itemgetter("lr_scale"))]
@@ -277,19 +234,3 @@ class ShardedOptimizer:
         """Bytes of optimizer state on this rank."""
         states = self.optimizer.state.values() if self.optimizer else ()
         return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
-
-
-def averaged_value(name: str, value: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """The value to evaluate and save of a parameter as it is in training: for schedule-free optimizers the average.
-
-    Args:
-        z: the optimizer's state of that name for the parameter.
-    """
-    if OPTIMIZERS[name] is not _schedule_free:
-        return value
-    parameter = nn.Parameter(value)
-    optimizer = _schedule_free([parameter], lr=1.0)
-    optimizer.train()  # type: ignore[attr-defined]
-    optimizer.state[parameter]["z"] = z
-    optimizer.eval()  # type: ignore[attr-defined]
-    return parameter.detach()

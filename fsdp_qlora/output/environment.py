@@ -15,8 +15,8 @@ from fsdp_qlora.version import VERSION
 
 PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "datasets", "huggingface_hub", "numpy",
-    "safetensors", "tokenizers", "hqq", "flash-attn", "schedulefree", "wandb", "tensorboard", "trackio", "triton",
-    "gguf", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "safetensors", "tokenizers", "hqq", "flash-attn", "wandb", "tensorboard", "trackio", "triton", "gguf",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 _VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|HF|HUGGINGFACE|TRANSFORMERS|FSDP_QLORA|WANDB|TRACKIO|BNB|OMP|MKL|TOKENIZERS|PYTHON|SLURM"

@@ -88,9 +88,7 @@ class ResultForm:
             DamagedCheckpoint: the checkpoint cannot be read.
         """
         options = state["about"]["options"]
-        values = StoredValues(
-            self.plan.meta.model, folder, state["tensors"], optimizer=options.get("optimizer", "adamw")
-        )
+        values = StoredValues(self.plan.meta.model, folder, state["tensors"])
         init = options.get("init_lora_weights", "true")
         if self.peft is not None and reduces_base(init) and not values.has_start:
             raise UserError(
@@ -159,8 +157,7 @@ def save_result(
     failure, ranks = None, trainer.ranks
     values = LiveValues(form.plan.meta.model, keeps=ranks.is_rank_0)
     try:
-        with trainer.optimizer.averaged():
-            form.save(values, output_dir, about=about, progress=progress.to_dict())
+        form.save(values, output_dir, about=about, progress=progress.to_dict())
     except TrainingError as error:
         failure = str(error)
     if ranks.is_rank_0 and failure is None:

@@ -279,7 +279,7 @@ class Trainer:
         """
         self.model.eval()
         local_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        with self.optimizer.averaged(), self._attention():
+        with self._attention():
             for turn in self._eval_turns(rows, data):
                 self.heartbeat.beat(step, "evaluate")
                 local_sum += self._loss(self._batch(turn, data))

@@ -81,10 +81,7 @@ _NUMBERS: dict[str, Case] = {
 # bitsandbytes keeps the state of tensors below 4096 values in 32 bits: all of the tiny adapter, but not these.
 _IN_8_BITS = {"train_type": "qlora", "modules_to_save": "embed_tokens,lm_head"}
 _OPTIMIZERS: dict[str, Case] = {
-    **{
-        name: Case({"train_type": "qlora", "optimizer": name})
-        for name in ("adam", "sgd", "adadelta", "lion", "adafactor", "muon", "schedule_free_adamw")
-    },
+    **{name: Case({"train_type": "qlora", "optimizer": name}) for name in ("adam", "sgd", "adadelta", "lion")},
     "fused_adamw": _qlora(optimizer="fused_adamw"),
     "fused_adam": _qlora(optimizer="fused_adam", same_as="adam"),
     # Rounded to 8 bits after each step, on each device in its own order of sums.

@@ -23,7 +23,7 @@ PRO = ["bnb_llama_pro", "hqq_llama_pro"]
 STRATEGIES = ["shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"]
 PRECISIONS = ["fp32", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"]
 OPTIMIZERS = ["adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
-              "lion_8bit", "adafactor", "muon", "schedule_free_adamw"]  # fmt: skip
+              "lion_8bit"]  # fmt: skip
 # The models beside the plain llama of two blocks: family and what differs from tests/tiny.py.
 FAMILIES: Mapping[str, Mapping[str, object]] = {
     "llama": {},
@@ -222,9 +222,6 @@ def _optimizers() -> Iterator[Case]:
     for train_type in ("qlora", "full"):
         for name in OPTIMIZERS:
             options = {"optimizer": name, "train_type": train_type}
-            if name == "schedule_free_adamw":
-                options["lr_scheduler"] = "constant"
-            if (name, train_type) != ("muon", "full"):  # which is for LoRA
-                yield Case(f"{'full, ' * (train_type == 'full')}optimizer {name}", options)
+            yield Case(f"{'full, ' * (train_type == 'full')}optimizer {name}", options)
     eight_bits = {"train_type": "full", "use_cpu_offload": True, "optimizer": "adamw_8bit"}
     yield Case("full, offload, 8-bit optimizer", eight_bits)

@@ -22,7 +22,7 @@ def take_step(model: nn.Module, optimizer: ShardedOptimizer) -> None:
 
 
 def main() -> None:
-    for name in ("adamw", "adam", "fused_adamw", "sgd", "adadelta", "adamw_8bit", "lion", "adafactor"):
+    for name in ("adamw", "adam", "fused_adamw", "sgd", "adadelta", "adamw_8bit", "lion"):
         for before in PLACES:
             for after in PLACES:
                 saved_model, saved = make(name, before)
