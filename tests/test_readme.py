@@ -70,7 +70,7 @@ OTHER_FLAGS = {
     *("out", "prune", "expansion_rate", "best", "version", "json"),  # our commands
     *("base", "verify", "dtype", "model", "type", "llama_cpp"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
-    *("logdir", "project", "shm-size", "ipc"),  # tensorboard, trackio, docker
+    *("logdir", "shm-size", "ipc"),  # tensorboard, docker
     "report",  # benchmarks/gpu.py
     *("config", "help", "dry_run"),
 }

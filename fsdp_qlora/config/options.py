@@ -273,18 +273,18 @@ class TrainConfig:
     the end of the run or of its budget; it is kept in output_dir even if the upload fails."""
     push_public: Annotated[bool, MAY_DIFFER] = False
     """Make the repository of push_to_hub public; by default it is private."""
-    log_to: Annotated[
-        tuple[Literal["tqdm", "stdout", "wandb", "tensorboard", "trackio", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER
-    ] = ("tqdm",)
+    log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "tensorboard", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = (
+        "tqdm",
+    )
     """Where metrics go, one or more; metrics.jsonl and report.html in output_dir are always written. tensorboard writes
-    to tensorboard/ in output_dir, trackio to its own database. If only these or wandb are given, the terminal has a
-    progress bar too; jsonl leaves it silent."""
+    to tensorboard/ in output_dir. If only this or wandb is given, the terminal has a progress bar too; jsonl leaves it
+    silent."""
     project_name: Annotated[str, MAY_DIFFER] = "fsdp_qlora"
-    """Project of the run on wandb and trackio."""
+    """Project of the run on wandb."""
     name: Annotated[str | None, MAY_DIFFER] = None
-    """Name of the run on wandb and trackio."""
+    """Name of the run on wandb."""
     group: Annotated[str | None, MAY_DIFFER] = None
-    """Group of the run on wandb and trackio, for runs that belong together."""
+    """Group of the run on wandb, for runs that belong together."""
     entity: Annotated[str | None, MAY_DIFFER] = None
     """User or team on wandb that owns the run."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False

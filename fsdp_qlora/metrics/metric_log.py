@@ -28,7 +28,6 @@ from fsdp_qlora.metrics.sinks import (
     Sink,
     SinkOptions,
     TensorBoardSink,
-    TrackioSink,
     numbers_in,
     parse_record,
     plain,
@@ -331,8 +330,7 @@ SINKS: dict[str, type[Sink]] = {
     "stdout": StdoutSink,
     "wandb": WandbSink,
     "tensorboard": TensorBoardSink,
-    "trackio": TrackioSink,
     "jsonl": JsonlSink,
 }
 
-ELSEWHERE = {"wandb", "tensorboard", "trackio"}  # sinks that show nothing in the terminal
+ELSEWHERE = {"wandb", "tensorboard"}  # sinks that show nothing in the terminal

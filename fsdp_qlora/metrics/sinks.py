@@ -1,10 +1,8 @@
-"""What all sinks share, and those of TensorBoard and trackio: curves on this machine, named as wandb has them."""
+"""What all sinks share, and TensorBoard's: curves on this machine, named as wandb has them."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import io
 import json
 import logging
 import math
@@ -216,49 +214,6 @@ class TensorBoardSink(QueuedSink):
 
     def finish(self, exit_code: int) -> None:
         self.client.close()
-
-
-class TrackioSink(QueuedSink):
-    """A run in trackio's own database on this machine, or where its environment variables say.
-
-    A resumed run sends the records that trackio lacks, and no others.
-    """
-
-    name = "trackio"
-
-    def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
-        import trackio
-
-        project, name = options.project_name or "fsdp_qlora", options.name or options.output_dir.resolve().name
-        run: Any = _without_output(
-            partial(
-                trackio.init,
-                project=project,
-                name=f"{name}-{options.run_id[:8]}" if options.run_id else name,
-                group=options.group,
-                config=plain(options.config),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
-        )
-        self._next_step = getattr(run, "_next_step", 0)  # the library has no public name for it
-        log.info("trackio: run %s; `trackio show --project %s` shows it", run.name, project)
-        return run
-
-    def log(self, record: Record) -> None:
-        if record["step"] >= self._next_step:
-            self.client.log(curves(record), step=record["step"])
-
-    def finish(self, exit_code: int) -> None:
-        _without_output(self.client.finish)
-
-
-def _without_output(call: Callable[[], Any]) -> Any:
-    """Call the library without the lines that it prints."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return call()
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:

@@ -15,11 +15,11 @@ from fsdp_qlora.version import VERSION
 
 PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "accelerate", "datasets", "huggingface_hub", "numpy",
-    "safetensors", "tokenizers", "hqq", "flash-attn", "wandb", "tensorboard", "trackio", "triton", "gguf",
+    "safetensors", "tokenizers", "hqq", "flash-attn", "wandb", "tensorboard", "triton", "gguf",
     "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
 _VARIABLES = re.compile(
-    r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|HF|HUGGINGFACE|TRANSFORMERS|FSDP_QLORA|WANDB|TRACKIO|BNB|OMP|MKL|TOKENIZERS|PYTHON|SLURM"
+    r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|HF|HUGGINGFACE|TRANSFORMERS|FSDP_QLORA|WANDB|BNB|OMP|MKL|TOKENIZERS|PYTHON|SLURM"
     r"|PET)_|LD_LIBRARY_PATH$|LD_PRELOAD$|PYTHONPATH$|(HTTPS?|NO|ALL)_PROXY$|(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR)$",
     re.IGNORECASE,
 )
