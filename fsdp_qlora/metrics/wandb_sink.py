@@ -7,8 +7,6 @@ import importlib.metadata
 import logging
 import os
 import shlex
-import socket
-import urllib.request
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +32,6 @@ log = logging.getLogger("fsdp_qlora")
 # Measured with wandb 0.31: without a network `wandb.init` blocks for 101 s, and after the server has died
 # `finish` and wandb's own exit hook block for as long as they may. Hence a time limit on each.
 OLDEST_VERSION = "0.31"  # has `finish_timeout` and `login(prompt=False)`, needed for the limits
-CONNECT_SECONDS = 3.0
 INIT_SECONDS = 20.0
 TEARDOWN_SECONDS = 5.0
 
@@ -201,34 +198,17 @@ def _stop_wandb(exit_code: int) -> None:
 
 
 def _why_offline(settings: Any) -> str | None:
-    """Why an online run cannot work, None if it may. Takes a few seconds at most."""
+    """Why an online run cannot work, None if it may."""
     import wandb
 
     if settings.mode in ("offline", "dryrun"):
         return "requested by WANDB_MODE or `wandb offline`"
-    hostname = urlsplit(settings.base_url).hostname
-    host, port = _first_hop(settings)
     try:
         if not wandb.login(verify=False, prompt=False):  # only looks for a key, wherever wandb may store it
-            return f"no API key for {hostname}: `wandb login` or WANDB_API_KEY sets one"
+            return f"no API key for {urlsplit(settings.base_url).hostname}: `wandb login` or WANDB_API_KEY sets one"
     except Exception as error:
         return reason(error)
-    try:
-        connect = partial(socket.create_connection, (host, port), timeout=CONNECT_SECONDS)
-        within(CONNECT_SECONDS, connect).close()  # the timeout does not cover the name lookup
-    except Exception as error:
-        return f"no connection to {host}:{port}: {reason(error)}"
     return None
-
-
-def _first_hop(settings: Any) -> tuple[str, int]:
-    """Host and port that a request to the server connects to: the proxy's, if there is one."""
-    url = urlsplit(settings.base_url)
-    proxies = {"http": settings.http_proxy, "https": settings.https_proxy}
-    proxy = proxies.get(url.scheme) or urllib.request.getproxies().get(url.scheme)
-    if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
-        url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-    return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
 
 def _how_to_upload(run: Any) -> str:
