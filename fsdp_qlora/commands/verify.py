@@ -1,24 +1,20 @@
-"""Compares what an adapter may be merged into with the model that was trained: its quantized base and the adapter.
+"""Compares what an adapter may be merged into with the model that was trained: its quantized base and the adapter."""
 
-A model computes its predictions with one decoder block in memory at a time, for all rows.
-"""
-
-import contextlib
 import dataclasses
 import logging
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import attach_align_device_hook
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
@@ -26,12 +22,13 @@ from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.data.batches import IGNORE_INDEX
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.model import models
-from fsdp_qlora.model.models import canonical_name, find_blocks, has_tied_embeddings
+from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.ranks.distributed import Ranks
 
 log = logging.getLogger("fsdp_qlora")
 
-_MOST_LOGITS = 2**28  # whose probabilities are compared; they are kept in a temporary file
+_MOST_TOKENS = 2**14  # that pass through a model at a time: all its weights are read for them
+_MOST_LOGITS = 2**27  # of each model in memory
 
 
 class VerifyRow(NamedTuple):
@@ -49,7 +46,7 @@ class Result(NamedTuple):
 
 
 def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
-    """Rows as the run would have trained on them.
+    """Rows as the run would have trained on them, the shortest first.
 
     Raises:
         UserError: they cannot be read or used.
@@ -63,7 +60,7 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
         ids = torch.from_numpy(rows.input_ids[start:end].astype(np.int64))
         learned = torch.from_numpy(rows.learned[start:end].copy())
         found.append(VerifyRow(ids, torch.where(learned, ids, IGNORE_INDEX)[1:]))
-    return found
+    return sorted(found, key=lambda row: len(row.ids))
 
 
 def compare(merge: Merge, rows: list[VerifyRow], ranks: Ranks, mesh: DeviceMesh, dtype: torch.dtype | None) -> str:
@@ -71,65 +68,34 @@ def compare(merge: Merge, rows: list[VerifyRow], ranks: Ranks, mesh: DeviceMesh,
     if not merge.layers:
         log.info("The adapter's base was not quantized, so there is nothing to compare: the original base is right.")
         return "original"
-    trained = merge.on("dequantized", ranks, mesh, torch.float32)
     bases = ["dequantized"] if merge.original.weights.packed else ["original", "dequantized"]
-    with tempfile.TemporaryFile() as file:
-        reference = _Reference(file)
-        results = {"trained": _evaluate(merge, trained, rows, ranks, reference, "Trained model")}
-        for base in bases:
-            merged = merge.on(base, ranks, mesh, dtype)
-            results[base] = _evaluate(merge, merged, rows, ranks, reference.reread(), f"{base.capitalize()} base")
+    merged = {"trained": merge.on("dequantized", ranks, mesh, torch.float32)}
+    merged |= {base: merge.on(base, ranks, mesh, dtype) for base in bases}
+    with tqdm(desc="Comparing", unit=" weights", disable=not sys.stderr.isatty()) as bar:
+        results = _evaluate(merge, merged, rows, ranks, bar.update)
     better = min(bases, key=lambda base: _order(results, base))
     for line in _describe(results, rows, better):
         log.info(line)
     return better
 
 
-class _Reference:
-    """The trained model's log-probabilities, as far as there is room for them, in a file."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.room, self.writes = file, _MOST_LOGITS, True
-
-    def reread(self) -> "_Reference":
-        self._file.seek(0)
-        again = _Reference(self._file)
-        again.writes = False
-        return again
-
-    def divergence(self, log_probabilities: torch.Tensor) -> tuple[float, int]:
-        """The divergence from the trained model's next predictions, summed, and their number."""
-        count = min(len(log_probabilities), self.room // log_probabilities.shape[1])
-        mine = log_probabilities[:count].cpu().contiguous()
-        self.room -= mine.numel()
-        if self.writes:
-            self._file.write(memoryview(mine.numpy()).cast("B"))  # type: ignore[arg-type]
-            return 0.0, count
-        stored = torch.frombuffer(bytearray(self._file.read(mine.nbytes)), dtype=torch.float32) if count else mine
-        return F.kl_div(mine, stored.view(mine.shape), log_target=True, reduction="sum").item(), count
-
-
+@torch.no_grad()
 def _evaluate(
-    merge: Merge, merged: MergedModel, rows: list[VerifyRow], ranks: Ranks, reference: _Reference, title: str
-) -> Result:
-    with_code = merge.run.trust_remote_code
-    model = build_plain_model(merge.config, torch.float32, ranks.device, trust_remote_code=with_code)
-    if merged.copies and has_tied_embeddings(model):
-        head = model.get_output_embeddings()
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    losses, total, count = [], 0.0, 0
-    hidden = not sys.stderr.isatty()
-    with tqdm(total=len(find_blocks(model)), desc=title, unit=" blocks", disable=hidden) as bar:
-        for row, logits in zip(
-            rows, predictions(model, merged.whole, [row.ids for row in rows], ranks.device, bar.update), strict=True
-        ):
-            chosen = (row.targets != IGNORE_INDEX).nonzero().flatten().to(ranks.device)
-            found = logits[chosen].log_softmax(dim=-1)
-            targets = row.targets[chosen.cpu()].to(ranks.device)
-            losses.append(F.nll_loss(found, targets, reduction="sum").item())
-            divergence, number = reference.divergence(found)
-            total, count = total + divergence, count + number
-    return Result(np.array(losses), total / max(count, 1))
+    merge: Merge, merged: dict[str, MergedModel], rows: list[VerifyRow], ranks: Ranks, done: Callable[[], object]
+) -> dict[str, Result]:
+    """The results of the models, the first of which is the trained one. done: called when a weight was used."""
+    losses: dict[str, list[float]] = {name: [] for name in merged}
+    divergences, count = dict.fromkeys(merged, 0.0), 0
+    predictions = [_predict(merge, model, [row.ids for row in rows], ranks, done) for model in merged.values()]
+    for row, *logits in zip(rows, *predictions, strict=True):
+        targets = row.targets.to(ranks.device)
+        chosen = (targets != IGNORE_INDEX).nonzero().flatten()
+        trained, *_ = found = [one[chosen].log_softmax(dim=-1) for one in logits]
+        count += len(chosen)
+        for name, one in zip(merged, found, strict=True):
+            losses[name].append(F.nll_loss(one, targets[chosen], reduction="sum").item())
+            divergences[name] += F.kl_div(one, trained, log_target=True, reduction="sum").item()
+    return {name: Result(np.array(losses[name]), divergences[name] / max(count, 1)) for name in merged}
 
 
 def _order(results: dict[str, Result], base: str) -> tuple[float, float]:
@@ -154,117 +120,61 @@ def _describe(results: dict[str, Result], rows: list[VerifyRow], better: str) ->
     return [*lines, f"  Recommended: --base {better} ({why})."] if len(losses) > 1 else lines
 
 
-@torch.no_grad()
-def predictions(
-    model: PreTrainedModel,
-    read: Callable[[str], torch.Tensor],
-    rows: Sequence[torch.Tensor],
-    device: torch.device,
-    done: Callable[[], object],
-) -> Iterator[torch.Tensor]:
-    """The logits of each row, float32 [T, vocabulary].
+class _Weights(dict[str, torch.Tensor]):
+    """Name of a model's parameter -> its value, read whenever it is asked for."""
 
-    First the whole model runs with blocks that only note their arguments. Then each block is loaded and runs on all
-    rows. At last the model runs again, from what the last block returned.
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        self._read = read
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return self._read(name)
+
+
+def _predict(
+    merge: Merge, merged: MergedModel, rows: Sequence[torch.Tensor], ranks: Ranks, done: Callable[[], object]
+) -> Iterator[torch.Tensor]:
+    """The logits of each row, float32 [T, vocabulary]; one module's weights are in memory at a time.
+
+    The decoder runs on many rows at once, the head on as many as there is room for logits.
 
     Args:
-        model: on the meta device; its parameters come and go.
-        read: name of a parameter -> its value, on the CPU.
-        rows: token ids, int64 [T].
-        done: called when a block is done.
+        rows: token ids, int64 [T], the shortest first.
     """
-    blocks = list(find_blocks(model))
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    inside = {id(module) for block in blocks for module in block.modules()}
-    ends = {id(embeddings), id(head)}
-    rest = [module for module in model.modules() if id(module) not in inside | ends]
-    names = {id(parameter): canonical_name(name) for name, parameter in model.named_parameters()}
+    trust = merge.run.trust_remote_code
+    model: Any = build_plain_model(merge.config, torch.float32, ranks.device, trust_remote_code=trust).eval()
+    head = model.get_output_embeddings()
+    if merged.copies and has_tied_embeddings(model):
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    first: dict[int, str] = {}  # a parameter that two modules share is read by its first name
+    names = {
+        name: first.setdefault(id(parameter), canonical_name(name))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
-    def load(modules: Sequence[nn.Module]) -> None:
-        _load(modules, names, read, device)
-
-    model.eval()
-    load(rest)
-    load([embeddings])
-    hidden, arguments = [], []
-    with _instead(head, lambda states: states[..., :1]):
-        for row in rows:
-            states, calls = _run_noting(model, blocks, row[None].to(device))
-            hidden.append(states)
-            arguments.append(calls)
-    _free(embeddings, names)
-    for number, block in enumerate(blocks):
-        load(list(block.modules()))
-        for index, calls in enumerate(arguments):
-            args, kwargs = calls[number]
-            output = block(hidden[index], *args, **kwargs)
-            hidden[index] = output[0] if isinstance(output, tuple) else output
-            calls[number] = ((), {})
-        _free(block, names)
+    def read(name: str) -> torch.Tensor:
         done()
-    load([head])
-    for row, states in zip(rows, hidden, strict=True):
-        with _returning(blocks, states), _returning([embeddings], states):
-            yield model(input_ids=row[None].to(device), use_cache=False).logits[0].float()
-    for module in (head, *rest):
-        _free(module, names, recurse=False)
+        return merged.whole(names[name])
+
+    attach_align_device_hook(model, execution_device=ranks.device, offload=True, weights_map=_Weights(read))
+    decoder = model.base_model
+    forward = decoder.forward
+    for batch in _batches(rows, _MOST_TOKENS):
+        output = forward(input_ids=pad_sequence(batch, batch_first=True).to(ranks.device), use_cache=False)
+        states = iter(output.last_hidden_state)
+        for part in _batches(batch, _MOST_LOGITS // head.weight.shape[0]):
+            ids = pad_sequence(part, batch_first=True)
+            hidden = torch.stack([next(states)[: ids.shape[1]] for _ in part])
+            decoder.forward = lambda hidden=hidden, output=output, **_: type(output)(last_hidden_state=hidden)
+            logits = model(input_ids=ids.to(ranks.device), use_cache=False).logits.float()
+            yield from (row[: len(row_ids)] for row, row_ids in zip(logits, part, strict=True))
 
 
-def _load(
-    modules: Sequence[nn.Module], names: dict[int, str], read: Callable[[str], torch.Tensor], device: torch.device
-) -> None:
-    """Fill the modules' own parameters, and move their buffers, which hold their values already."""
-    for module in modules:
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            name = names[id(parameter)]
-            value = nn.Parameter(read(name).to(device, parameter.dtype), requires_grad=False)
-            names[id(value)] = name
-            setattr(module, key, value)
-        for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = buffer.to(device)
-
-
-def _free(module: nn.Module, names: dict[int, str], *, recurse: bool = True) -> None:
-    for part in module.modules() if recurse else [module]:
-        for key, parameter in list(part.named_parameters(recurse=False)):
-            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-            names[id(empty)] = names[id(parameter)]
-            setattr(part, key, empty)
-
-
-def _run_noting(
-    model: PreTrainedModel, blocks: Sequence[nn.Module], ids: torch.Tensor
-) -> tuple[torch.Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The states that enter the first block, and each block's other arguments."""
-    states: list[torch.Tensor] = []
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        states.append(hidden)
-        calls.append((args, kwargs))
-        return hidden
-
-    with contextlib.ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(_instead(block, note))
-        model(input_ids=ids, use_cache=False)
-    return states[0], calls
-
-
-@contextlib.contextmanager
-def _returning(blocks: Sequence[nn.Module], states: torch.Tensor) -> Iterator[None]:
-    """Let every one of these modules return these states."""
-    with contextlib.ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(_instead(block, lambda *args, **kwargs: states))
-        yield
-
-
-@contextlib.contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module compute something else. Its other attributes, which the model's loop reads, stay."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
+def _batches(rows: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Rows, the shortest first, in lists that padded have at most this many tokens, or a single row."""
+    batch: list[torch.Tensor] = []
+    for row in rows:
+        if batch and (len(batch) + 1) * len(row) > most:
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch

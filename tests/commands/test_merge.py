@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.commands import merging
+from fsdp_qlora.commands import merging, verify
 from fsdp_qlora.planning.describe import describe_servers
 from fsdp_qlora.storage import safetensors_files
 from tests.parity.test_experts import FAMILIES
@@ -152,13 +152,15 @@ def test_embeddings_that_peft_saved_with_new_tokens_are_merged(models: Models, t
     ],
 )
 def test_verify_finds_the_loss_of_the_run_and_the_better_base(
-    options: dict[str, object], models: Models, tmp_path: Path, lines: list[str]
+    options: dict[str, object], models: Models, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(verify, "_MOST_TOKENS", 200)  # two or three rows at once, and their logits one by one
+    monkeypatch.setattr(verify, "_MOST_LOGITS", 320 * 100)
     rows, held_out = write_rows(tmp_path / "rows.jsonl", make_rows(8)), make_rows(6, seed=1)
-    verify, run = write_rows(tmp_path / "held_out.jsonl", held_out), tmp_path / "run"
+    evaluated, run = write_rows(tmp_path / "held_out.jsonl", held_out), tmp_path / "run"
     common = {"model_name": models("llama"), "dataset": rows, "precision": "fp32", "lr": 1e-2, "num_epochs": 3}
-    train_ok(2, run, eval_dataset=verify, batch_size=2, **common, **options)
-    assert merge("--adapter", run, "--out", tmp_path / "out", "--verify", verify) == 0
+    train_ok(2, run, eval_dataset=evaluated, batch_size=2, **common, **options)
+    assert merge("--adapter", run, "--out", tmp_path / "out", "--verify", evaluated) == 0
     said = "\n".join(lines)
     assert "dataset_samples" not in said  # which nobody has given
     loss, *others = [float(found) for found in re.findall(r": loss ([\d.]+)", said)]
