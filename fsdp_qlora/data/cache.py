@@ -37,7 +37,7 @@ log = logging.getLogger("fsdp_qlora")
 
 Found = TypeVar("Found")
 
-CACHE_VERSION = 5  # raise it when the arrays, the templates or the rules of masking change
+CACHE_VERSION = 6  # raise it when the arrays, the templates or the rules of masking change
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

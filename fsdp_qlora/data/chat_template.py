@@ -217,8 +217,6 @@ def work() -> None:
 
 # --- the assistant's turns in a rendered conversation, found by rendering parts of it ---
 
-MARK = "\ue0ff"  # a private character: texts do not have it, and templates leave it as it is
-THINKING, NO_THINKING = ({"enable_thinking": on, "thinking": on} for on in (True, False))  # as templates call it
 BEGINS, ENDS = "<think>", "</think>"  # of reasoning within a content, which a template may leave out
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -241,77 +239,40 @@ class Conversation:
         speakers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         self._blocks = dict(zip(speakers, blocks, strict=True)) if len(blocks) == len(speakers) else {}
 
-    def until(self, turn: int) -> "Conversation | None":
-        """The conversation that ends with a turn; None if it is this one."""
-        if turn + 1 == len(self.messages):
-            return None
-        return Conversation(self._render, self.messages[: turn + 1], self._end_tokens)
+    def places(self, turn: int) -> list[tuple[str, Span]]:
+        """The texts that have a turn as the model writes it, and its place in each.
 
-    def written(self, turn: int) -> tuple[str, Span | None, int]:
-        """The text, a turn's place in it, and how much of what the turn says the text lacks."""
-        span, pieces = self.span(turn), _pieces(self.messages[turn])
-        text = _squeezed(self.text[slice(*span)]) if span else ""
-        return self.text, span, sum(piece not in text for piece in pieces) if span else len(pieces) + 1
-
-    def span(self, turn: int) -> Span | None:
-        """Where the model writes the turn; None if that is unknown.
-
-        A turn begins after the text of the messages before it with the generation prompt, and ends where the text of
-        the messages up to it ends. If the template renders these differently here, the turn is searched for as it is in
-        the conversation that ends with it.
+        A turn begins after the generation prompt, and ends where the conversation that ends with it ends. That
+        conversation is the last of the texts. This one precedes it if it begins with the prompt and continues with
+        the turn, perhaps without the reasoning or the tokens that only a last turn has.
         """
+        is_last = turn + 1 == len(self.messages)
+        alone = self if is_last else Conversation(self._render, self.messages[: turn + 1], self._end_tokens)
         if turn in self._blocks:
-            first, last = self._blocks[turn]
-            return first, last
-        alone = self.until(turn)
-        start = self._start(turn, alone)
-        end = None if start is None else len(self.text) if alone is None else self._end(turn, start, alone)
-        if start is None or end is None or end < start:
-            return None
-        body = self.text[start:end].rstrip()
-        return start, start + len(body) if body.endswith(self._end_tokens) else end
+            return [(found.text, found._blocks[turn]) for found in dict.fromkeys((self, alone))]
+        prompts = self._prompts(turn)
+        here, there = (
+            next((len(prompt) for prompt in prompts if found.text.startswith(prompt)), None) for found in (self, alone)
+        )
+        if there is None:
+            return []
+        bodies = {} if is_last or here is None else {self.text: (here, self._with_others(alone.text[there:], here))}
+        bodies[alone.text] = there, alone.text[there:]
+        return [(text, (start, start + len(self._ended(body)))) for text, (start, body) in bodies.items() if body]
 
-    def _start(self, turn: int, alone: "Conversation | None") -> int | None:
-        """Where a turn begins, in this conversation and in the one that ends with it."""
-        prompts = self._prompts(self.messages[:turn])
-        if (prompt := next(filter(self.text.startswith, prompts), None)) is not None:
-            return len(prompt)
-        content = self._place(turn)
-        if content is None:
-            return None
-        if prompts and prompts[0].startswith(self.text[:content]):
-            return content  # the prompt opens a block that this turn does not have
-        # The messages before are rendered differently here. The text before the turn is as where the turn is the last,
-        # or as a generation prompt follows a question.
-        before = self.text[:content]
-        start, place = (alone._start(turn, None), alone._place(turn)) if alone is not None else (None, None)
-        if alone is not None and start is not None and place is not None:
-            head = max((alone.text.rfind(token, 0, start) for token in self._end_tokens), default=-1)
-            if head < place and before.endswith(alone.text[max(head, 0) : place]):
-                return content - (place - start)
-        openings = self._openings()
-        opening = next(filter(before.endswith, openings), None)
-        if opening is None:
-            return None
-        return content - (len(opening) - len(openings[0]) if opening.startswith(openings[0]) else 0)
-
-    def _prompts(self, messages: list[Message]) -> list[str]:
-        """The text of messages with a generation prompt, in the variants that a conversation may have."""
-        ways: tuple[dict[str, bool], ...] = ({}, THINKING, NO_THINKING)
-        found = [self._try(messages, add_generation_prompt=True, **variables) for variables in ways]
-        prompts, asked = [prompt for prompt in found if prompt is not None], self._try(messages)
-        if prompts and asked is not None and prompts[0].startswith(asked):
-            # Without the tokens behind its first one: it may open a block for reasoning that the turn does not have.
-            added = prompts[0][len(asked) :]
-            places = {added.find(token, 1) for token in self._end_tokens if token in added[1:]}
-            prompts += [asked + added[:place] for place in sorted(places, reverse=True)]
-        return prompts
-
-    def _openings(self) -> list[str]:
-        """What generation prompts add to a question."""
-        question = [{"role": "user", "content": "a"}]
-        asked = self._try(question) or ""
-        return [prompt.removeprefix(asked) for prompt in self._prompts(question) if prompt != asked]
+    def _prompts(self, turn: int) -> list[str]:
+        """The text before a turn, which ends with the generation prompt, also without the reasoning that it opens."""
+        before = self.messages[:turn]
+        prompt, asked = self._try(before, add_generation_prompt=True), self._try(before) or ""
+        if prompt is None and not any(message["role"] in ("user", "assistant") for message in before):
+            # The assistant begins, and the template wants a question: its prompt is as after one.
+            question = [{"role": "user", "content": "a"}]
+            asked = self._try(question) or ""
+            opening = (self._try(question, add_generation_prompt=True) or "").removeprefix(asked).partition(BEGINS)[0]
+            start, found, _ = self.text.partition(opening) if opening else ("", "", "")
+            return [start + found] * bool(found)
+        opened = -1 if prompt is None else prompt.find(BEGINS, len(asked))
+        return [found for found in (prompt, prompt and prompt[: max(opened, 0)]) if found]
 
     def _try(self, messages: list[Message], **options: bool) -> str | None:
         try:
@@ -319,54 +280,24 @@ class Conversation:
         except Exception:  # a template can raise anything, and many do where there is no message
             return None
 
-    def _end(self, turn: int, start: int, alone: "Conversation") -> int | None:
-        """Where a turn that others follow ends: as where it is the last, perhaps without its reasoning."""
-        if self.text.startswith(alone.text):
-            return len(alone.text)
-        there = alone._start(turn, None)
-        if there is None:
-            return None
-        rest, body = self.text[start:], alone.text[there:]
-        if shared := _shared(body, rest):
-            return start + len(shared)
-        while token := next(filter(body.rstrip().endswith, self._end_tokens), ""):  # the last turn ends with others
-            body = body.rstrip().removesuffix(token)
-        end = start + len(shared := _shared(body, rest))
-        token = next(filter(rest[len(shared) :].lstrip().startswith, self._end_tokens), "")
-        if not shared or not token:
-            return end if shared else None
-        behind = self.text.index(token, end) + len(token)
-        following = self._place(turn + 1)  # the token is an end if the next turn has a beginning too
-        opening = self.text[behind:following] if following is not None else ""
-        return behind if any(token in opening for token in self._end_tokens) else end
+    def _with_others(self, body: str, start: int) -> str:
+        """A turn as it is in this text from a place on, where others follow it; "" if it is another."""
+        while True:
+            for written in (body, answer := body.rpartition(ENDS)[2], answer.lstrip()):
+                if self.text.startswith(written, start):
+                    return written
+            body = self._without_end(body)
+            if not self._without_end(body):
+                return ""
 
-    def _place(self, turn: int) -> int | None:
-        """Where the content of a turn begins in the text, found by a mark in it; None if it is unknown."""
-        content = str(self.messages[turn].get("content") or "")
-        for begins in (0, content.rfind(ENDS) + len(ENDS)):
-            inside = len(content) - len(content[begins:].lstrip())
-            if content.strip() and (place := self._marked(turn, inside)) is not None:
-                blank = content[begins:inside]
-                return place - len(blank) if self.text[:place].endswith(blank) else place
-        return None
+    def _without_end(self, body: str) -> str:
+        """A text without the end token at its end; "" if there is none."""
+        token = next(filter(body.rstrip().endswith, self._end_tokens), "")
+        return body.rstrip().removesuffix(token) if token else ""
 
-    def _marked(self, turn: int, inside: int) -> int | None:
-        """The place in the text of a place in a turn's content."""
-        content = str(self.messages[turn]["content"])
-        marked = {**self.messages[turn], "content": content[:inside] + MARK + content[inside:]}
-        text = self._render([*self.messages[:turn], marked, *self.messages[turn + 1 :]])[0]
-        return text.index(MARK) if MARK in text and text.replace(MARK, "") == self.text else None
-
-
-def _shared(first: str, second: str) -> str:
-    """The longest end of one text, of a few characters at least, with which the other begins."""
-    longest, last = "", first[-4:]
-    place = second.find(last) if first else -1
-    while 0 <= place <= len(first) - len(last):
-        if first.endswith(beginning := second[: place + len(last)]):
-            longest = beginning
-        place = second.find(last, place + 1)
-    return longest
+    def _ended(self, body: str) -> str:
+        """A turn without the white space after its end token."""
+        return body.rstrip() if self._without_end(body) else body
 
 
 def learned_rows(
@@ -388,19 +319,18 @@ def learned_rows(
     spans: list[Span] = []
     num_cut = 0
     for turn in turns:
-        text, span, missing = whole.written(turn)
-        if missing and apart and (alone := whole.until(turn)) is not None:
-            own = alone.written(turn)
-            if own[2] < missing:
-                text, span, missing = own
-        if span is None:
+        message = whole.messages[turn]
+        places = [place for place in whole.places(turn) if apart or place[0] == whole.text]
+        if not places:
             raise NotSplit(
                 f"turn {turn + 1}: the rendered turn does not start with the generation prompt, so what is learned "
                 "of it is unknown. Use another chat template with --prompt_template, or --learn all"
             )
-        _check_written(turn, whole.messages[turn], text[slice(*span)])
-        num_cut += missing > 0
-        if text is whole.text:
+        missing = [_num_missing(message, text[slice(*span)]) for text, span in places]
+        text, span = places[missing.index(min(missing))]
+        _check_written(turn, message, text[slice(*span)])
+        num_cut += min(missing) > 0
+        if text == whole.text:
             spans.append(span)
         else:
             rows.append((text, [span]))
@@ -408,12 +338,12 @@ def learned_rows(
     return rows + ([(whole.text, spans)] if spans or not rows else []), num_cut, is_apart
 
 
-def _pieces(message: Message) -> list[str]:
-    """What a template should write of a turn."""
+def _num_missing(message: Message, text: str) -> int:
+    """How much of what a turn says a text lacks: its content, its reasoning, its calls."""
     content = str(message.get("content") or "").lstrip().removeprefix(BEGINS)  # that may be in the prompt
-    texts = [content, *(str(message.get(name) or "") for name in REASONING)]
-    calls = [call["function"]["name"] for call in message.get("tool_calls") or []]
-    return [_squeezed(text) for text in (*texts, *calls) if text.strip()]
+    pieces = [content, *(str(message.get(name) or "") for name in REASONING)]
+    pieces += [call["function"]["name"] for call in message.get("tool_calls") or []]
+    return sum(_squeezed(piece) not in _squeezed(text) for piece in pieces)
 
 
 def _squeezed(text: str) -> str:

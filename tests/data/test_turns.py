@@ -66,6 +66,7 @@ TEMPLATES = {
         "{{ '<call>' + c.function.name + c.function.arguments + '</call>' }}{% endfor %}<end>\n",
         user="{{ tools[0].name + ' ' if tools and loop.first else '' }}{{ m.content }}",
     ),
+    "wants a question": "{{ '' if messages else raise_exception('no message') }}" + template(),
     "wants alternate roles": template(
         user="{% if loop.index0 % 2 %}{{ raise_exception('roles must alternate') }}{% endif %}{{ m.content }}"
     ),
@@ -118,9 +119,9 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
     ("plain", "white space"): (turns(" hi ", " go on\n", "so ", "\nno"), [[" go on\n<end>", "\nno<end>"]], []),
     ("ends the text with a token of its own", "two turns"): (TWO, [["go on<end>", "no<end>\n</s>"]], []),
     ("ends the text with a token of its own", "white space"): (turns("hi", " go on\n", "so"), [[" go on\n<end>"]], []),
-    ("ends the last turn with another token", "two turns"): (TWO, [["go on<end>", "no<return>"]], []),
-    ("writes the system prompt into the last question", "two turns"): (TWO, ONE_ROW, []),
-    ("has no prompt and moves the system prompt", "two turns"): (TWO, [["go on</s>", "no</s>"]], []),
+    ("ends the last turn with another token", "two turns"): (TWO, [["go on<return>"], ["no<return>"]], [APART]),
+    ("writes the system prompt into the last question", "two turns"): (TWO, [["go on<end>"], ["no<end>"]], [APART]),
+    ("has no prompt and moves the system prompt", "two turns"): (TWO, [["go on</s>"], ["no</s>"]], [APART]),
     ("keeps reasoning in the last turn alone", "no reasoning"): (TWO, [["go on<end>", "<think></think>no<end>"]], []),
     ("ends turns with words", "no reasoning"): (TWO, [["go on[end]", "<think></think>no[end]"]], []),
     ("keeps reasoning in the last turn alone", "in the text"): (THOUGHT, IN_ROWS, [APART]),
@@ -134,6 +135,7 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
     ("has no end token", "two turns"): (TWO, [["go on", "no"]], []),
     ("takes arguments as text", "calls"): (CALLS, [['<call>add{"a": 1}</call><end>', "it is 2<end>"]], []),
     ("plain", "calls"): (CALLS, [], ["turn 2: the chat template does not write tool calls, so it cannot be learned"]),
+    ("wants a question", "the assistant first"): (turns("go on", "so", "no", first="assistant"), ONE_ROW, []),
     ("wants alternate roles", "the assistant first"): (TWO[1:], [], ["the chat template refuses it: roles must alternate (--prompt_template takes another)"]),
 }  # fmt: skip
 
