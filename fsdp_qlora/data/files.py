@@ -9,13 +9,11 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fsdp_qlora.data.rows import Row, Rows, SourceFile, locate
+from fsdp_qlora.data.rows import Row
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import first_line
 
@@ -31,30 +29,24 @@ ChooseColumns = Callable[[Sequence[str]], Collection[str]]
 LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
 
 
-def open_file(path: Path) -> IO[bytes]:
-    """The content of a file; a .gz is unpacked."""
-    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # type: ignore[return-value]
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[IO[bytes]]:
+    """The content of a file; a .gz is unpacked. Raises UserError where that is damaged."""
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            yield file  # type: ignore[misc]
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
 
 
-def _lines(file: IO[bytes], after: int) -> Iterator[tuple[int, bytes]]:
-    """The lines after the first `after` ones, with their numbers from 1."""
-    return enumerate(islice(file, after, None), start=after + 1)
-
-
-def count_lines(path: Path) -> int:
-    """How many lines are not blank."""
-    with open_file(path) as file:
-        return sum(not line.isspace() for line in file)
-
-
-def read_jsonl(path: Path, after: int = 0) -> NumberedRows:
-    """One object per line. Blank lines are skipped. Numbers are line numbers."""
+def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedRows:
+    """One row per line. Blank lines are skipped. Numbers are line numbers."""
     has_rows = after > 0
     with open_file(path) as file:
-        for number, line in _lines(file, after):
+        for number, line in enumerate(islice(file, after, None), start=after + 1):
             try:
-                if text := _decode(line).rstrip():
-                    yield number, _require_object(_parse_line(text))
+                if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
+                    yield number, parse(text)
                     has_rows = True
             except Malformed as reason:
                 if has_rows and not line.endswith(b"\n"):
@@ -63,6 +55,12 @@ def read_jsonl(path: Path, after: int = 0) -> NumberedRows:
                         "Copy or download it again."
                     ) from reason
                 yield number, reason
+
+
+def count_lines(path: Path) -> int:
+    """How many lines are not blank."""
+    with open_file(path) as file:
+        return sum(not line.isspace() for line in file)
 
 
 def read_json(path: Path) -> NumberedRows:
@@ -137,24 +135,14 @@ def _line_that_is_not_utf8(path: Path) -> int:
     return 1
 
 
-def read_text(path: Path, after: int = 0) -> NumberedRows:
-    """One text per line, in the column `text`. Blank lines are skipped. Numbers are line numbers."""
-    with open_file(path) as file:
-        for number, line in _lines(file, after):
-            try:
-                if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
-                    yield number, {"text": text}
-            except Malformed as reason:
-                yield number, reason
-
-
 def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
     """The rows of a parquet file. Columns that are not used or hold no text (dates, bytes, ...) are null throughout."""
     import pyarrow.parquet
 
     count = after
-    try:
-        with open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
+    with open_file(path) as raw:
+        try:
+            file = pyarrow.parquet.ParquetFile(raw)
             schema = file.schema_arrow
             if len(set(schema.names)) < len(schema.names):
                 raise ValueError(f"a column name occurs twice: {', '.join(schema.names)}")
@@ -165,13 +153,14 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
                 batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
                 for row in _rows_of(batch):
                     count += 1
-                    yield count, dict.fromkeys(schema.names) | without_nulls(row)
-    except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
-        place = f"{path} row {count + 1}" if isinstance(error, Malformed) else str(path)
-        behind = f"after row {count}, " if count and place == str(path) else ""
-        raise UserError(
-            f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it again."
-        ) from error
+                    yield count, complete(row, schema.names)
+        except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
+            place = f"{path} row {count + 1}" if isinstance(error, Malformed) else str(path)
+            behind = f"after row {count}, " if count and place == str(path) else ""
+            raise UserError(
+                f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it "
+                "again."
+            ) from error
 
 
 def _groups_after(file: Any, after: int) -> tuple[list[int], int]:
@@ -187,11 +176,11 @@ def count_parquet(path: Path) -> int:
     """The number of rows that the file says it has."""
     import pyarrow.parquet
 
-    try:
-        with open_file(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
-            return int(file.metadata.num_rows)
-    except Exception as error:  # of all kinds, see read_parquet
-        raise UserError(f"{path}: not a parquet file that can be read ({first_line(error)}).") from error
+    with open_file(path) as raw:
+        try:
+            return int(pyarrow.parquet.ParquetFile(raw).metadata.num_rows)
+        except Exception as error:  # of all kinds, see read_parquet
+            raise UserError(f"{path}: not a parquet file that can be read ({first_line(error)}).") from error
 
 
 def _may_hold_text(kind: Any) -> bool:
@@ -217,9 +206,9 @@ def _rows_of(batch: Any) -> Iterator[Row]:
         yield row
 
 
-def without_nulls(row: Row) -> Row:
-    """A table's row whose objects have no nulls: tables fill with them what an object lacks."""
-    return {name: _without_nulls(value) for name, value in row.items()}
+def complete(row: Row, columns: Iterable[str]) -> Row:
+    """A table's row with all columns. Its objects have no nulls: tables fill with them what an object lacks."""
+    return dict.fromkeys(columns) | {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -230,27 +219,26 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class FileKind:
+class FileKind(NamedTuple):
     """How to read a kind of file."""
 
-    read: Callable[..., NumberedRows]
-    """Takes the path, `used` if `is_columnar`, and `after` if it has `count`."""
     unit: str
     """What its rows are numbered by: "line" or "row"."""
-    is_columnar: bool = False
-    """Whether columns that are not used need not be read."""
-    count: Callable[[Path], int] | None = None
-    """Counts its rows without reading them, where that is possible; then rows can be skipped too."""
+    read: Callable[[Path, ChooseColumns, int], NumberedRows]
+    """Takes the path, the columns that are used, and a number of rows that may be skipped."""
+    count_rows: Callable[[Path], int] | None = None
+    """Counts its rows without reading them, where that is possible."""
 
 
 FILE_KINDS: dict[str, FileKind] = {
-    ".json": FileKind(read_json, "row"),
-    ".jsonl": FileKind(read_jsonl, "line", count=count_lines),
-    ".csv": FileKind(read_csv, "line"),
-    ".tsv": FileKind(read_csv, "line"),
-    ".txt": FileKind(read_text, "line", count=count_lines),
-    ".parquet": FileKind(read_parquet, "row", is_columnar=True, count=count_parquet),
+    ".json": FileKind("row", lambda path, used, after: read_json(path)),
+    ".jsonl": FileKind("line", lambda path, used, after: read_lines(path, after, _parse_line), count_lines),
+    ".csv": FileKind("line", lambda path, used, after: read_csv(path)),
+    ".tsv": FileKind("line", lambda path, used, after: read_csv(path)),
+    ".txt": FileKind(
+        "line", lambda path, used, after: read_lines(path, after, lambda text: {"text": text}), count_lines
+    ),
+    ".parquet": FileKind("row", read_parquet, count_parquet),
 }
 
 
@@ -260,111 +248,18 @@ def kind_of(path: Path) -> FileKind | None:
     return FILE_KINDS.get(Path(name).suffix)
 
 
-def read_file(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
-    """The rows of a file of a known kind whose numbers are above `after`.
+def read_file(path: Path, kind: FileKind, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
+    """The rows whose numbers are above `after`.
 
     Raises:
-        UserError: it cannot be read; the message names the place.
+        UserError: the file cannot be read; the message names the place.
     """
-    kind = kind_of(path)
-    assert kind is not None
-    options: dict[str, Any] = {"used": used} if kind.is_columnar else {}
-    if kind.count is not None:
-        options["after"] = after
-    try:
-        yield from ((number, row) for number, row in kind.read(path, **options) if number > after)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
+    return ((number, row) for number, row in kind.read(path, used, after) if number > after)
 
 
-def count_rows(path: Path) -> int:
-    """How many rows a file of a known kind has, those that cannot be used included. Raises UserError."""
-    kind = kind_of(path)
-    assert kind is not None
-    try:
-        return kind.count(path) if kind.count is not None else sum(1 for _ in read_file(path))
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file of a dataset, to be read row by row."""
-
-    name: str
-    unit: str
-    """As in SourceFile."""
-    read: Callable[[ChooseColumns, int], NumberedRows]
-    """The rows after a number."""
-    count: Callable[[], int | None]
-    """The number of rows; None if it is unknown."""
-
-
-def file_parts(path: Path, files: Sequence[Path]) -> list[Part]:
-    """Files as parts of a dataset. `path` is the only one of them, or the folder that their names are relative to."""
-    folder = path if path.is_dir() else path.parent
-    kinds = {file: kind for file in files if (kind := kind_of(file)) is not None}
-    return [
-        Part(file.relative_to(folder).as_posix(), kind.unit, partial(read_file, file), partial(count_rows, file))
-        for file, kind in kinds.items()
-    ]
-
-
-class Entry(NamedTuple):
-    """A row of a dataset: its part, the number of rows before that part, its number in the part, its content."""
-
-    part: int
-    offset: int
-    number: int
-    row: Row | Malformed
-
-
-def read_entries(
-    parts: Sequence[Part], used: ChooseColumns, *, part: int = 0, offset: int = 0, after: int = 0
-) -> Iterator[Entry]:
-    """Give the entries of the parts from number `part` on, of that one those after number `after`."""
-    for index in range(part, len(parts)):
-        for number, row in parts[index].read(used, after):
-            yield Entry(index, offset, number, row)
-            after = number
-        offset, after = offset + after, 0
-
-
-def collect_rows(parts: Sequence[Part], entries: Iterable[Entry]) -> Rows:
-    """The rows of these entries, with the places of those that are malformed."""
-    rows, numbers, malformed = [], [], {}
-    files: dict[int, SourceFile] = {}
-    columns: dict[str, None] = {}
-    for part, offset, number, row in entries:
-        files.setdefault(part, SourceFile(parts[part].name, parts[part].unit, offset))
-        if isinstance(row, Malformed):
-            malformed[offset + number] = str(row)
-            continue
-        rows.append(row)
-        numbers.append(offset + number)
-        columns.update(dict.fromkeys(row))
-    return Rows(rows, numbers, list(columns), list(files.values()), malformed)
-
-
-def read_parts(
-    origin: str, parts: Sequence[Part], limit: int | None, start: int = 0, *, used: ChooseColumns = tuple
-) -> Rows:
-    """Read up to `limit` entries from `start`, malformed ones included. The rest is not read.
-
-    Args:
-        used: the columns that are needed.
-    Raises:
-        UserError: a file cannot be read at all (the message names the place), or there is no row.
-    """
-    stop = None if limit is None else start + limit
-    found = collect_rows(parts, islice(read_entries(parts, used), start, stop))
-    if found.rows:
-        return found
-    if not found.malformed:
-        raise UserError(f"{origin}: the dataset is empty. Give one with rows.")
-    number, reason = next(iter(found.malformed.items()))
-    place = locate([number], found.files, origin)
-    raise UserError(f"{place}: {reason}. None of its {len(found.malformed):,} rows can be read.")
+def count_rows(path: Path, kind: FileKind) -> int:
+    """How many rows a file has, those that cannot be used included. Raises UserError."""
+    return kind.count_rows(path) if kind.count_rows is not None else sum(1 for _ in read_file(path, kind))
 
 
 def hash_file(path: Path) -> str:
@@ -390,9 +285,9 @@ def _decode(data: bytes) -> str:
         raise Malformed(f"not UTF-8 text (byte {error.start}: {error.reason})") from error
 
 
-def _parse_line(text: str) -> object:
+def _parse_line(text: str) -> Row:
     try:
-        return _parse(text)
+        return _require_object(_parse(text))
     except json.JSONDecodeError as error:
         raise Malformed(f"{error.msg} (column {error.colno}); each line must be one JSON object") from error
 

@@ -60,30 +60,26 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
 
 
 def _choose(files: list[Path], folder: Path, split: str | None) -> list[Path]:
-    by_split = {file: _split_below(file) for file in files}
+    by_split: dict[str | None, list[Path]] = {}
+    for file in files:
+        by_split.setdefault(_split_below(file), []).append(file)
     if split is not None:
-        chosen = [file for file in files if by_split[file] == SPLITS.get(split, split)]
-        if not chosen:
-            known = ", ".join(sorted({found for found in by_split.values() if found})) or "none"
+        if (wanted := SPLITS.get(split, split)) not in by_split:
+            known = ", ".join(sorted(filter(None, by_split))) or "none"
             raise UserError(f"dataset: no file in {folder} belongs to the split {split!r}. Its splits: {known}.")
-        return chosen
-    held_out = [file for file in files if by_split[file] not in (None, "train")]
-    train = [file for file in files if by_split[file] == "train"]
-    chosen = [file for file in files if file not in held_out]
-    if train and held_out:
-        chosen = train
-    if not chosen:
+        return by_split[wanted]
+    held_out = sorted(filter(None, by_split.keys() - {"train"}))
+    chosen = by_split.get("train") or by_split.get(None)
+    if not held_out or not chosen:
         return files
-    if left := [file for file in files if file not in chosen]:
-        names = ", ".join(sorted({by_split[file] or "" for file in held_out}))
-        log.info(
-            "%s: %s trained on; not %s. To evaluate on what is held out: --eval_dataset '%s[%s]'.",
-            folder,
-            _names(chosen, folder) + (" is" if len(chosen) == 1 else " are"),
-            _names(left, folder),
-            folder,
-            names.split(", ")[-1],
-        )
+    log.info(
+        "%s: %s trained on; not %s. To evaluate on what is held out: --eval_dataset '%s[%s]'.",
+        folder,
+        _names(chosen, folder) + (" is" if len(chosen) == 1 else " are"),
+        _names([file for group in by_split.values() if group is not chosen for file in group], folder),
+        folder,
+        held_out[-1],
+    )
     return chosen
 
 
@@ -101,10 +97,10 @@ def _data_files(folder: Path) -> list[Path]:
         files = [file for file in folder.iterdir() if kind_of(file) and file.name[0] != "." and file.is_file()]
     except OSError as error:
         raise UserError(f"dataset: {folder} cannot be listed ({error.strerror or error}).") from error
-    texts = [file for file in files if file.name.lower().removesuffix(".gz").endswith(".txt")]
+    texts = [file for file in files if kind_of(file) is FILE_KINDS[".txt"]]
     if texts and len(texts) < len(files):  # a licence or notes
         log.info("%s: text files in a folder of rows are not read: %s.", folder, _names(texts, folder))
-        return [file for file in files if file not in texts]
+        return [file for file in files if kind_of(file) is not FILE_KINDS[".txt"]]
     return files
 
 

@@ -25,13 +25,11 @@ from fsdp_qlora.data.sources import (
     DEFAULT_SAMPLES,
     DUMMY,
     check_weights,
-    count_parts,
-    find_parts,
     find_source,
     parse_eval_names,
     parse_name,
 )
-from fsdp_qlora.data.streaming import RowStream, StreamOptions, StreamPosition
+from fsdp_qlora.data.streaming import RowStream, StreamPosition
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.redact import redact_values
 
@@ -98,7 +96,7 @@ class RunData:
     @property
     def identity(self) -> list[object]:
         """Distinguishes the rows from others."""
-        streamed = [self.stream.identity] if self.stream is not None else []
+        streamed = [self.stream.source.identity] if self.stream is not None else []
         return [self.train.digest, self.evaluation.digest, len(self.eval_rows), *streamed]
 
     @property
@@ -250,19 +248,15 @@ class DatasetPipeline:
     def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:
         """The first rows, which are checked as others are, their report, and the stream of all rows."""
         options, name = self.options, self.dataset.name
-        parts, identity = find_parts(self.dataset)
+        source = find_source(self.dataset, streamed=True)
         stream = RowStream(
-            parts,
+            source,
             partial(self._tokenize_block, vocab_size=vocab_size),
-            StreamOptions(
-                used=self._used,
-                block_rows=options.shuffle_buffer,
-                seed=options.seed,
-                max_bad_rows=options.max_bad_rows if options.on_bad_row == "skip" else 0.0,
-            ),
-            origin=name,
-            identity=identity,
-            num_rows=count_parts(name, parts) if options.max_steps < 0 else None,
+            used=self._used,
+            block_rows=options.shuffle_buffer,
+            seed=options.seed,
+            max_bad_rows=options.max_bad_rows if options.on_bad_row == "skip" else 0.0,
+            num_rows=source.count() if options.max_steps < 0 else None,
         )
         rows, _ = stream.read_block(StreamPosition(), _FIRST_ROWS)
         if not rows.rows:

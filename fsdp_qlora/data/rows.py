@@ -1,5 +1,6 @@
 """Types shared by the data modules: rows as read, as content and as tokens, and the report on them."""
 
+import bisect
 import dataclasses
 import hashlib
 import itertools
@@ -42,7 +43,7 @@ def locate(numbers: Iterable[int], files: Sequence[SourceFile], origin: str) -> 
     """
 
     def file_of(number: int) -> SourceFile:
-        return [file for file in files if file.offset < number][-1]
+        return files[bisect.bisect_left(files, number, key=lambda file: file.offset) - 1]
 
     places = []
     for file, group in itertools.groupby(numbers, key=file_of):

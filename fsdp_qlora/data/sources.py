@@ -1,38 +1,41 @@
 """Sources: where the rows of a dataset come from, by name, path or folder, and what --dataset can say of them."""
 
+import dataclasses
 import difflib
 import hashlib
 import importlib.resources
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
 from fsdp_qlora.data.files import (
     FILE_KINDS,
     ChooseColumns,
+    Malformed,
     NumberedRows,
-    Part,
-    file_parts,
+    complete,
+    count_rows,
     hash_file,
     kind_of,
-    read_parts,
-    without_nulls,
+    read_file,
 )
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
-from fsdp_qlora.data.rows import Rows, SourceFile
+from fsdp_qlora.data.rows import Row, Rows, SourceFile, locate
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, ask_hub, first_line, hub_reason, is_hub_name
 from fsdp_qlora.storage.files import fingerprint_files
 
 log = logging.getLogger("fsdp_qlora")
 
+DEMO = "alpaca_demo"
 DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
 DEFAULT_SAMPLES = {"alpaca_sample": 128, "orca_math": 512, DUMMY: 512}
 _WEIGHT = re.compile(r":([-+]?(?:\d+\.?\d*|\.\d+|nan|inf))$", re.IGNORECASE)
@@ -54,11 +57,6 @@ class DatasetName:
     stop: int | None = None
     weight: float | None = None
     """Its share of a mixture, relative to the weights of the others."""
-
-    def limit(self, samples: int | None) -> tuple[int, int | None]:
-        """(first row, end) of the rows to use, when at most `samples` are."""
-        ends = [end for end in (self.stop, None if samples is None else self.start + samples) if end is not None]
-        return self.start, min(ends, default=None)
 
 
 def parse_name(text: str, *, weighted: bool = True) -> DatasetName:
@@ -131,136 +129,151 @@ def parse_eval_names(words: Sequence[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A file of a dataset, or a table, to be read row by row."""
+
+    name: str
+    unit: str
+    """As in SourceFile."""
+    read: Callable[[ChooseColumns, int], NumberedRows]
+    """The rows after a number."""
+    count: Callable[[], int | None]
+    """The number of rows; None if it is unknown."""
+
+
+class Entry(NamedTuple):
+    """A row of a dataset: its part, the number of rows before that part, its number in the part, its content."""
+
+    part: int
+    offset: int
+    number: int
+    row: Row | Malformed
+
+
+def read_entries(
+    parts: Sequence[Part], used: ChooseColumns, *, part: int = 0, offset: int = 0, after: int = 0
+) -> Iterator[Entry]:
+    """Give the entries of the parts from number `part` on, of that one those after number `after`."""
+    for index in range(part, len(parts)):
+        for number, row in parts[index].read(used, after):
+            yield Entry(index, offset, number, row)
+            after = number
+        offset, after = offset + after, 0
+
+
+def collect_rows(parts: Sequence[Part], entries: Iterable[Entry]) -> Rows:
+    """The rows of these entries, with the places of those that are malformed."""
+    rows, numbers, malformed = [], [], {}
+    files: dict[int, SourceFile] = {}
+    columns: dict[str, None] = {}
+    for part, offset, number, row in entries:
+        files.setdefault(part, SourceFile(parts[part].name, parts[part].unit, offset))
+        if isinstance(row, Malformed):
+            malformed[offset + number] = str(row)
+            continue
+        rows.append(row)
+        numbers.append(offset + number)
+        columns.update(dict.fromkeys(row))
+    return Rows(rows, numbers, list(columns), list(files.values()), malformed)
+
+
+@dataclass(frozen=True)
 class Source:
-    """A dataset that was found. Its rows are parsed when `read` is called."""
+    """A dataset that was found. Its rows are parsed when they are read."""
 
     origin: str
     """Its path or name, for people."""
     identity: str
     """Changes when the content does."""
-    read: Callable[..., Rows]
-    """Reads N rows, or all for None, from row `start`, which is 0. Raises UserError if they are malformed.
+    parts: list[Part]
+    start: int = 0
+    """The rows from this one on are used, up to `stop`."""
+    stop: int | None = None
 
-    `used` chooses the columns that are needed; where they are stored apart, others are not read.
-    """
+    def slice(self, start: int, stop: int | None) -> "Source":
+        """These of its rows, counted from its first."""
+        stop = self.stop if stop is None else self.start + stop
+        identity = f"{self.identity} [{start}:{stop}]"
+        return dataclasses.replace(self, identity=identity, start=self.start + start, stop=stop)
+
+    def read(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Rows:
+        """Read up to `limit` entries, malformed ones included. The rest is not read.
+
+        Args:
+            used: chooses the columns that are needed; where they are stored apart, others are not read.
+        Raises:
+            UserError: a file cannot be read at all (the message names the place), or there is no row.
+        """
+        ends = [self.stop, None if limit is None else self.start + limit]
+        stop = min((end for end in ends if end is not None), default=None)
+        found = collect_rows(self.parts, islice(read_entries(self.parts, used), self.start, stop))
+        if found.rows:
+            return found
+        if not found.malformed:
+            raise UserError(f"{self.origin}: the dataset is empty. Give one with rows.")
+        number, reason = next(iter(found.malformed.items()))
+        place = locate([number], found.files, self.origin)
+        raise UserError(f"{place}: {reason}. None of its {len(found.malformed):,} rows can be read.")
+
+    def count(self) -> int:
+        """The rows of an epoch.
+
+        Raises:
+            UserError: their number is unknown.
+        """
+        counts = [part.count() for part in self.parts]
+        if None in counts:
+            raise UserError(f"--streaming true: the number of rows of {self.origin} is unknown. Give --max_steps.")
+        return sum(count for count in counts if count is not None)
 
 
-def find_source(dataset: str | DatasetName) -> Source:
+def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source:
     """Find a dataset by name or path.
 
     Args:
         dataset: a key of DATASETS, a file of FILE_KINDS, a folder of such files or of datasets.save_to_disk, or
             owner/name on the hub; with a configuration, split and slice, see `parse_name`.
+        streamed: whether it may be too large for memory or disk: then files are known by samples of their content, and
+            a dataset of the hub is read over the network.
     Raises:
         UserError: there is no such name, file, folder, configuration or split, or the hub cannot be reached.
     """
     wanted = parse_name(dataset) if isinstance(dataset, str) else dataset
-    name = wanted.name
-    if name in DATASETS:
-        return _part(DATASETS[name](wanted), wanted)
+    name, known = wanted.name, DATASETS.get(wanted.name)
+    if streamed and (wanted.start or wanted.stop is not None):
+        raise UserError(f"dataset: --streaming true reads all of {name}. Leave out the slice of its rows.")
+    if streamed and name == DUMMY:
+        raise UserError(f"dataset: --streaming true takes files, folders and owner/name on the hub, not {name!r}.")
     if "://" in name:
         raise UserError(f"dataset: {name} is a URL. Download it and give the path. {_choices()}")
-    if _looks_local(name):
+    if name == DEMO or (known is None and _looks_local(name)):
         if wanted.config is not None:
             raise UserError(f"dataset: {name} is a path, and only datasets of the hub have configurations.")
-        return _part(local_source(_existing(name), wanted.split), wanted)
-    if is_hub_name(name):
-        return _part(hub_source(name, config=wanted.config, split=wanted.split or "train"), wanted)
-    close = difflib.get_close_matches(name, [*DATASETS, DUMMY], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
-
-
-def find_parts(dataset: DatasetName) -> tuple[list[Part], str]:
-    """The parts of a dataset that is too large to be held in memory, and a hash that changes when its content does.
-
-    Raises:
-        UserError: it is not there, or neither files nor a dataset of the hub.
-    """
-    if dataset.start or dataset.stop is not None:
-        raise UserError(f"dataset: --streaming true reads all of {dataset.name}. Leave out the slice of its rows.")
-    if dataset.name == "alpaca_demo" or _looks_local(dataset.name):
-        path = _demo_path() if dataset.name == "alpaca_demo" else _existing(dataset.name)
-        if is_saved(path):
-            raise UserError(f"dataset: --streaming true does not read folders of datasets.save_to_disk ({path}).")
-        files = find_files(path, dataset.split)
-        return file_parts(path, files), fingerprint_files(files)
-    if not is_hub_name(dataset.name) or "://" in dataset.name:
-        raise UserError(
-            f"dataset: --streaming true takes files, folders and owner/name on the hub, not {dataset.name!r}."
-        )
-    return _hub_parts(dataset.name, dataset.config, dataset.split or "train")
-
-
-def count_parts(dataset: str, parts: Sequence[Part]) -> int:
-    """The rows of an epoch.
-
-    Raises:
-        UserError: their number is unknown.
-    """
-    counts = [part.count() for part in parts]
-    if None in counts:
-        raise UserError(f"--streaming true: the number of rows of {dataset} is unknown. Give --max_steps.")
-    return sum(count for count in counts if count is not None)
-
-
-def _hub_parts(name: str, config: str | None, split: str) -> tuple[list[Part], str]:
-    """A part for each file of the dataset: a run that is resumed asks for none of those before."""
-    import datasets
-
-    try:
-        commit = str(HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS).sha)
-        table = datasets.load_dataset(name, *([config] if config else []), split=split, streaming=True, revision=commit)
-    except Exception as error:  # what it raises is not documented
-        raise UserError(f"dataset {name}: its {split} split cannot be streamed ({hub_reason(error)}).") from error
-    splits = (table.info.splits or {}) if table.info else {}
-    known = splits[split].num_examples if split in splits else None
-
-    def read(index: int, used: ChooseColumns, after: int) -> NumberedRows:
-        file = table.shard(table.num_shards, index)
-        try:
-            rows = map(without_nulls, file.skip(after) if after else file)
-            yield from enumerate(rows, start=after + 1)
-        except Exception as error:  # of the network, or of the files
-            # No UserError: the other ranks may not have it, and a restart may help.
-            raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
-
-    def count(index: int) -> int | None:  # what is known is the number of all rows
-        return known if index == 0 or known is None else 0
-
-    parts = [
-        Part(f"{split} file {index + 1}", "row", partial(read, index), partial(count, index))
-        for index in range(table.num_shards)
-    ]
-    return parts, f"{name} {config} {split} {commit} by files"
-
-
-def _part(source: Source, wanted: DatasetName) -> Source:
-    """The source with its slice of rows."""
-    if not wanted.start and wanted.stop is None:
-        return source
-
-    def read(samples: int | None, start: int = 0, **options: Any) -> Rows:
-        first, end = wanted.limit(samples)
-        return source.read(None if end is None else max(0, end - first), start + first, **options)
-
-    origin = f"{source.origin}[{wanted.start or ''}:{'' if wanted.stop is None else wanted.stop}]"
-    return Source(source.origin, f"{source.identity} {origin}", read)
-
-
-def _demo_path() -> Path:
-    """The rows that ship with the package."""
-    return Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl"))
+        found = local_source(_existing(name), wanted.split, streamed=streamed)
+    elif known is not None:
+        split, skip = (wanted.split, 0) if wanted.split else (known.split, known.skip)
+        table = hub_source(known.name, config=wanted.config, split=split, shuffled=known.shuffled)
+        found = table.slice(skip, None) if skip else table
+    elif is_hub_name(name):
+        find = hub_stream if streamed else hub_source
+        found = find(name, config=wanted.config, split=wanted.split or "train")
+    else:
+        close = difflib.get_close_matches(name, [*DATASETS, DEMO, DUMMY], n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
+    return found.slice(wanted.start, wanted.stop) if wanted.start or wanted.stop is not None else found
 
 
 def _existing(name: str) -> Path:
+    if name == DEMO:  # the rows that ship with the package
+        return Path(str(importlib.resources.files("fsdp_qlora.data") / "alpaca_demo.jsonl"))
     path = Path(name).expanduser()
     if not path.exists():
         raise UserError(f"dataset: no such file or folder: {path}. {_choices()}")
     return path
 
 
-def local_source(path: Path, split: str | None = None) -> Source:
+def local_source(path: Path, split: str | None = None, *, streamed: bool = False) -> Source:
     """A file, or all files of the known kinds in a folder, sorted by name, that belong to the split.
 
     Raises:
@@ -269,13 +282,26 @@ def local_source(path: Path, split: str | None = None) -> Source:
     if is_saved(path):
         return saved_source(path, split)
     files = find_files(path, split)
-    folder = path if path.is_dir() else None
+    folder = path if path.is_dir() else path.parent
+    parts = [
+        Part(
+            file.relative_to(folder).as_posix(),
+            kind.unit,
+            partial(read_file, file, kind),
+            partial(count_rows, file, kind),
+        )
+        for file in files
+        if (kind := kind_of(file)) is not None
+    ]
+    return Source(str(path), fingerprint_files(files) if streamed else _hash_files(files, folder), parts)
+
+
+def _hash_files(files: Iterable[Path], folder: Path) -> str:
+    """A hash of the files' content and names: these select the reader, and messages and the cached report show them."""
     identity = hashlib.sha256()
     for file in files:
-        # The name is part of it: it selects the reader, and messages and the cached report show it.
-        name = file.relative_to(folder).as_posix() if folder else file.name
-        identity.update(f"{name}\0{hash_file(file)}\0".encode())
-    return Source(str(path), identity.hexdigest(), partial(read_parts, str(path), file_parts(path, files)))
+        identity.update(f"{file.relative_to(folder).as_posix()}\0{hash_file(file)}\0".encode())
+    return identity.hexdigest()
 
 
 def saved_source(path: Path, split: str | None) -> Source:
@@ -296,14 +322,11 @@ def saved_source(path: Path, split: str | None) -> Source:
         path = path / name
     elif split is not None:
         raise UserError(f"dataset: {path} is one table, which has no split {split!r}. Leave out [{split}].")
-    identity = hashlib.sha256()
-    for file in sorted(path.glob("*.arrow")):
-        identity.update(f"{file.name}\0{hash_file(file)}\0".encode())
     try:
         table = datasets.load_from_disk(str(path))
     except Exception as error:  # what it raises is not documented
         raise UserError(f"dataset: {path} cannot be read as a saved dataset ({first_line(error)}).") from error
-    return Source(str(path), identity.hexdigest(), partial(_read_table, table, str(path)))
+    return Source(str(path), _hash_files(sorted(path.glob("*.arrow")), path), [_table_part(table, str(path))])
 
 
 def hub_source(name: str, *, config: str | None = None, split: str = "train", shuffled: bool = False) -> Source:
@@ -343,39 +366,72 @@ def hub_source(name: str, *, config: str | None = None, split: str = "train", sh
     if shuffled:
         table = table.shuffle(seed=_SEED_OF_2024)
     # The fingerprint is a hash of the repository's commit and the split. The library has no public name for it.
-    return Source(origin=name, identity=table._fingerprint, read=partial(_read_table, table, name))
+    return Source(name, table._fingerprint, [_table_part(table, name)])
 
 
-def _read_table(table: Any, name: str, limit: int | None, start: int = 0, *, used: ChooseColumns = tuple) -> Rows:
-    end = len(table) if limit is None else min(start + limit, len(table))
-    chosen = [column for column in table.column_names if column in used(table.column_names)]
-    found = table.select(range(min(start, end), end)).select_columns(chosen).to_list()
-    rows = [without_nulls(row) for row in found]
-    if not rows:
-        raise UserError(f"{name}: the dataset is empty.")
-    return Rows(rows, list(range(start + 1, end + 1)), list(table.column_names), [SourceFile(name, "row")])
+def _table_part(table: Any, name: str) -> Part:
+    """A table of `datasets`."""
+
+    def read(used: ChooseColumns, after: int) -> NumberedRows:
+        chosen = [column for column in table.column_names if column in used(table.column_names)]
+        left = table.select(range(after, len(table))).select_columns(chosen).with_format("arrow")
+        rows = (row for batch in left.iter(batch_size=1000) for row in batch.to_pylist())
+        return ((number, complete(row, table.column_names)) for number, row in enumerate(rows, start=after + 1))
+
+    return Part(name, "row", read, lambda: len(table))
 
 
-def _named(name: str, *, split: str = "train", skip: int = 0, shuffled: bool = False) -> Callable[..., Source]:
-    """A dataset of the hub that has a name here. `skip`: rows that the 2024 program kept for evaluation."""
+def hub_stream(name: str, *, config: str | None, split: str) -> Source:
+    """A split of a dataset on the hub, a part for each file: a run that is resumed asks for none of those before."""
+    import datasets
 
-    def find(wanted: DatasetName) -> Source:
-        source = hub_source(name, config=wanted.config, split=wanted.split or split, shuffled=shuffled)
-        return _part(source, DatasetName(name, start=skip)) if skip and not wanted.split else source
+    try:
+        commit = str(HfApi().dataset_info(name, timeout=HUB_TIMEOUT_SECONDS).sha)
+        table = datasets.load_dataset(name, *([config] if config else []), split=split, streaming=True, revision=commit)
+    except Exception as error:  # what it raises is not documented
+        raise UserError(f"dataset {name}: its {split} split cannot be streamed ({hub_reason(error)}).") from error
+    splits = (table.info.splits or {}) if table.info else {}
+    known = splits[split].num_examples if split in splits else None
 
-    return find
+    def read(index: int, used: ChooseColumns, after: int) -> NumberedRows:
+        file = table.shard(table.num_shards, index)
+        try:
+            for number, row in enumerate(file.skip(after) if after else file, start=after + 1):
+                yield number, complete(row, ())
+        except Exception as error:  # of the network, or of the files
+            # No UserError: the other ranks may not have it, and a restart may help.
+            raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
+
+    def count(index: int) -> int | None:  # what is known is the number of all rows
+        return known if index == 0 or known is None else 0
+
+    parts = [
+        Part(f"{split} file {index + 1}", "row", partial(read, index), partial(count, index))
+        for index in range(table.num_shards)
+    ]
+    return Source(name, f"{name} {config} {split} {commit} by files", parts)
+
+
+class HubDataset(NamedTuple):
+    """A dataset of the hub that has a name here."""
+
+    name: str
+    split: str = "train"
+    skip: int = 0
+    """Rows that the 2024 program kept for evaluation."""
+    shuffled: bool = False
+    """Whether its rows are in the order in which that program took them."""
 
 
 _SEED_OF_2024 = 42  # the default of its --seed
 
 # guanaco, sql and orca_math take the rows that AnswerDotAI/fsdp_qlora took under these names.
-DATASETS: dict[str, Callable[[DatasetName], Source]] = {
-    "alpaca": _named("yahma/alpaca-cleaned"),
-    "alpaca_sample": _named("yahma/alpaca-cleaned"),
-    "alpaca_demo": lambda wanted: local_source(_demo_path()),
-    "guanaco": _named("timdettmers/openassistant-guanaco"),
-    "sql": _named("knowrohit07/know_sql", split="validation", skip=1000, shuffled=True),
-    "orca_math": _named("microsoft/orca-math-word-problems-200k", shuffled=True),
+DATASETS = {
+    "alpaca": HubDataset("yahma/alpaca-cleaned"),
+    "alpaca_sample": HubDataset("yahma/alpaca-cleaned"),
+    "guanaco": HubDataset("timdettmers/openassistant-guanaco"),
+    "sql": HubDataset("knowrohit07/know_sql", split="validation", skip=1000, shuffled=True),
+    "orca_math": HubDataset("microsoft/orca-math-word-problems-200k", shuffled=True),
 }
 
 
@@ -388,7 +444,7 @@ def _looks_local(dataset: str) -> bool:
 
 def _choices() -> str:
     return (
-        f"Datasets by name: {', '.join([*DATASETS, DUMMY])}. "
+        f"Datasets by name: {', '.join([*DATASETS, DEMO, DUMMY])}. "
         f"Or give the path of a {', '.join(FILE_KINDS)} file or of a folder of them, or owner/name on the hub. "
         "Separate several datasets by blanks."
     )

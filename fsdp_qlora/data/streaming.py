@@ -17,9 +17,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fsdp_qlora.data.files import ChooseColumns, Entry, Part, collect_rows, read_entries
+from fsdp_qlora.data.files import ChooseColumns
 from fsdp_qlora.data.rows import DataReport, Rows, TokenizedRows
 from fsdp_qlora.data.schedule import Schedule, epoch_order
+from fsdp_qlora.data.sources import Entry, Source, collect_rows, read_entries
 from fsdp_qlora.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
@@ -43,18 +44,6 @@ class StreamPosition:
     taken: int = 0
 
 
-@dataclass(frozen=True)
-class StreamOptions:
-    """used: the columns that are needed. block_rows: rows that are shuffled together. max_bad_rows: the share of the
-    rows so far that may be left out.
-    """
-
-    used: ChooseColumns
-    block_rows: int
-    seed: int
-    max_bad_rows: float
-
-
 class StreamStep(NamedTuple):
     """The rows of an optimizer step, and the position of the stream after them."""
 
@@ -68,22 +57,25 @@ class RowStream:
 
     Args:
         tokenize: makes the rows of a block tokens; called in a thread of its own.
-        origin: its name. identity: a hash of its content.
+        used: the columns that are needed.
+        block_rows: rows that are shuffled together.
+        max_bad_rows: the share of the rows so far that may be left out.
         num_rows: of an epoch, those that cannot be used included; None if unknown.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        source: Source,
         tokenize: Tokenize,
-        options: StreamOptions,
         *,
-        origin: str,
-        identity: str,
+        used: ChooseColumns,
+        block_rows: int,
+        seed: int,
+        max_bad_rows: float,
         num_rows: int | None,
     ) -> None:
-        self.parts, self.tokenize, self.options = parts, tokenize, options
-        self.origin, self.identity, self.num_rows = origin, identity, num_rows
+        self.source, self.tokenize, self.used, self.num_rows = source, tokenize, used, num_rows
+        self.block_rows, self.seed, self.max_bad_rows = block_rows, seed, max_bad_rows
         self._num_read = self._num_bad = 0
         self._rest: tuple[StreamPosition, Iterator[Entry]] | None = None  # what follows the last block, kept open
 
@@ -93,7 +85,7 @@ class RowStream:
         Raises:
             UserError: a file cannot be read, or too many rows cannot be used; the same on every rank.
         """
-        num_ahead = max(2, self.options.block_rows // schedule.global_batch_size)
+        num_ahead = max(2, self.block_rows // schedule.global_batch_size)
         return read_ahead(self._steps(schedule, position, first), num=num_ahead)
 
     def _steps(self, schedule: Schedule, position: StreamPosition, first: int) -> Iterator[StreamStep]:
@@ -109,7 +101,7 @@ class RowStream:
         was_empty = False
         while True:
             block, following = self._shuffled_block(position)
-            seed = (position.offset + position.after << 32) + self.options.seed
+            seed = (position.offset + position.after << 32) + self.seed
             order = epoch_order(np.arange(len(block)), seed=seed, epoch=position.epoch)
             for taken in range(position.taken, len(order)):
                 is_last = taken + 1 == len(order)
@@ -117,22 +109,22 @@ class RowStream:
                 was_empty = False
             if following.epoch > position.epoch:
                 if was_empty:
-                    raise UserError(f"{self.origin}: a whole epoch has no row that can be used.")
+                    raise UserError(f"{self.source.origin}: a whole epoch has no row that can be used.")
                 was_empty = True
             position = following
 
     def _shuffled_block(self, position: StreamPosition) -> tuple[TokenizedRows, StreamPosition]:
-        rows, following = self.read_block(position, self.options.block_rows)
+        rows, following = self.read_block(position, self.block_rows)
         tokenized, report = self.tokenize(rows)
         self._num_read += report.num_rows
         self._num_bad += report.num_rejected - report.num_too_long
         for line in report.describe_rejected():
             log.warning("Rows left out, %s", line)
-        if self._num_bad > self.options.max_bad_rows * self._num_read:
-            [(where, reason), *_] = report.places() or [(self.origin, "see above")]
+        if self._num_bad > self.max_bad_rows * self._num_read:
+            [(where, reason), *_] = report.places() or [(self.source.origin, "see above")]
             raise UserError(
-                f"{self.origin}: {self._num_bad:,} of {self._num_read:,} rows so far cannot be used, allowed are "
-                f"{self.options.max_bad_rows:.1%}. Repair them or raise --max_bad_rows.\n  {where}: {reason}"
+                f"{self.source.origin}: {self._num_bad:,} of {self._num_read:,} rows so far cannot be used, allowed "
+                f"are {self.max_bad_rows:.1%}. Repair them or raise --max_bad_rows.\n  {where}: {reason}"
             )
         return tokenized, following
 
@@ -141,7 +133,7 @@ class RowStream:
         following = dataclasses.replace(position, taken=0)
         kept = self._rest[1] if self._rest and self._rest[0] == following else None
         entries = kept or read_entries(
-            self.parts, self.options.used, part=position.part, offset=position.offset, after=position.after
+            self.source.parts, self.used, part=position.part, offset=position.offset, after=position.after
         )
         block = list(islice(entries, num_rows))
         if len(block) < num_rows:
@@ -150,7 +142,7 @@ class RowStream:
             last = block[-1]
             following = StreamPosition(position.epoch, last.part, last.number, last.offset)
             self._rest = following, entries
-        return collect_rows(self.parts, block), following
+        return collect_rows(self.source.parts, block), following
 
 
 def pick_rows(chosen: Sequence[tuple[TokenizedRows, int]]) -> TokenizedRows:
