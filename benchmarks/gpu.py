@@ -222,19 +222,14 @@ def fit(args: argparse.Namespace, train: Timed, step_rows: np.ndarray) -> int:
     """What `--recompute auto` finds with the memory that this process may have."""
     trainer = train.run.trainer
 
-    class Limited:
-        def start(self) -> None:
-            empty_cache(train.device)
-            reset_peak(train.device)
+    def try_step() -> tuple[int, int]:
+        empty_cache(train.device)
+        reset_peak(train.device)
+        held = trainer._try(step_rows, 1)
+        used = torch.cuda.max_memory_reserved(train.device) if train.device.type == "cuda" else 0
+        return held, int((args.memory_gib - 1) * GIB) - used
 
-        def room(self) -> int:
-            used = torch.cuda.max_memory_reserved(train.device) if train.device.type == "cuda" else 0
-            return int((args.memory_gib - 1) * GIB) - used
-
-    def try_step() -> int:
-        return trainer._try(step_rows, 1)
-
-    return fit_recompute(trainer.model, try_step, Limited(), lambda value: value, block_bytes=GIB)
+    return fit_recompute(trainer.model, try_step, lambda value: value, block_bytes=GIB)
 
 
 def measure_offload(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:

@@ -155,10 +155,11 @@ def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str,
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     plan = build_plan(config, ranks, Path("no weights"), model_config, tokenizer, world_size=num_ranks)
     wrap_blocks(plan.meta.model, offload=config.use_activation_cpu_offload)
-    strategy, offload, _ = plan.placement
+    parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
+    on_host = parts.on_host(plan.placement.cpu_offload)
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
-    shard_model(plan.meta.parts, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=offload)
-    materialize(plan.meta.parts, ranks.device, cpu_offload=offload)
+    shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
+    materialize(parts, ranks.device, on_host=on_host)
     data = random_rows(config.batch_size * num_ranks, length, model_config.vocab_size, masked=0, seed=0)
     rows = np.arange(len(data))
     schedule = config.pick(Schedule, num_rows=len(data), world_size=num_ranks, rows_per_step=None, mixture=None)

@@ -21,7 +21,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.training.head_loss import learned_rows, target_positions
+from fsdp_qlora.training.head_loss import learned_rows
 
 # name -> (padding, packing)
 LAYOUTS = {"padded": (True, False), "padding-free": (False, False), "packed": (False, True)}
@@ -41,22 +41,20 @@ def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
         "useful_of_computed": round(float(of_computed), 4),
         "useful_of_lock_step": round(float(of_lock_step), 4),
         "micro_batches_per_rank": sum(map(len, dealt)) // schedule.world_size,
-        **targets_per_logit(schedule, data),
+        "targets_per_logit": targets_per_logit(schedule, data),
     }
 
 
-def targets_per_logit(schedule: Schedule, data: RunData) -> dict[str, float]:
-    """Of an epoch: targets per row of logits, and what they were when whole columns were computed."""
-    targets = rows_computed = in_columns = 0
+def targets_per_logit(schedule: Schedule, data: RunData) -> float:
+    """Of an epoch: targets per row of logits."""
+    targets = rows_computed = 0
     for _, rows in schedule.rows_of_steps(data.train_rows):
         for piece in schedule.micro_batches(rows, data.train.lengths):
             if len(piece):
                 labels = (collate if schedule.padding else join)(data.train, piece, pad_token_id=0)["labels"]
                 targets += int(data.train.num_targets[piece].sum())
                 rows_computed += len(learned_rows(labels)[0])
-                in_columns += len(labels) * len(target_positions(labels))
-    found = {"targets_per_logit": targets / rows_computed}
-    return found | ({"targets_per_logit_in_columns": round(targets / in_columns, 4)} if schedule.padding else {})
+    return targets / rows_computed
 
 
 def main(argv: list[str]) -> int:

@@ -45,7 +45,7 @@ def estimate_needs(
         buffer_bytes: host memory for weights in flight while loading.
     """
     counts = count_bytes(parts.model, num_shards)
-    offloaded = [parts.model] if cpu_offload is True else parts.on_host(cpu_offload)
+    offloaded = parts.on_host(cpu_offload)
     on_host_with_adapters = count_bytes(nn.ModuleList(offloaded), num_shards)
     adapters = count_bytes(nn.ModuleList(each for part in offloaded for each in adapter_modules(part)), num_shards)
     # Gradients and optimizer state are on the device of their weights; adapters are not offloaded.

@@ -76,7 +76,7 @@ def estimate_step(parts: ModelParts, step: Step) -> StepBytes:
     """What comes and goes in a step with recompute of every block."""
     dtype = step.precision.compute_dtype
     model, blocks = parts.model, parts.blocks
-    shared = is_shared(model, step.num_shards, step.precision.param_dtype)
+    shared = is_shared(parts, step.num_shards, step.precision.param_dtype)
     ends = _ends(model, step, shared)
     stays = parts.is_tied and not any(shared)
     sizes = [_gathered(block, step) for block in blocks]

@@ -42,17 +42,18 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
     """
     model = plan.meta.model  # on the meta device, already quantized and adapted: planning/build_model.py
     wrap_blocks(model, number=blocks_to_recompute(config, plan), offload=config.use_activation_cpu_offload)
-    strategy, cpu_offload, _ = plan.placement
+    parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
+    on_host = parts.on_host(plan.placement.cpu_offload)
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
-    shard_model(plan.meta.parts, mesh, sharding_strategy=strategy, precision=plan.precision, cpu_offload=cpu_offload)
+    shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     log.debug("%s", model)
     if config.compile and (reason := compile_gates(model, ranks.device, plan.precision.compute_dtype)):
         log.warning("--compile true: nothing is compiled, since it does not work here (%s).", reason)
     log.info("Blocks: %s.", describe_fused(model))
-    materialize(plan.meta.parts, ranks.device, cpu_offload=cpu_offload)
+    materialize(parts, ranks.device, on_host=on_host)
     fill(config, plan, weights, mesh, ranks)
     check_byte_account(model, mesh)
-    check_one_layer(model, weights)
+    check_one_layer(parts, weights)
     return mesh
 
 

@@ -44,12 +44,12 @@ class ModelParts:
         return [self.embedding, *self.blocks, *([] if self.head is None else [self.head])]
 
     def on_host(self, cpu_offload: bool | int) -> list[nn.Module]:
-        """The parts whose frozen weights are in host memory: all with True, or so many decoder blocks.
+        """The modules whose weights, but for adapters, are in host memory: the model with True, or so many blocks.
 
         These blocks are spread over the model, so that the computation of several hides the copy of one.
         """
         if cpu_offload is True:
-            return self.in_order
+            return [self.model]
         number = int(cpu_offload)
         return [self.blocks[(2 * index + 1) * len(self.blocks) // (2 * number)] for index in range(number)]
 

@@ -20,10 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from fsdp_qlora.adapters.insert import (
-    adapter_modules,
-    magnitudes,
-)
+from fsdp_qlora.adapters.insert import adapter_modules, magnitudes
 from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
@@ -46,7 +43,7 @@ def shard_model(
     *,
     sharding_strategy: str,
     precision: Precision,
-    cpu_offload: bool | int,
+    on_host: Sequence[nn.Module] = (),
 ) -> None:
     """Apply FSDP2: per block one group of adapters and one of the rest, then embeddings, head and root.
 
@@ -58,13 +55,12 @@ def shard_model(
     If each rank has the whole model, frozen weights stay plain tensors: FSDP2 would only copy them.
 
     Args:
-        cpu_offload: what is kept in host memory: nothing, all but adapters, or so many decoder blocks.
+        on_host: from `ModelParts.on_host`.
     """
     _, reshard_after_forward = SHARDING_STRATEGIES[sharding_strategy]
     cast = dataclasses.replace(_AS_STORED, param_dtype=precision.param_dtype)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    on_host = {*parts.on_host(cpu_offload)}
-    ignored = _parameters_fsdp_ignores(parts, mesh, precision.param_dtype, cpu_offload)
+    ignored = _parameters_fsdp_ignores(parts, mesh, precision.param_dtype, offloads_all=parts.model in on_host)
 
     def shard(
         module: nn.Module, *, reshard: bool | None, besides: Iterable[nn.Parameter] = (), policy: Any = cast
@@ -74,7 +70,7 @@ def shard_model(
             mesh=mesh,
             reshard_after_forward=reshard,
             mp_policy=policy,
-            offload_policy=offload if cpu_offload is True or module in on_host else OffloadPolicy(),
+            offload_policy=offload if parts.model in on_host or module in on_host else OffloadPolicy(),
             ignored_params=ignored.union(besides),
         )
 
@@ -98,19 +94,19 @@ def shard_model(
     shard(model, reshard=None if reshard_after_forward else False)
     check_gathered_as_bytes(parts)
     _skip_backward_gathers(parts)
-    if shard_size(mesh) > 1 and not cpu_offload:
+    if shard_size(mesh) > 1 and not on_host:
         set_prefetch(parts)
 
 
 def _parameters_fsdp_ignores(
-    parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None, cpu_offload: bool | int
+    parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None, *, offloads_all: bool
 ) -> set[nn.Parameter]:
     """The parameters that FSDP2 does not manage: a shared vocabulary, or what a rank holds whole."""
     if shard_size(mesh) > 1:
-        return share_vocabulary(parts.model, mesh, param_dtype)
+        return share_vocabulary(parts, mesh, param_dtype)
     found = _frozen_as_gathered(parts, param_dtype)
-    if cpu_offload is True:
-        look_up_on_host(parts.model, mesh, param_dtype)
+    if offloads_all:
+        look_up_on_host(parts.embedding, mesh, param_dtype)
         return found & _streamed_or_small(parts)
     return found
 
@@ -177,13 +173,16 @@ def _groups(module: nn.Module) -> list[Any]:
     return [*magnitudes(module)[:1], *adapter_owners(module)[:1], module]
 
 
-def materialize(parts: ModelParts, device: torch.device, *, cpu_offload: bool | int) -> None:
+def materialize(parts: ModelParts, device: torch.device, *, on_host: Sequence[nn.Module] = ()) -> None:
     """Allocate memory for the sharded meta parameters: offloaded ones in one arena on the CPU, others on `device`.
 
     Buffers have held real values since construction and are moved. Shards keep this memory: padded if the split is
     uneven, pinned if they are offloaded.
+
+    Args:
+        on_host: as for `shard_model`.
     """
-    model, offloaded = parts.model, _offloaded(parts, cpu_offload) if cpu_offload else []
+    model, offloaded = parts.model, _offloaded(parts, on_host)
     places = _offloaded_places(offloaded, pinned=device.type == "cuda") if offloaded else {}
 
     def place(parameter: torch.Tensor) -> torch.Tensor:
@@ -198,24 +197,23 @@ def materialize(parts: ModelParts, device: torch.device, *, cpu_offload: bool | 
     model.tie_weights()
     for parameter in offloaded:
         _leave_out_padding(parameter)
-    if cpu_offload:
-        looked_up = parts.embedding if lookup_of(model) else None
-        modules = [
-            module
-            for module in parts.on_host(cpu_offload)
-            if module is not looked_up and any(map(is_streamed, module.parameters()))
-        ]
-        if modules:
-            stream_weights(model, modules, device)
+    looked_up = parts.embedding if lookup_of(model) else None
+    modules = [
+        module
+        for module in (parts.in_order if model in on_host else on_host)
+        if module is not looked_up and any(map(is_streamed, module.parameters()))
+    ]
+    if modules:
+        stream_weights(model, modules, device)
 
 
-def _offloaded(parts: ModelParts, cpu_offload: bool | int) -> list[torch.Tensor]:
+def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Tensor]:
     """The parameters that belong into host memory, those of a module side by side."""
     on_device = {module for adapter in adapter_modules(parts.model) for module in adapter.modules()}
     may_be_plain = {parameter for module in parts.in_order for parameter in module.parameters()}
     found = (
         parameter
-        for part in ([parts.model] if cpu_offload is True else parts.on_host(cpu_offload))
+        for part in on_host
         for module in part.modules()
         if module not in on_device
         for parameter in module.parameters(recurse=False)

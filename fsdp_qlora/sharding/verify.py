@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_qlora.adapters.first_values import adapted_weights, subtract
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.loading.weight_files import Weights
-from fsdp_qlora.model.models import canonical_name, find_blocks
+from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.ranks.distributed import gather_numbers, local_part, shard_size, whole_weights
-from fsdp_qlora.sharding.model_parts import count_bytes, each_parameter
+from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -66,7 +66,7 @@ def _local_bytes(parameter: nn.Parameter) -> int:
 
 
 @torch.no_grad()
-def check_one_layer(model: nn.Module, weights: Weights) -> None:
+def check_one_layer(parts: ModelParts, weights: Weights) -> None:
     """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
 
     If the weights in the files are 4-bit already, the comparison is with their bytes.
@@ -74,9 +74,9 @@ def check_one_layer(model: nn.Module, weights: Weights) -> None:
     Raises:
         RuntimeError: they differ.
     """
-    block = find_blocks(model)[0]
+    model, block = parts.model, parts.blocks[0]
     assert isinstance(block, FSDPModule)
-    name, layer = _first_linear(model, weights.sources)
+    name, layer = _first_linear(parts, weights.sources)
     with whole_weights(block):
         if weights.packed and isinstance(layer, Bnb4bitLinear):
             same, how = _has_stored_bytes(layer, f"{name}.weight", weights), "in the file"
@@ -89,16 +89,16 @@ def check_one_layer(model: nn.Module, weights: Weights) -> None:
             "please report the model and this machine."
         )
     log.info("Self-test: %s, gathered from its shards, is bit-identical to the same weight %s.", name, how)
-    _check_one_expert(model, weights)
+    _check_one_expert(parts, weights)
 
 
-def _check_one_expert(model: nn.Module, weights: Weights) -> None:
+def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
     """Compare the codes of the last expert of a quantized tensor, if there is one: it has the largest offset."""
-    layers = ((path, layer) for path, layer in model.named_modules() if isinstance(layer, QuantizedExperts))
+    layers = ((path, layer) for path, layer in parts.model.named_modules() if isinstance(layer, QuantizedExperts))
     path, layer = next(layers, (None, None))
     if path is None or layer is None:
         return
-    name, block = canonical_name(path), next(b for b in find_blocks(model) if any(layer is m for m in b.modules()))
+    name, block = canonical_name(path), next(block for block in parts.blocks if layer in {*block.modules()})
     assert isinstance(block, FSDPModule)
     with whole_weights(block):
         last = layer.shape[0] - 1
@@ -146,10 +146,10 @@ def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, weights: Weights) -> bo
     return True
 
 
-def _first_linear(model: nn.Module, sources: Mapping[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
+def _first_linear(parts: ModelParts, sources: Mapping[str, str]) -> tuple[str, QuantizedWeight | nn.Linear]:
     """The first linear layer of the first block that the files have, and its name there."""
-    first = {*find_blocks(model)[0].modules()}
-    for path, module in model.named_modules():
+    first = {*parts.blocks[0].modules()}
+    for path, module in parts.model.named_modules():
         name = canonical_name(path)
         if module in first and isinstance(module, QuantizedWeight | nn.Linear) and f"{name}.weight" in sources:
             return name, module

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from fsdp_qlora.model.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.distributed import (
     all_gather,
@@ -30,25 +29,26 @@ from fsdp_qlora.ranks.distributed import (
     shard_size,
 )
 from fsdp_qlora.sharding.host_memory import SideStream
+from fsdp_qlora.sharding.model_parts import ModelParts
 
 
-def is_shared(model: PreTrainedModel, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:
+def is_shared(parts: ModelParts, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:
     """Whether so many ranks share the embedding and the head: not if it trains or computes something of its own.
 
     Args:
         param_dtype: in which FSDP2 would gather; None for the weights' own.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = parts.embedding, parts.head
     if num_shards == 1 or not isinstance(head, nn.Linear):
         return False, False
     looks_up = _has_frozen_rows(embedding, num_shards, param_dtype) and _only_looks_up(embedding)
     multiplies = _has_frozen_rows(head, num_shards, param_dtype) and type(head).forward is nn.Linear.forward
-    if has_tied_embeddings(model) and looks_up != multiplies:
+    if parts.is_tied and looks_up != multiplies:
         return False, False
     return looks_up, multiplies
 
 
-def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
+def share_vocabulary(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
     """Have each rank keep its rows of the frozen embedding and head, and use them where they are.
 
     Args:
@@ -56,24 +56,23 @@ def share_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torc
     Returns:
         What is shared, for FSDP2 to ignore: DTensors, as FSDP2 would have made them.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    looks_up, multiplies = is_shared(model, shard_size(mesh), param_dtype)
-    is_tied = has_tied_embeddings(model)
+    embedding: Any = parts.embedding
+    head: Any = parts.head
+    looks_up, multiplies = is_shared(parts, shard_size(mesh), param_dtype)
     shared: set[nn.Parameter] = set()
     if looks_up:
         embedding.weight = _sharded(embedding.weight, mesh)
         embedding.vocab_shard = Lookup(embedding, mesh)
         shared.add(embedding.weight)
     if multiplies:
-        head.weight = embedding.weight if is_tied else _sharded(head.weight, mesh)
-        head.vocab_shard = SharedHead(head, mesh, find_blocks(model)[-1])
+        head.weight = embedding.weight if parts.is_tied else _sharded(head.weight, mesh)
+        head.vocab_shard = SharedHead(head, mesh, parts.blocks[-1])
         shared.add(head.weight)
     return shared
 
 
-def look_up_on_host(model: PreTrainedModel, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+def look_up_on_host(embedding: Any, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
     """Have a rank copy only its tokens' rows of a frozen embedding that it has whole in host memory."""
-    embedding = model.get_input_embeddings()
     if _has_frozen_rows(embedding, 1, param_dtype) and _only_looks_up(embedding):
         embedding.vocab_shard = Lookup(embedding, mesh)
 
@@ -143,31 +142,19 @@ def _only_looks_up(module: nn.Module) -> bool:
         return False
     vocabulary, hidden = module.weight.shape
     numbers = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
-    rows = numbers.as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
-    ids = torch.tensor([[0, 1, vocabulary - 1, module.padding_idx or 0, vocabulary // 2, 1]])
+    middle, padding = vocabulary // 2, min(module.padding_idx or 0, vocabulary - 2)
+    ids = torch.tensor([[0, 1, vocabulary - 2, padding, middle, 1]])
+
+    def outputs(ids: torch.Tensor, *, first: int) -> torch.Tensor:
+        rows = numbers[first:].as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
+        result: torch.Tensor = torch.func.functional_call(module, {"weight": rows}, (ids,))
+        return result
+
     try:
-        with _weight_replaced(module, rows, module.padding_idx):
-            expected = module(ids)
-        with _weight_replaced(module, rows[ids.flatten()], None):
-            found = module(torch.arange(ids.numel()).view(ids.shape))
+        expected, found = outputs(ids + 1, first=0), outputs(ids, first=1)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
         return False
     return torch.equal(found, expected)
-
-
-@contextlib.contextmanager
-def _weight_replaced(module: nn.Embedding, weight: torch.Tensor, padding_idx: int | None) -> Iterator[None]:
-    own = module._parameters["weight"], module.padding_idx
-    module._parameters["weight"], module.padding_idx = nn.Parameter(weight, requires_grad=False), padding_idx
-    try:
-        yield
-    finally:
-        module._parameters["weight"], module.padding_idx = own
-
-
-def same_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """`tokens_known` where all ranks look up the same ones, on the CPU."""
-    return tokens_known(model, [input_ids.flatten()] * len(sharing_ranks(model)) or None)
 
 
 class _Rows:

@@ -1,6 +1,6 @@
 """Head and loss in one function over chunks of tokens, so that neither logits nor their gradient ever exist whole.
 
-For models that it does not fit, `summed_loss` takes the loss of the model's own logits, at positions with targets only.
+For models that it does not fit, `loss_of_logits` takes the loss of the model's own logits.
 
 Shapes: N tokens with a target, hidden size H, vocabulary V: hidden [N, H], weight [V, H], bias [V], targets int64 [N].
 Where ranks share a head, each has some rows of the weight, and N is the same on all of them.
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from fsdp_qlora.model.models import can_skip_logits
 from fsdp_qlora.sharding.vocabulary import SharedHead, shared_head_of
 
 # For a chunk's logits in the compute dtype and in float32: 384 tokens of a vocabulary of 150,000 in 16 bits, enough for
@@ -290,48 +291,17 @@ def _loss_of_chunk(
 # --- of whole logits ---
 
 
-def target_positions(labels: torch.Tensor) -> torch.Tensor:
-    """Positions t at which some row of labels [B, T] has a target at t + 1: of one row exactly its targets.
-
-    At least one, so that a micro-batch without targets runs forward and backward like the others.
-    """
-    columns = (labels[:, 1:] != -100).any(dim=0).nonzero().flatten()
-    return columns if len(columns) else columns.new_zeros(1)
-
-
-def summed_loss(
-    model: nn.Module,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    skip: bool,
-    documents: Mapping[str, Any],
+def loss_of_logits(
+    model: PreTrainedModel, inputs: Mapping[str, Any], rows: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Sum over the micro-batch's target tokens of -log p(token), in nats, float32.
-
-    Args:
-        input_ids, labels: [B, T] int64; labels are -100 where nothing is learned.
-        positions: `target_positions(labels)`.
-        skip: whether the model can skip the logits of other positions.
-        documents: what `data.batches.describe_documents` says of a row of several; empty for padded rows.
-    """
-    # No attention mask: attention is causal and the padding is on the right, so no real token sees it.
-    options = {"logits_to_keep": positions} if skip else {}
-    logits = model(input_ids=input_ids, use_cache=False, **options, **documents).logits
-    if not skip:
-        logits = logits[:, positions]
-    return _cross_entropy_sum(logits.flatten(0, 1), labels[:, positions + 1].flatten())
-
-
-def _cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    rows = max(1, MAX_LOGITS // logits.shape[-1])
-    if logits.shape[0] <= rows:
-        return _cross_entropy(logits, targets)
+    """The same sum from the model's own logits, computed for these rows alone where the model can (in one row)."""
+    skips = len(inputs["input_ids"]) == 1 and can_skip_logits(model)
+    logits = model(**inputs, use_cache=False, **({"logits_to_keep": rows} if skips else {})).logits.flatten(0, 1)
+    logits = logits if skips else logits.index_select(0, rows)
     # Recomputed piece by piece in the backward pass, so there is never a whole float32 copy of the logits.
-    pieces = zip(logits.split(rows), targets.split(rows), strict=True)
-    losses = [checkpoint(_cross_entropy, *piece, use_reentrant=False) for piece in pieces]
-    return torch.stack(losses).sum()
+    size = max(1, MAX_LOGITS // logits.shape[-1])
+    pieces = zip(logits.split(size), targets.split(size), strict=True)
+    return torch.stack([checkpoint(_cross_entropy, *piece, use_reentrant=False) for piece in pieces]).sum()
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from fsdp_qlora.output.text import GIB
 from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
-from fsdp_qlora.sharding.vocabulary import same_tokens
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
 
 log = logging.getLogger("fsdp_qlora")
@@ -146,7 +145,7 @@ def _difference(model: PreTrainedModel, implementation: str | None, ranks: Ranks
 
     def logits(input_ids: torch.Tensor, **documents: Any) -> torch.Tensor:
         kind, dtype = ranks.device.type, precision.compute_dtype
-        with torch.autocast(kind, dtype=dtype, enabled=precision.autocast), same_tokens(model, input_ids):
+        with torch.autocast(kind, dtype=dtype, enabled=precision.autocast):
             found: torch.Tensor = model(input_ids=input_ids.to(ranks.device), use_cache=False, **documents).logits
         reshard_all(model)
         return found
@@ -165,24 +164,15 @@ def _difference(model: PreTrainedModel, implementation: str | None, ranks: Ranks
     return shares[len(shares) // 2]
 
 
-class Meter(Protocol):
-    """Reads a rank's device memory, in bytes."""
-
-    def start(self) -> None:
-        """Begin a probe: peaks count from here."""
-
-    def room(self) -> int:
-        """What the probe has left free, beyond the margin; negative if it used the margin."""
-
-
 class GpuMeter:
-    """Memory of this rank's GPU, as torch's allocator reserves it."""
+    """Memory of this rank's GPU in bytes, as torch's allocator reserves it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.margin = max(_MIN_MARGIN, int(_MARGIN_SHARE * torch.cuda.mem_get_info(device)[1]))
 
     def start(self) -> None:
+        """Begin a probe: peaks count from here."""
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -191,6 +181,7 @@ class GpuMeter:
         return int(torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device))
 
     def room(self) -> int:
+        """What the probe has left free, beyond the margin; negative if it used the margin."""
         return self.most() - int(torch.cuda.max_memory_reserved(self.device)) - self.margin
 
     def most_in_steps(self) -> float:
@@ -200,8 +191,7 @@ class GpuMeter:
 
 def fit_recompute(
     model: nn.Module,
-    try_step: Callable[[], int],
-    meter: Meter,
+    try_step: Callable[[], tuple[int, int]],
     least: Callable[[float], float],
     *,
     block_bytes: int,
@@ -213,7 +203,7 @@ def fit_recompute(
     so another probe with what fits by it may find more room.
 
     Args:
-        try_step: runs forward and backward, and returns the bytes allocated between them.
+        try_step: runs forward and backward. Returns the bytes allocated between them, and `GpuMeter.room`.
         least: the smallest of the ranks' numbers.
         block_bytes: about what a block keeps without recompute, for the first probe of one.
         too_few: blocks that recomputed when an earlier start ran out of memory; now at least half of the rest joins
@@ -224,8 +214,7 @@ def fit_recompute(
 
     def attempt(number: int) -> tuple[int, int]:
         set_recompute(model, blocks - number)
-        meter.start()
-        return try_step(), meter.room()
+        return try_step()
 
     without, room = attempt(0)
     keeping = int(least(room >= 2 * block_bytes and may_keep > 0))

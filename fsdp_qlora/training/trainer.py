@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +20,13 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.model.attention import attending
-from fsdp_qlora.model.models import can_skip_logits
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
-from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
-from fsdp_qlora.training.head_loss import learned_rows, summed_loss, target_positions
+from fsdp_qlora.sharding.vocabulary import sharing_ranks, tokens_known
+from fsdp_qlora.training.head_loss import learned_rows, loss_of_logits
 from fsdp_qlora.training.probes import GpuMeter, MemoryWatch, few_tokens, fit_recompute, probe_head_loss
 
 log = logging.getLogger("fsdp_qlora")
@@ -120,12 +120,11 @@ class Trainer:
         self.stream_position: dict[str, int] = {}  # after the rows of `data`, where they are streamed
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
-        self.skip_logits = can_skip_logits(model)
         self.sharing_ranks = sharing_ranks(model)
         self.memory_watch: MemoryWatch | None = None
         few = self._few_tokens()
-        with self._attention(), self._autocast(), same_tokens(model, few["input_ids"]):
-            self.head_loss = probe_head_loss(model, self._inputs(few))
+        with self._attention(), self._autocast():
+            self.loss_of_tokens = probe_head_loss(model, self._inputs(few)) or partial(loss_of_logits, model)
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.
@@ -251,21 +250,17 @@ class Trainer:
             rows: as for `try_longest`. block_bytes: about what a block keeps without recompute.
             too_few: blocks that recomputed when an earlier start ran out of memory.
         """
-        device = self.ranks.device
-        meter = GpuMeter(device)
+        meter = GpuMeter(self.ranks.device)
+        longest, num_turns = self.schedule.longest_micro_batch(rows, self.data.lengths)  # goes through the whole run
+
+        def try_step() -> tuple[int, int]:
+            meter.start()
+            return self._try(longest, num_turns), meter.room()
 
         def least(value: float) -> float:
-            return gather_numbers([value], device).min().item()
+            return gather_numbers([value], self.ranks.device).min().item()
 
-        longest, num_turns = self.schedule.longest_micro_batch(rows, self.data.lengths)  # goes through the whole run
-        number = fit_recompute(
-            self.model,
-            lambda: self._try(longest, num_turns),
-            meter,
-            least,
-            block_bytes=block_bytes,
-            too_few=too_few,
-        )
+        number = fit_recompute(self.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
         self.memory_watch = MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
         log.info("Recompute: %d of %d blocks, found by probing.", number, self.memory_watch.blocks)
 
@@ -330,18 +325,12 @@ class Trainer:
 
     def _loss(self, micro_batch: dict[str, Any]) -> torch.Tensor:
         """Sum of the micro-batch's token losses, float32 scalar."""
-        labels, tokens = micro_batch["labels"], micro_batch.get("tokens_of_ranks")
-        if self.head_loss:
-            rows, targets = learned_rows(labels, at_least=micro_batch.get("most_learned", 1))
-        else:
-            rows, targets = target_positions(labels), labels
+        rows, targets = learned_rows(micro_batch["labels"], at_least=micro_batch.get("most_learned", 1))
         inputs = self._inputs(micro_batch, rows=rows, targets=targets)
         rows, targets = inputs.pop("rows"), inputs.pop("targets")
+        tokens = micro_batch.get("tokens_of_ranks")
         with self._autocast(), tokens_known(self.model, tokens, first=micro_batch["input_ids"].numel()):
-            if self.head_loss:
-                return self.head_loss(inputs, rows, targets)
-            ids = inputs.pop("input_ids")
-            return summed_loss(self.model, ids, targets, rows, skip=self.skip_logits, documents=inputs)
+            return self.loss_of_tokens(inputs, rows, targets)
 
     def _few_tokens(self) -> dict[str, Any]:
         """A batch to try the model with, laid out as in a step."""

@@ -174,7 +174,7 @@ def _compare(folders: dict[str, str]) -> int:
     labels[:, :9] = -100
 
     def sharded(model: Any) -> tuple[Any, Any]:
-        shard_model(ModelParts.of(model), mesh, sharding_strategy="full_shard", precision=fp32, cpu_offload=False)
+        shard_model(ModelParts.of(model), mesh, sharding_strategy="full_shard", precision=fp32)
         return model, probe_head_loss(model, {"input_ids": few_tokens(model)})
 
     for case, folder in folders.items():

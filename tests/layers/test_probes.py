@@ -40,14 +40,12 @@ class FakeMemory:
         self.model, self.total, self.head, self.block, self.grows = model, total, head, block, grows
         self.tried: list[int] = []
 
-    def start(self) -> None:
-        self.tried.append(self._keeping())
-
     def _keeping(self) -> int:
         return sum(not block.is_on for block in recomputed_blocks(self.model))
 
-    def try_step(self) -> int:
-        return START + EACH * self._keeping()
+    def try_step(self) -> tuple[int, int]:
+        self.tried.append(self._keeping())
+        return START + EACH * self._keeping(), self.room()
 
     def room(self) -> int:
         kept = (EACH + self.grows) * self._keeping()
@@ -66,7 +64,7 @@ class FakeMemory:
 def test_as_few_blocks_recompute_as_fit(total: int, head: int, block: int, recomputing: int, tried: list[int]) -> None:
     model = _model()
     memory = FakeMemory(model, total=total, head=head, block=block)
-    number = fit_recompute(model, memory.try_step, memory, lambda value: value, block_bytes=EACH)
+    number = fit_recompute(model, memory.try_step, lambda value: value, block_bytes=EACH)
     assert number == recomputing and memory.tried == tried
     # The last ones keep theirs: their memory is free before another block recomputes.
     assert [block.is_on for block in recomputed_blocks(model)] == [True] * number + [False] * (BLOCKS - number)
@@ -76,7 +74,7 @@ def test_as_few_blocks_recompute_as_fit(total: int, head: int, block: int, recom
 def test_what_the_trial_did_not_foresee_is_taken_back() -> None:
     model = _model()
     memory = FakeMemory(model, total=185, head=50, block=0, grows=4)  # the allocator loses some for each block
-    number = fit_recompute(model, memory.try_step, memory, lambda value: value, block_bytes=EACH)
+    number = fit_recompute(model, memory.try_step, lambda value: value, block_bytes=EACH)
     assert number == 6 and memory.room() >= 0
 
 
@@ -84,7 +82,7 @@ def test_the_rank_with_the_least_memory_decides() -> None:
     model = _model()
     memory = FakeMemory(model, total=1000, head=50, block=0)
     others = iter([1, 2, 0])  # may it try; more blocks that fit there, in each round
-    number = fit_recompute(model, memory.try_step, memory, lambda value: min(value, next(others)), block_bytes=EACH)
+    number = fit_recompute(model, memory.try_step, lambda value: min(value, next(others)), block_bytes=EACH)
     assert number == BLOCKS - 3
 
 
@@ -101,7 +99,7 @@ def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute() -> None:
 def test_more_blocks_recompute_than_when_memory_ran_out(too_few: int, number: int) -> None:
     model = _model()
     memory = FakeMemory(model, total=1000, head=50, block=0)  # room for all
-    found = fit_recompute(model, memory.try_step, memory, lambda value: value, block_bytes=EACH, too_few=too_few)
+    found = fit_recompute(model, memory.try_step, lambda value: value, block_bytes=EACH, too_few=too_few)
     assert found == number == sum(block.is_on for block in recomputed_blocks(model))
 
 

@@ -83,7 +83,7 @@ def _compare(folders: dict[str, str]) -> int:
             each.get_input_embeddings().requires_grad_(False)
             each.get_output_embeddings().requires_grad_(False)
         fp32 = PRECISIONS["fp32"]
-        shard_model(ModelParts.of(model), mesh, sharding_strategy="full_shard", precision=fp32, cpu_offload=False)
+        shard_model(ModelParts.of(model), mesh, sharding_strategy="full_shard", precision=fp32)
         loss_of = probe_head_loss(model, {"input_ids": few_tokens(model)})
         assert loss_of is not None, family
         seen: list[torch.Tensor] = []

@@ -80,11 +80,11 @@ def _load(folder: Path, result: Path) -> int:
     mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
     model = meta.model
     parts = model_parts.ModelParts.of(model)
-    parallelize.shard_model(parts, mesh, sharding_strategy="full_shard", precision=precision, cpu_offload=False)
+    parallelize.shard_model(parts, mesh, sharding_strategy="full_shard", precision=precision)
     shard = sum(part.largest_shard for part in model_parts.count_bytes(model, ranks.world_size).values())
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_kib()
-    parallelize.materialize(parts, ranks.device, cpu_offload=False)
+    parallelize.materialize(parts, ranks.device)
     load_weights.load_weights(model, weights, mesh, ranks.device, max_bytes_in_flight=64 * MIB, show_progress=False)
     measured = {
         "bytes_read": weight_files.bytes_read,

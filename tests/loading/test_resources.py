@@ -171,10 +171,9 @@ def _shards(folder: Path) -> int:
             LayerOptions(**LAYERS),
             attn_implementation="auto",
         )
-        parallelize.shard_model(
-            meta.parts, mesh, sharding_strategy="full_shard", precision=PRECISIONS["bf16"], cpu_offload=True
-        )
-        parallelize.materialize(meta.parts, CPU, cpu_offload=True)
+        host, bf16 = [meta.model], PRECISIONS["bf16"]
+        parallelize.shard_model(meta.parts, mesh, sharding_strategy="full_shard", precision=bf16, on_host=host)
+        parallelize.materialize(meta.parts, CPU, on_host=host)
         bases, spans, own = set(), [], 0
         for name, parameter in meta.model.named_parameters():
             local = distributed.local_part(parameter.detach())

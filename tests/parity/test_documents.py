@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.attention import choose, packing_blocker
-from fsdp_qlora.training.head_loss import summed_loss, target_positions
+from fsdp_qlora.training.head_loss import learned_rows, loss_of_logits
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -51,9 +51,8 @@ def load(folder: Path) -> tuple[PreTrainedModel, str]:
 
 
 def loss_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, list[torch.Tensor]]:
-    positions = target_positions(batch["labels"])
-    documents = batch.get("documents", {})
-    loss = summed_loss(model, batch["input_ids"], batch["labels"], positions, skip=True, documents=documents)
+    inputs = {"input_ids": batch["input_ids"], **batch.get("documents", {})}
+    loss = loss_of_logits(model, inputs, *learned_rows(batch["labels"]))
     model.zero_grad()
     loss.backward()
     return loss.item(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -90,13 +89,6 @@ def test_no_token_sees_another_document(family: str, models: Models, rows: Token
         same = partial(torch.allclose, rtol=1e-5, atol=1e-6)
     assert same(before[:30], after[:30]) and same(before[42:], after[42:])
     assert (before[30:42] - after[30:42]).abs().amax(dim=-1).min() > 0.01
-
-
-def test_the_targets_of_one_row_are_its_positions_and_no_more(rows: TokenizedRows) -> None:
-    labels = join(rows, np.arange(5), pad_token_id=0)["labels"]
-    assert len(target_positions(labels)) == rows.num_targets.sum() == (labels != -100).sum()
-    padded = collate(rows, np.arange(5), pad_token_id=0)["labels"]
-    assert 5 * len(target_positions(padded)) > rows.num_targets.sum()
 
 
 def test_documents_say_where_they_begin_and_a_rank_without_rows_has_one(rows: TokenizedRows) -> None:

@@ -60,8 +60,9 @@ def changed(train_type: str, precision: str, strategy: str, offload: bool | int,
     layers = LayerOptions(lora=LoraOptions(rank=4), quantizer=QUANTIZERS[train_type])
     kind = TRAIN_TYPES[train_type]
     parts = build_model(config, kind, PRECISIONS[precision], ranks.device, layers, attn_implementation="eager").parts
-    shard_model(parts, mesh, sharding_strategy=strategy, precision=PRECISIONS[precision], cpu_offload=offload)
-    materialize(parts, ranks.device, cpu_offload=offload)
+    on_host = parts.on_host(offload)
+    shard_model(parts, mesh, sharding_strategy=strategy, precision=PRECISIONS[precision], on_host=on_host)
+    materialize(parts, ranks.device, on_host=on_host)
     (block,) = parts.blocks
     quantized = [module for module in block.modules() if isinstance(module, QuantizedWeight)]
     for layer in quantized:
