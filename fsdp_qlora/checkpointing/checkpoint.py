@@ -5,20 +5,16 @@ others and is written last. A folder is written as .step_NNNNNN.writing, flushed
 sees a partial checkpoint. A damaged one is quarantined: renamed to step_NNNNNN.set_aside.
 """
 
-import contextlib
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.storage.files import FileRecord, publish_folder, write_hashed_json
 
@@ -184,36 +180,3 @@ def check_file(path: Path, expected: FileRecord) -> None:
         raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
     if found.sha256 != expected.sha256:
         raise DamagedCheckpoint(f"{path.name} has changed: its SHA-256 differs")
-
-
-class TensorReader:
-    """The tensors of one safetensors file of a verified checkpoint.
-
-    Raises:
-        DamagedCheckpoint: from any method, if the file is gone or its content has changed.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with self._as_damage():
-            self._file = safe_open(path, framework="pt").__enter__()
-
-    def close(self) -> None:
-        self._file.__exit__(None, None, None)
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        with self._as_damage():
-            rows: torch.Tensor = self._file.get_slice(name)[start:stop]
-            return rows
-
-    def whole(self, name: str) -> torch.Tensor:
-        with self._as_damage():
-            tensor: torch.Tensor = self._file.get_tensor(name)
-            return tensor
-
-    @contextlib.contextmanager
-    def _as_damage(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError) as error:
-            raise DamagedCheckpoint(f"{self.path} cannot be read ({error})") from error

@@ -11,6 +11,7 @@ An entry of the optimizer's state is stored by its kind:
     local   any other tensor, such as the scales of 8-bit states: valid for this split only
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,11 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.checkpointing.checkpoint import TensorReader
+from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
@@ -37,9 +39,8 @@ from fsdp_qlora.ranks.distributed import (
     shard_rank,
     shard_size,
 )
-from fsdp_qlora.storage import safetensors_files
 from fsdp_qlora.storage.files import FileRecord
-from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
+from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm, write_tensors
 
 # Parameter name -> state key -> description of the stored entry.
 _Layout = dict[str, dict[str, dict[str, Any]]]
@@ -95,31 +96,20 @@ class TrainState:
             "groups": self.optimizer.group_values(),
         }
         index = shard_rank(self.mesh) if is_sharded else 0
-        entries = list(_tensors_of_file(layout, index))
-        if not is_sharded:
-            values = (self._gathered(name, key, layout[name][key]) for name, key in entries)
-            forms = {_file_name(name, key): self._form(layout, name, key) for name, key in entries}
-            is_writer = self.ranks.is_rank_0
-        else:
-            values = (self._own(name, key, layout[name][key]).cpu() for name, key in entries)
-            forms = {
-                _file_name(name, key): TensorForm(value.dtype, tuple(value.shape))
-                for name, key in entries
-                for value in (self._own(name, key, layout[name][key]),)
-            }
-            is_writer = (
-                "replicate" not in (self.mesh.mesh_dim_names or ()) or self.mesh.get_local_rank("replicate") == 0
-            )
-        if not is_writer:
-            for _ in values:
+        values = {
+            f"{name}/{key}": self._own(name, key, layout[name][key], is_sharded=is_sharded)
+            for name, key in _tensors_of_file(layout, index)
+        }
+        on_host = map(self._on_host, values.values())
+        is_first_replica = "replicate" not in (self.mesh.mesh_dim_names or ()) or not self.mesh.get_local_rank(0)
+        if not (is_first_replica if is_sharded else self.ranks.is_rank_0):
+            for _ in on_host:  # gathering is a collective
                 pass
             return {}, description
-        file = _file(index)
         metadata = {"format": "pt", "shard": str(index), "shards": str(description["files"])}
-        files = {file: safetensors_files.write_tensors(folder / file, forms, values, metadata)}
+        files = {_file(index): write_tensors(folder / _file(index), _forms(values), on_host, metadata)}
         if self.start:
-            forms = {name: TensorForm(value.dtype, tuple(value.shape)) for name, value in self.start.items()}
-            files[START] = safetensors_files.write_tensors(folder / START, forms, self.start.values(), {"format": "pt"})
+            files[START] = write_tensors(folder / START, _forms(self.start), self.start.values(), {"format": "pt"})
         return files, description
 
     def check_finite(self) -> None:
@@ -160,35 +150,24 @@ class TrainState:
             layout[name] = described[0]
             for key in {key for entry in described for key in entry}:
                 if any(entry.get(key) != described[0].get(key) for entry in described):
-                    layout[name][key] = {"kind": "local", "is_on_device": True}
+                    layout[name][key] = {"kind": "local"}
         return layout
 
-    def _form(self, layout: _Layout, name: str, key: str) -> TensorForm:
-        entry = layout[name][key]
-        return TensorForm(DTYPES[entry["dtype"]], self._whole_shape(name, entry))
+    def _own(self, name: str, key: str, entry: Mapping[str, Any], *, is_sharded: bool) -> torch.Tensor:
+        """This rank's value of an entry, without rows if this rank has none; a DTensor if all ranks' are wanted."""
+        parameter = self.parameters[name]
+        value = local_part(parameter) if key == _PARAMETER else self.optimizer.state_of(parameter).get(key)
+        if value is None:
+            dims, dtype = entry.get("dims", ()), DTYPES[entry.get("dtype", "F32")]
+            value = local_part(parameter).new_empty((0, *dims), dtype=dtype)
+        value = value.detach()
+        if not is_sharded and entry["kind"] == "rows" and isinstance(parameter, DTensor):
+            return as_shard_of(value, parameter, (parameter.shape[0], *value.shape[1:]))
+        return value
 
-    def _whole_shape(self, name: str, entry: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape of an entry of kind rows or once, over all ranks."""
-        num_rows = self.parameters[name].shape[:1] if entry["kind"] == "rows" else ()
-        return (*num_rows, *entry["dims"])
-
-    def _own(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
-        """This rank's value of an entry; without rows if this rank has none."""
+    def _on_host(self, value: torch.Tensor) -> torch.Tensor:
         self.beat()
-        local = local_part(self.parameters[name])
-        if key == _PARAMETER:
-            return local.detach()
-        value = self.optimizer.state_of(self.parameters[name]).get(key)
-        if value is not None:
-            return value.detach()
-        return local.new_empty((0, *entry.get("dims", ())), dtype=DTYPES[entry.get("dtype", "F32")])
-
-    def _gathered(self, name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
-        """An entry for all ranks, on the CPU; valid on rank 0 only."""
-        parameter, own = self.parameters[name], self._own(name, key, entry)
-        if entry["kind"] == "rows" and isinstance(parameter, DTensor):
-            own = as_shard_of(own, parameter, self._whole_shape(name, entry)).full_tensor()
-        return own.cpu()
+        return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
 
     # --- reading ---
 
@@ -219,47 +198,39 @@ class TrainState:
         self.check(folder, description)
         layout, num_files = description["layout"], description["files"]
         is_reader = description["is_sharded"] or self.ranks.is_rank_0
-        readers = [TensorReader(folder / _file(index)) for index in range(num_files)] if is_reader else []
         fill = self._fill_from_shards if description["is_sharded"] else self._fill_from_rank_0
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as opened, _damage_reported(folder):
+            files = [opened.enter_context(_open_file(folder, index)) for index in range(num_files if is_reader else 0)]
             for name, parameter in self.parameters.items():
-                entries = layout[name].items()
                 values = {
-                    key: entry["value"] if entry["kind"] == "number" else fill(readers, name, key, entry)
-                    for key, entry in entries
+                    key: entry["value"] if entry["kind"] == "number" else fill(files, name, key, entry)
+                    for key, entry in layout[name].items()
                 }
                 self._put(parameter, values)
         self.optimizer.set_group_values(description["groups"])
-        for reader in readers:
-            reader.close()
 
-    def _fill_from_rank_0(
-        self, readers: Sequence[TensorReader], name: str, key: str, entry: Mapping[str, Any]
-    ) -> torch.Tensor:
-        if readers:
-            whole = readers[0].whole(_file_name(name, key)).to(self.ranks.device)
+    def _fill_from_rank_0(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        device, is_rows = self.ranks.device, entry["kind"] == "rows"
+        if files:
+            whole = files[0].get_tensor(f"{name}/{key}").to(device)
         else:
-            whole = torch.empty(self._whole_shape(name, entry), dtype=DTYPES[entry["dtype"]], device=self.ranks.device)
+            num_rows = self.parameters[name].shape[:1] if is_rows else ()
+            whole = torch.empty((*num_rows, *entry["dims"]), dtype=DTYPES[entry["dtype"]], device=device)
         dist.broadcast(whole, src=0)
-        return whole[slice(*own_rows(self.parameters[name], self.mesh))] if entry["kind"] == "rows" else whole
+        return whole[slice(*own_rows(self.parameters[name], self.mesh))] if is_rows else whole
 
-    def _fill_from_shards(
-        self, readers: Sequence[TensorReader], name: str, key: str, entry: Mapping[str, Any]
-    ) -> torch.Tensor:
-        stored = _file_name(name, key)
-        if entry["kind"] == "once":
-            return readers[0].whole(stored)
-        if entry["kind"] == "local":
-            return readers[shard_rank(self.mesh)].whole(stored)
+    def _fill_from_shards(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
+        stored = f"{name}/{key}"
+        if entry["kind"] != "rows":
+            value: torch.Tensor = files[shard_rank(self.mesh) if entry["kind"] == "local" else 0].get_tensor(stored)
+            return value
         start, stop = own_rows(self.parameters[name], self.mesh)
         num_rows, parts = self.parameters[name].shape[0], []
-        for index, reader in enumerate(readers):
-            first, end = shard_bounds(num_rows, rank=index, size=len(readers))
+        for index, file in enumerate(files):
+            first, end = shard_bounds(num_rows, rank=index, size=len(files))
             if max(start, first) < min(stop, end):
-                parts.append(reader.rows(stored, max(start, first) - first, min(stop, end) - first))
-        if parts:
-            return torch.cat(parts)
-        return torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
+                parts.append(file.get_slice(stored)[max(start, first) - first : min(stop, end) - first])
+        return torch.cat(parts) if parts else torch.empty((0, *entry["dims"]), dtype=DTYPES[entry["dtype"]])
 
     def _put(self, parameter: nn.Parameter, values: dict[str, Any]) -> None:
         """Store the values of a parameter and of its optimizer state, which are on any device."""
@@ -286,27 +257,34 @@ class StoredValues:
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         _check_shapes(folder, description["shapes"], {name: list(value.shape) for name, value in trained.items()})
         self._names = {id(parameter): name for name, parameter in trained.items()}
-        self._readers = [TensorReader(folder / _file(index)) for index in range(description["files"])]
-        self._start = TensorReader(folder / START) if (folder / START).is_file() else None
+        self._opened = contextlib.ExitStack()
+        self._files = [self._opened.enter_context(_open_file(folder, index)) for index in range(description["files"])]
+        self.has_start = (folder / START).is_file()  # what was subtracted from the base
+        self._start = self._opened.enter_context(safe_open(folder / START, "pt")) if self.has_start else None
+        self.close = self._opened.close
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         name = self._names.get(id(tensor))
         if name is None:
             raise UserError("The model has tensors that do not train and are in no checkpoint: resume the run instead.")
-        parts = [reader.whole(_file_name(name, _PARAMETER)) for reader in self._readers]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return torch.cat([file.get_tensor(f"{name}/{_PARAMETER}") for file in self._files])
 
     def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return self._start.whole(self._names[id(parameter)]) if self._start else None
+        return self._start.get_tensor(self._names[id(parameter)]) if self._start else None
 
-    @property
-    def has_start(self) -> bool:
-        """Whether the checkpoint has what was subtracted from the base."""
-        return self._start is not None
 
-    def close(self) -> None:
-        for reader in (*self._readers, *([self._start] if self._start else [])):
-            reader.close()
+def _open_file(folder: Path, index: int) -> Any:
+    """File `index` of a checkpoint's tensors, for safetensors' safe_open."""
+    return safe_open(folder / _file(index), framework="pt")
+
+
+@contextlib.contextmanager
+def _damage_reported(folder: Path) -> Iterator[None]:
+    """Raise DamagedCheckpoint where files of a checkpoint are gone or have changed since they were verified."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpoint(f"{folder} cannot be read ({error})") from error
 
 
 def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -328,7 +306,7 @@ def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:
     """The description of a stored value. dims: of a tensor, without the rows."""
     if isinstance(value, torch.Tensor):
         kind = "once" if value.dim() == 0 else "rows" if value.shape == local.shape else "local"
-        entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype], "is_on_device": value.device == local.device}
+        entry = {"kind": kind, "dtype": DTYPE_NAMES[value.dtype]}
         return entry if kind == "local" else {**entry, "dims": list(value.shape[kind == "rows" :])}
     if value is None or isinstance(value, (bool, int, float)):
         return {"kind": "number", "value": value}
@@ -347,8 +325,8 @@ def _has_local(layout: _Layout) -> bool:
     return any(entry["kind"] == "local" for keys in layout.values() for entry in keys.values())
 
 
-def _file_name(name: str, key: str) -> str:
-    return f"{name}/{key}"
+def _forms(values: Mapping[str, torch.Tensor]) -> dict[str, TensorForm]:
+    return {name: TensorForm(value.dtype, tuple(value.shape)) for name, value in values.items()}
 
 
 def _file(index: int) -> str:

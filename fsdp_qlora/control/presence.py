@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -28,56 +27,40 @@ _SILENT_SECONDS = 30.0  # without a heartbeat a rank counts as dead; NCCL alone 
 _OWN_REASON_SECONDS = 3.0  # before training most ranks fail for the same reason, and have words of their own for it
 _ABORT = "abort"
 _SLICE_SECONDS = 0.5  # of a request to the store
-_Request = tuple[Callable[..., Any], tuple[Any, ...], "Future[Any]"]
 _STARTING, _TRAINING, _DONE = b"starting", b"training", b"done"
 
 
 class BoundedStore:
     """A store whose requests end. torch's wait for as long as a host that is stopped, or lost, does not answer.
 
-    For one thread at a time.
-
     Args:
-        store: used by a thread of this object alone.
         seconds: for an answer, in slices: while this process or machine stands still none goes by.
     Raises:
-        TimeoutError: by each request from the first one that is not answered in time.
+        TimeoutError: by a request that is not answered in time.
         Exception: raised by the store.
     """
 
     def __init__(self, store: dist.Store, *, seconds: float) -> None:
         self._store, self._slices = store, max(1, round(seconds / _SLICE_SECONDS))
-        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
-        self._is_stuck = False
-        threading.Thread(target=self._work, name="store", daemon=True).start()
 
     def __getattr__(self, request: str) -> Callable[..., Any]:
         """A request of the store: set, get, check, compare_set."""
         return functools.partial(self._ask, getattr(self._store, request))
 
-    def close(self) -> None:
-        """End the thread. The object answers no more."""
-        self._is_stuck = True
-        self._requests.put(None)
-
-    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if self._is_stuck:
-            raise TimeoutError("the store has not answered")
+    def _ask(self, request: Callable[..., Any], *arguments: Any) -> Any:
         answer: Future[Any] = Future()
-        self._requests.put((function, arguments, answer))
+        threading.Thread(target=_answer, args=(answer, request, arguments), name="store", daemon=True).start()
         for _ in range(self._slices):
             if wait([answer], _SLICE_SECONDS).done:
                 return answer.result()
-        self._is_stuck = True
         raise TimeoutError("the store has not answered")
 
-    def _work(self) -> None:
-        while (request := self._requests.get()) is not None:
-            function, arguments, answer = request
-            try:
-                answer.set_result(function(*arguments))
-            except Exception as error:
-                answer.set_exception(error)
+
+def _answer(answer: "Future[Any]", request: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        answer.set_result(request(*arguments))
+    except Exception as error:
+        answer.set_exception(error)
 
 
 class Presence:
@@ -90,17 +73,17 @@ class Presence:
         is_starting: False from the first step on.
         on_end: called with a key of errors.ENDINGS and the reason before a thread ends this process.
         where: words for messages: the point that this rank has reached.
+        watch: called twice a second by this object's thread.
     """
 
     def __init__(self, store: dist.Store, ranks: Ranks, *, hang_minutes: float) -> None:
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # its annotations lack it
-        self._store: dist.Store | BoundedStore = own
-        if ranks.world_size > 1:
-            self._store = BoundedStore(own, seconds=_SILENT_SECONDS)
+        self._store = BoundedStore(own, seconds=_SILENT_SECONDS) if ranks.world_size > 1 else own
         self.ranks = ranks
         self.is_starting = True
         self.on_end: Callable[[str, str], None] = lambda state, reason: None
         self.where: Callable[[], str] = lambda: "before training began"
+        self.watch: Callable[[], None] = self.check_peers
         self._missing_seconds = 60 * min(hang_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES)
         self._neighbour = (ranks.rank + 1) % ranks.world_size  # each rank watches one other
         self._lock = threading.Lock()  # one request to the store at a time
@@ -110,31 +93,39 @@ class Presence:
         # Seen when, and which rank ends the run why and how. Kept, since the store may end before this rank does.
         self._abort: tuple[float, int, str, str] | None = None
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="presence", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="presence", daemon=True)
 
     @contextlib.contextmanager
     def announced(self) -> Iterator[None]:
         """Send heartbeats, and end this process if another rank fails or is missing, until training begins."""
         if self.ranks.world_size > 1:
-            self._announce()
-            self._heard_at = self._looked_at = time.monotonic()
-            self._thread.start()
+            self._begin()
         try:
             yield
-        except Exception:
-            self._stop()
-            raise
-        self._stop()
+        finally:
+            self.stop()
         self.mark_done()
-        if isinstance(self._store, BoundedStore):
-            self._store.close()
 
-    def begin_training(self, where: Callable[[], str]) -> None:
-        """From now on another thread calls `check_peers`, and silence counts sooner."""
-        self._stop()
-        self.is_starting, self.where = False, where
+    def begin_training(self, where: Callable[[], str], watch: Callable[[], None]) -> None:
+        """From now on `watch` is called, which calls `check_peers`, and silence counts sooner."""
+        self.is_starting, self.where, self.watch = False, where, watch
+        self._begin()
+
+    def _begin(self) -> None:
         self._heard_at = self._looked_at = time.monotonic()
         self._announce()
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, so that `watch` is called no more."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(5)
+
+    def _work(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            self.watch()
 
     def mark_done(self) -> None:
         """Silence no longer counts: all ranks end what they do together."""
@@ -175,22 +166,13 @@ class Presence:
                 self._exit_for_silence()
 
     @contextlib.contextmanager
-    def using_store(self) -> Iterator[dist.Store | BoundedStore]:
+    def using_store(self) -> Iterator[Any]:
         """Use the store; if it has died with its host, or does not answer, replace it by an empty local one."""
         with self._lock:
             try:
                 yield self._store
             except Exception:
                 self._store, self._has_lost_store = dist.HashStore(), True
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(POLL_SECONDS):
-            self.check_peers()
-
-    def _stop(self) -> None:
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join(5)
 
     def _set(self, key: str, value: str) -> None:
         with self.using_store() as store:

@@ -1,7 +1,7 @@
-"""A thread per rank that ends the process when training hangs or another rank has failed.
+"""Ends the process when training hangs or another rank has failed, from the thread of this rank's presence.
 
-The training thread may be in a collective that never ends, so this thread reports which rank the others wait for,
-writes all threads' stacks to a file, and exits. The ranks' watchdogs communicate through their presence (presence.py).
+The training thread may be in a collective that never ends, so the watchdog reports which rank the others wait for,
+writes all threads' stacks to a file, and exits.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fsdp_qlora.control.clock import PHASES, Heartbeat
-from fsdp_qlora.control.presence import PAUSE_SECONDS, POLL_SECONDS, Presence
+from fsdp_qlora.control.presence import PAUSE_SECONDS, Presence
 from fsdp_qlora.errors import ENDINGS, RunStopped, note_reason, write_line
 
 _ANSWER_SECONDS = 5.0  # for the other ranks to report their positions
@@ -38,14 +38,12 @@ class Watchdog:
         self.hang_seconds = hang_minutes * 60
         self.output_dir = output_dir
         self._looked_at = time.monotonic()
-        self._stopped = threading.Event()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         self.heartbeat.beat(self.heartbeat.step, PHASES[0])
-        self.presence.begin_training(lambda: f"at step {self.heartbeat.step + 1}")
-        thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        thread.start()
+        self._looked_at = time.monotonic()
+        self.presence.begin_training(lambda: f"at step {self.heartbeat.step + 1}", self._check)
         is_agreed = False  # all ranks end their training; otherwise this rank's silence is to end the others
         try:
             yield
@@ -54,15 +52,9 @@ class Watchdog:
             is_agreed = True
             raise
         finally:
-            self._stopped.set()
-            thread.join(5)
+            self.presence.stop()
             if is_agreed:
                 self.presence.mark_done()
-
-    def _watch(self) -> None:
-        self._looked_at = time.monotonic()
-        while not self._stopped.wait(POLL_SECONDS):
-            self._check()
 
     def _check(self) -> None:
         """Check once, by the time at the start of the check: a pause during it is noticed by the next one."""

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_qlora.checkpointing import checkpoint
+from fsdp_qlora.checkpointing import checkpoint, train_state
 from fsdp_qlora.checkpointing.progress import spike
 from fsdp_qlora.control import presence, watchdog
 from fsdp_qlora.control.clock import Heartbeat
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.storage import safetensors_files
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, adapter, ended, numbers, run, status, wait_for
 
@@ -34,7 +33,7 @@ def on(rank: int) -> bool:
 
 def fill_disk(folder: str, most: int) -> None:
     """Let the checkpoints' folder have room for `most` tensor files."""
-    original = safetensors_files.write_tensors
+    original = train_state.write_tensors
 
     def write_tensors(path: Path, *args: object) -> object:
         if len(list(Path(folder).glob("*/state_*.safetensors"))) >= most:
@@ -43,7 +42,7 @@ def fill_disk(folder: str, most: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return original(path, *args)  # type: ignore[arg-type]
 
-    safetensors_files.write_tensors = write_tensors  # type: ignore[assignment]
+    train_state.write_tensors = write_tensors  # type: ignore[assignment]
 
 
 def test_on_a_full_disk_the_oldest_checkpoint_makes_room(
@@ -391,9 +390,7 @@ def try_longest() -> None:
 
 
 def test_silence_counts_between_announcement_and_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (watchdog, presence):
-        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    for name, seconds in (("_PULSE_SECONDS", 0.02), ("_SILENT_SECONDS", 0.2)):
+    for name, seconds in (("POLL_SECONDS", 0.01), ("_PULSE_SECONDS", 0.02), ("_SILENT_SECONDS", 0.2)):
         monkeypatch.setattr(presence, name, seconds)
     alone: list[int] = []
     monkeypatch.setattr(presence.Presence, "_exit_for_silence", lambda self: alone.append(self.ranks.rank))

@@ -25,7 +25,7 @@ from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
 ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(FACTS, "x")}
 ABOUT |= {"world_size": 1, "global_batch_size": 1}
-TENSORS, ROWS = "state_00000.safetensors", {"kind": "rows", "dtype": "F32", "is_on_device": True, "dims": [3]}
+TENSORS, ROWS = "state_00000.safetensors", {"kind": "rows", "dtype": "F32", "dims": [3]}
 DESCRIPTION: dict[str, Any] = {
     **{"files": 1, "is_sharded": False, "shapes": {"w": [2, 3]}, "groups": [{"lr": 0.1}]},
     "layout": {"w": {"parameter": ROWS, "exp_avg": ROWS}},
