@@ -73,8 +73,8 @@ def remove(folder: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Delete checkpoints that a killed run was writing or removing. For the holder of the run folder's lock."""
-    for path in (*root.glob(".step_*.writing"), *root.glob(".step_*.removing")):
+    """Delete checkpoints that a killed run has left incomplete. For the holder of the run folder's lock."""
+    for path in root.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -84,6 +84,11 @@ def remove_leftovers(root: Path) -> None:
 def staging_folder(root: Path, step: int) -> Path:
     """Where checkpoint `step` is written before it is published."""
     return root / f".step_{step:06d}.writing"
+
+
+def fetching_folder(root: Path, step: int) -> Path:
+    """Where checkpoint `step` is copied to from a mirror before it is published."""
+    return root / f".step_{step:06d}.fetching"
 
 
 def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> None:

@@ -23,17 +23,24 @@ from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.checkpoint import MANIFEST
-from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, RUN, STATUS
+from fsdp_qlora.checkpointing.checkpoint import MANIFEST, fetching_folder
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, RUN, STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
 from fsdp_qlora.output.redact import redact
-from fsdp_qlora.storage.files import flush, mirror_error, read_json, staged_file, write_json
+from fsdp_qlora.storage.files import (
+    flush,
+    flush_files,
+    mirror_error,
+    publish_folder,
+    read_json,
+    staged_file,
+    write_json,
+)
 
 log = logging.getLogger("fsdp_qlora")
 
 _RECORDS = (METRICS_FILE, SAMPLES_FILE)
-_SMALL_FILES = (*_RECORDS, STATUS, RUN)  # run.json last: it makes a folder a run's
 # A remote that does not answer must not delay the end of a run.
 _RCLONE_OPTIONS = ["--contimeout", "15s", "--timeout", "60s", "--retries", "2", "--low-level-retries", "3"]
 
@@ -100,12 +107,12 @@ class Store:
         return [path.removeprefix(prefix) for path in paths if len(path) > len(prefix)]  # without markers of folders
 
     def read(self, file: str) -> str:
-        """The text of a small file. Raises FileNotFoundError if there is none."""
+        """The text of a small file, empty if there is none."""
         with _as_os_error():
             try:
                 content: bytes = self._system.cat_file(self._at(file))
-            except NotADirectoryError as error:  # a file stands where the mirror should be: no run has begun there
-                raise FileNotFoundError(str(error)) from error
+            except (FileNotFoundError, NotADirectoryError):  # or a file stands where the mirror should be
+                return ""
         return content.decode()
 
     def put(self, source: Path, folder: str) -> None:
@@ -121,13 +128,12 @@ class Store:
                 if written != target:
                     self._system.mv(written, target)
 
-    def get(self, folder: str, root: Path) -> None:
-        """Copy a folder to the same path below `root`, where a part of it may exist already."""
+    def get(self, folder: str, target: Path) -> None:
+        """Copy a folder to one of this machine, which may have a part of it already."""
+        target.mkdir(parents=True, exist_ok=True)
         for name in self.files(folder):
-            target = root / folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if not target.exists():
-                with staged_file(target) as partial, _as_os_error():
+            if not (target / name).exists():
+                with staged_file(target / name) as partial, _as_os_error():
                     self._system.get_file(self._at(folder, name), str(partial))
 
     def delete(self, folder: str) -> None:
@@ -166,9 +172,7 @@ class Store:
     def run(self) -> dict[str, Any]:
         """The content of the store's run.json; empty if there is none."""
         try:
-            identity: dict[str, Any] = json.loads(self.read(RUN))
-        except FileNotFoundError:
-            return {}
+            identity: dict[str, Any] = json.loads(self.read(RUN) or "{}")
         except ValueError as error:
             raise OSError(f"{RUN} there cannot be read ({error})") from error
         return identity
@@ -220,17 +224,16 @@ class RcloneStore(Store):
         return [path for path in self._lines("lsf", "-R", self._at(folder)) if not path.endswith("/")]
 
     def read(self, file: str) -> str:
-        if file not in self._lines("lsf", self.remote):  # on some remotes `cat` of a missing file succeeds
-            raise FileNotFoundError(f"{self._at(file)} is not there")
-        return self._rclone("cat", self._at(file))
+        is_there = file in self._lines("lsf", self.remote)  # on some remotes `cat` of a missing file succeeds
+        return self._rclone("cat", self._at(file)) if is_there else ""
 
     def put(self, source: Path, folder: str) -> None:
         self._rclone("copy", "--exclude", MANIFEST, str(source), self._at(folder))
         if (source / MANIFEST).exists():
             self._rclone("copyto", str(source / MANIFEST), self._at(folder, MANIFEST))
 
-    def get(self, folder: str, root: Path) -> None:
-        self._rclone("copy", self._at(folder), str(root / folder))
+    def get(self, folder: str, target: Path) -> None:
+        self._rclone("copy", self._at(folder), str(target))
 
     def delete(self, folder: str) -> None:
         self._rclone("purge", self._at(folder))
@@ -304,53 +307,39 @@ def open_store(target: str) -> Store:
 def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     """Copy the newest verified checkpoint later than a step, and the small files, into a run's folder.
 
-    Files that an interrupted fetch has left in FETCHED are used again.
+    A fetch that is killed is completed by the next: what the last one left is used again. The folder is a run's from
+    run.json on, and from then on status.json asks for the checkpoint, which is published last.
 
     Returns:
-        False if there are checkpoints and none passes verification; the folder is then unchanged.
+        False if there are checkpoints and none passes verification.
     """
-    partial = output_dir / FETCHED
+    root = output_dir / CHECKPOINTS
     steps = [step for step in reversed(store.steps()) if step > later_than]
-    if steps and not any(_fetch_step(store, step, partial) for step in steps):
-        shutil.rmtree(partial, ignore_errors=True)
+    newest = next((step for step in steps if _fetch_step(store, step, fetching_folder(root, step))), -1)
+    if steps and newest < 0:
         return False
-    partial.mkdir(parents=True, exist_ok=True)
-    for name in _SMALL_FILES:
-        with contextlib.suppress(FileNotFoundError):
-            if text := store.read(name):
-                (partial / name).write_text(text)
-    _move_run(partial, output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(output_dir / STATUS, {**json.loads(store.read(STATUS) or "{}"), "saved_step": newest})
+    for name in (RUN, *_RECORDS):
+        if text := store.read(name):
+            with staged_file(output_dir / name) as partial:
+                partial.write_text(text)
+    if newest >= 0:
+        flush_files(fetching_folder(root, newest))
+        publish_folder(fetching_folder(root, newest), checkpoint.step_folder(root, newest))
     return True
 
 
-def _fetch_step(store: Store, step: int, partial: Path) -> bool:
-    """Copy a checkpoint, replacing any other; returns whether it passes verification."""
-    folder = partial / _path(step)
-    for other in folder.parent.glob("*"):
-        if other != folder:
-            shutil.rmtree(other, ignore_errors=True)
-    store.get(_path(step), partial)
+def _fetch_step(store: Store, step: int, target: Path) -> bool:
+    """Copy a checkpoint; returns whether it passes verification."""
+    store.get(_path(step), target)
     try:
-        checkpoint.verify(folder)
+        checkpoint.verify(target)
     except checkpoint.DamagedCheckpoint as error:
         log.warning("The copy of step %d on the mirror %s is damaged (%s).", step, store.name, error)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
         return False
     return True
-
-
-def _move_run(fetched: Path, output_dir: Path) -> None:
-    """Move the fetched files into the run's folder; run.json last: it makes the folder a run's."""
-    (output_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    for folder in checkpoint.published(fetched / CHECKPOINTS).values():
-        target = output_dir / CHECKPOINTS / folder.name
-        shutil.rmtree(target, ignore_errors=True)  # left by a start that was killed while it moved files
-        folder.rename(target)
-    for name in _SMALL_FILES:
-        if (fetched / name).is_file():
-            (fetched / name).replace(output_dir / name)
-    flush(output_dir)
-    shutil.rmtree(fetched, ignore_errors=True)
 
 
 def _path(step: int) -> str:

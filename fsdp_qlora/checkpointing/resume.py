@@ -7,14 +7,12 @@ import logging
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.mirror import Store, fetch
-from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.result import publish_files, result_error
 from fsdp_qlora.checkpointing.run_folder import (
     BRING_BACK,
@@ -22,7 +20,6 @@ from fsdp_qlora.checkpointing.run_folder import (
     RUN,
     RUN_KEYS,
     STATUS,
-    check_reachable,
     check_usable,
     edits_reported,
     is_finished,
@@ -32,10 +29,9 @@ from fsdp_qlora.checkpointing.run_folder import (
     read_status,
     remove_run,
 )
-from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_differences, find_other_options, refuse
-from fsdp_qlora.checkpointing.train_state import DESCRIPTION_KEYS
+from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_differences, refuse
 from fsdp_qlora.data import schedule
-from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
+from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.ranks.distributed import Ranks, first_failure, gather_texts
 from fsdp_qlora.storage.files import write_json
@@ -89,21 +85,32 @@ class RunFolder:
         """Refuse a folder that holds something else, before any work, and keep other runs out of it.
 
         Raises:
-            UserError: the folder is in use, cannot be written, or holds something other than this run.
+            UserError: the folder is in use, cannot be written, or holds something other than this run; or there is no
+                folder to resume from.
         """
-        if self.ranks.rank < self.ranks.local_world_size:  # the ranks of rank 0's machine see the same folder
+        origin = self.request.origin
+        if self._is_on_this_machine and origin is not None and not origin.is_dir():
+            raise UserError(
+                f"--resume {origin}: there is no such folder. Give a checkpoint's or a run's folder, auto or off."
+            )
+        if self._is_on_this_machine:
             with edits_reported(self.path):
                 check_usable(self.path, overwrite=self.request.overwrite or _continues(self.path, self.request))
-                self._check_options()
+        self._refuse_another_run({})
         with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
             yield self
 
-    def _check_options(self) -> None:
-        """Refuse to resume with other options, naming each with both values. Contents are compared later."""
-        if self.request.resume != "auto" or self.request.overwrite or not is_run(self.path):
-            return
-        if differences := find_other_options(read_run(self.path), self.request):
-            refuse(self.path, differences)
+    @property
+    def _is_on_this_machine(self) -> bool:
+        """Whether this rank is on rank 0's machine, and so sees the same folder."""
+        return self.ranks.rank < self.ranks.local_world_size
+
+    def _refuse_another_run(self, facts: Mapping[str, Any]) -> None:
+        """Refuse the folder's run if it has other options or facts, naming each with both values."""
+        if self._is_on_this_machine and self.request.resume == "auto" and not self.request.overwrite:
+            with edits_reported(self.path):
+                if is_run(self.path) and (found := find_differences(read_run(self.path), facts, self.request)):
+                    refuse(self.path, found)
 
     def check_contents(self, facts: Mapping[str, Any], model_folder: Path) -> None:
         """Refuse before the weights are downloaded what `choose_start` would refuse then.
@@ -111,22 +118,12 @@ class RunFolder:
         Args:
             facts: of the run, those that are known already. model_folder: must not be overwritten by the result.
         Raises:
-            UserError: the folder is the model's own, or its run has other rows, another model or precision, or its
-                checkpoints are out of reach; the same on all ranks of rank 0's machine.
+            UserError: the folder is the model's own, or its run has other rows, another model or precision; the same on
+                all ranks of rank 0's machine.
         """
         if self.path.resolve() == model_folder.resolve():
             raise UserError(f"output_dir {self.path} is the folder of the model itself. Give another folder.")
-        if self.ranks.rank >= self.ranks.local_world_size:
-            return
-        run = Run(self.path, {"facts": facts}, self.request)
-        with edits_reported(self.path):
-            if self.request.origin is not None and not self.request.origin.is_dir():
-                _from_path(run, self.request.origin)
-            if self.request.resume == "auto" and is_run(self.path):
-                check_reachable(self.checkpoints)
-                differences = find_differences(read_run(self.path), run)
-                if differences and not self.request.overwrite:
-                    refuse(self.path, differences)
+        self._refuse_another_run(facts)
 
     def choose_start(self, identity: Mapping[str, Any]) -> Start:
         """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.
@@ -138,18 +135,16 @@ class RunFolder:
             try:
                 with edits_reported(self.path):
                     answer = {"start": dataclasses.asdict(choose_start(self.path, identity, self.request))}
-            except UserError as error:
-                answer = {"error": str(error)}
+            except (UserError, RunStopped) as error:
+                answer = {"ending": how_it_ends(error).state, "message": str(error)}
             except OSError as error:
-                answer = {"error": f"The run's folder cannot be used: {error}."}
-            except RunStopped as stopped:
-                answer = {"stopped": [stopped.ending.state, str(stopped)]}
+                answer = {"ending": "bad_input", "message": f"The run's folder cannot be used: {error}."}
         answer = json.loads(gather_texts(json.dumps(answer), self.ranks.device)[0])
-        if "error" in answer:
-            raise UserError(answer["error"])
-        if "stopped" in answer:
-            raise RunStopped(*answer["stopped"])
-        return Start(**answer["start"])
+        if "start" in answer:
+            return Start(**answer["start"])
+        if answer["ending"] == "bad_input":
+            raise UserError(answer["message"])
+        raise RunStopped(answer["ending"], answer["message"])
 
     def prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
         """Create the folder, remove an earlier run's results, and write `files` (name -> text). Every rank calls it.
@@ -199,14 +194,9 @@ def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRe
     """
     run = Run(output_dir, identity, request)
     was_followed = _was_followed(output_dir, request)
-    if is_run(output_dir) and (was_followed or request.resume == "auto"):
-        check_reachable(output_dir / CHECKPOINTS)
     copied = _copied_run(request.mirror, output_dir)
     if request.mirror is not None and copied and (was_followed or request.resume == "auto"):
-        if is_run(output_dir):
-            _catch_up_with_mirror(run, request.mirror, copied)
-        else:
-            _fill_from_mirror(run, request.mirror, copied)
+        _take_from_mirror(run, request.mirror, copied)
     if was_followed:
         log.info("--resume %s was followed by a previous start: the run in %s continues.", request.resume, output_dir)
         start = _from_output_dir(run, origin=request.origin, overwrite=False)
@@ -229,7 +219,7 @@ def _was_followed(output_dir: Path, request: StartRequest) -> bool:
     if request.resume == "auto" or not request.is_unattended:
         return False  # without reading run.json, which may be another run's or damaged
     stored = read_run(output_dir)
-    return stored.get("started_from") == redact(request.resume) and not find_other_options(stored, request)
+    return stored.get("started_from") == redact(request.resume) and not find_differences(stored, {}, request)
 
 
 def _tidy_mirror(
@@ -266,34 +256,28 @@ def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def _fill_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
-    """Copy a run from its mirror into an empty folder, if it is this run."""
-    if differences := find_differences(copied, run):
-        if not run.request.overwrite:
-            refuse(mirror.name, differences)
+def _take_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
+    """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
+    output_dir = run.output_dir
+    stored = read_run(output_dir) or copied
+    differences = run.differences(stored)
+    if differences and not is_run(output_dir) and not run.request.overwrite:
+        refuse(mirror.name, differences)
+    if differences or stored["run_id"] != copied["run_id"] or is_finished(output_dir):
         return
-    log.info("output_dir %s is empty: the run is copied from its mirror %s.", run.output_dir, mirror.name)
-    if not fetch(mirror, run.output_dir):
+    newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
+    ahead = max(mirror.steps(), default=-1)
+    if is_run(output_dir) and ahead <= newest:
+        return
+    log.info(
+        "The mirror %s has %s of this run, and %s has %s: the run resumes from the mirror's.", mirror.name,
+        f"step {ahead}" if ahead >= 0 else "no checkpoint", output_dir, f"step {newest}" if newest >= 0 else "none",
+    )  # fmt: skip
+    if not fetch(mirror, output_dir, later_than=newest) and newest < 0:
         raise UserError(
             f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy of one, or start from "
             "zero with another --mirror, or with none."
         )
-
-
-def _catch_up_with_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
-    """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
-    output_dir = run.output_dir
-    stored = read_run(output_dir)
-    if stored.get("run_id") != copied["run_id"] or is_finished(output_dir) or find_differences(stored, run):
-        return
-    newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
-    ahead = max(mirror.steps(), default=-1)
-    if ahead > newest:
-        log.info(
-            "The mirror %s has step %d of this run, and %s %s: the run resumes from the mirror's.",
-            mirror.name, ahead, output_dir, f"step {newest}" if newest >= 0 else "no checkpoint",
-        )  # fmt: skip
-        fetch(mirror, output_dir, later_than=newest)
 
 
 def _from_output_dir(run: Run, *, overwrite: bool, origin: Path | None = None) -> Start:
@@ -302,7 +286,7 @@ def _from_output_dir(run: Run, *, overwrite: bool, origin: Path | None = None) -
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
     stored, was_finished = read_run(output_dir), is_finished(output_dir)
-    differences = find_differences(stored, run)
+    differences = run.differences(stored)
     if differences and not overwrite:
         refuse(output_dir, differences)
     if differences or (was_finished and overwrite):
@@ -371,13 +355,9 @@ def _used(status: Mapping[str, Any]) -> dict[str, Any]:
 def _from_path(run: Run, path: Path) -> Start:
     """Start at a given checkpoint, or at the newest one of a given run."""
     output_dir = run.output_dir
-    if not path.is_dir():
-        raise UserError(
-            f"--resume {path}: there is no such folder. Give a checkpoint's or a run's folder, auto or off."
-        )
     if (path / checkpoint.STATE).is_file() or (path / checkpoint.MANIFEST).is_file():
         try:
-            start = _start_at(run, path, verified_state(path))
+            start = _start_at(run, path, checkpoint.verify(path))
         except DamagedCheckpoint as error:
             raise UserError(f"--resume {path}: the checkpoint is damaged ({error}). Give another one.") from error
     else:
@@ -403,7 +383,7 @@ def _newest_whole(run: Run, root: Path) -> Start | None:
     folders = checkpoint.published(root)
     for folder in reversed(folders.values()):
         try:
-            state = verified_state(folder)
+            state = checkpoint.verify(folder)
         except DamagedCheckpoint as error:
             log.warning(
                 "Checkpoint %s is damaged (%s). It is now %s.", folder, error, checkpoint.quarantine(folder).name
@@ -418,27 +398,9 @@ def _newest_whole(run: Run, root: Path) -> Start | None:
     return None
 
 
-def verified_state(folder: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint, after its bytes have been verified.
-
-    Raises:
-        DamagedCheckpoint: says what is wrong.
-    """
-    state = checkpoint.verify(folder)
-    try:
-        itemgetter(*RUN_KEYS)(state["about"])
-        itemgetter(*DESCRIPTION_KEYS)(state["tensors"])
-        step = Progress.from_dict(state["progress"]).step
-        if step != (checkpoint.step_of(folder) or step):
-            raise ValueError(f"it is of step {step}")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{checkpoint.STATE} makes no sense: {error!r}") from error
-    return state
-
-
 def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
     stored, progress, identity = state["about"], state["progress"], run.identity
-    if differences := find_differences(stored, run):
+    if differences := run.differences(stored):
         refuse(folder, differences)
     global_batch_size = stored["global_batch_size"]
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)

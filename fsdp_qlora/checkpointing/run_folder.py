@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.errors import ENDINGS, UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
 from fsdp_qlora.storage.files import is_partial, why_not_writable, write_json
 
 log = logging.getLogger("fsdp_qlora")
@@ -24,7 +23,6 @@ CARD, RECORD = "README.md", "training.json"  # what a result says of itself
 BEST = "best"  # the adapter of the lowest held-out loss
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
 _STATUS_SECONDS = 10.0  # between two writes of status.json
-FETCHED = ".from_mirror"  # files being copied from a mirror
 BRING_BACK = (
     "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir true."
 )
@@ -34,12 +32,12 @@ RUN_FILES = (
     "metrics.jsonl", "metrics.jsonl.set_aside", "model*.safetensors", "model.safetensors.index.json", "rejected.jsonl",
     "samples.jsonl",
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
-    "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, FETCHED,
+    "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, ".from_mirror",
 )  # fmt: skip
 # Keys that every run.json has.
 RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")
-# Files that a start killed before it has written run.json may leave. They are no results.
-_LEFTOVERS = {LOCK, ".saving", FETCHED}
+# What a start killed before it has written run.json may leave, besides checkpoints cut off. They are no results.
+_LEFTOVERS = {LOCK, ".saving", STATUS}
 
 
 def is_run(output_dir: Path) -> bool:
@@ -78,15 +76,15 @@ def is_finished(output_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def edits_reported(output_dir: Path) -> Iterator[None]:
-    """Say in one sentence that a run's files have been edited: their values are of other types than a run's."""
+    """Say in one sentence that a run's files have been edited: they lack values, or have some of other types."""
     try:
         yield
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(
-            f"{output_dir / RUN} or {STATUS} beside it makes no sense: {error!r}. Restore the original, or start from "
-            "zero with --resume off --overwrite_output_dir true."
+            f"{output_dir / RUN}, {STATUS} beside it or a checkpoint makes no sense: {error!r}. Restore the original, "
+            "or start from zero with --resume off --overwrite_output_dir true."
         ) from error
 
 
@@ -128,10 +126,10 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
     if reason := why_not_writable(path):
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    leftovers = {name for name in names if name in _LEFTOVERS or is_partial(name, RUN)}
-    # A start was killed while it moved these here from its mirror; the mirror still has them.
-    moving = {CHECKPOINTS, METRICS_FILE, SAMPLES_FILE, STATUS} if FETCHED in names and RUN not in names else set()
-    if names - leftovers - moving and not overwrite:
+    results = {name for name in names - _LEFTOVERS if not is_partial(name, RUN) and not is_partial(name, STATUS)}
+    if not list((path / CHECKPOINTS).glob("step_*")):
+        results.discard(CHECKPOINTS)
+    if results and not overwrite:
         raise UserError(
             f"output_dir {path} is not empty: it may hold the results of another run. Give another folder, "
             "or --overwrite_output_dir true to replace them."
@@ -143,23 +141,6 @@ def remove_run(output_dir: Path) -> None:
     for path in list(output_dir.iterdir()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in RUN_FILES):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def check_reachable(root: Path) -> None:
-    """Refuse to start at step 0 if the folder of the checkpoints exists and cannot be used.
-
-    Raises:
-        UserError: it is a link to nothing, as where a disk is not mounted, a file, or not ours to use.
-    """
-    problem = None
-    if root.is_symlink() and not root.exists():
-        problem = f"is a link to {root.readlink()}, which does not exist"
-    elif root.exists() and not root.is_dir():
-        problem = "is not a folder"
-    elif root.exists() and not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        problem = "cannot be read and written"
-    if problem:
-        raise UserError(f"{root} {problem}. {BRING_BACK}")
 
 
 @contextlib.contextmanager

@@ -53,33 +53,30 @@ class Run(NamedTuple):
     identity: Mapping[str, Any]
     request: StartRequest
 
-
-def find_differences(stored: Mapping[str, Any], run: Run) -> list[str]:
-    """A line for each way in which a stored run differs; facts that are not known yet are left out."""
-    differences = find_other_options(stored, run.request)
-    for name, now in run.identity["facts"].items():
-        called, then = FACTS[name], stored.get("facts", {}).get(name)
-        if then != now:
-            shown = f": {then} then, {now} now" if name == "precision" else ""
-            differences.append(f"{called} {'are' if name == 'rows' else 'is'} not the same{shown}")
-    return differences
+    def differences(self, stored: Mapping[str, Any]) -> list[str]:
+        return find_differences(stored, self.identity["facts"], self.request)
 
 
-def find_other_options(stored: Mapping[str, Any], request: StartRequest) -> list[str]:
-    then, options, world_size = stored.get("options", {}), request.options, request.world_size
+def find_differences(stored: Mapping[str, Any], facts: Mapping[str, Any], request: StartRequest) -> list[str]:
+    """A line for each way in which a stored run differs. facts: those of this start that are known."""
+    then, options = stored.get("options", {}), request.options
     differences = [
         f"--{name} was {_shown(then[name])} and is {_shown(value)}{_removed(name, then[name])}"
         for name, value in options.items()
         if name not in request.may_differ and name in then and then[name] != value
     ]
-    if world_size != stored.get("world_size"):
-        return differences
-    rows = _rows_per_step(options, world_size)
-    if rows not in (stored["global_batch_size"], _rows_per_step(then, world_size)):
-        differences.append(
-            f"--batch_size x --gradient_accumulation_steps x {world_size} ranks was {stored['global_batch_size']} rows "
-            f"per step and is {rows}"
-        )
+    if request.world_size == stored.get("world_size"):
+        rows, before = _rows_per_step(options, request.world_size), stored["global_batch_size"]
+        if rows not in (before, _rows_per_step(then, request.world_size)):
+            differences.append(
+                f"--batch_size x --gradient_accumulation_steps x {request.world_size} ranks was {before} rows per step "
+                f"and is {rows}"
+            )
+    for name, now in facts.items():
+        called, was = FACTS[name], stored.get("facts", {}).get(name)
+        if was != now:
+            shown = f": {was} then, {now} now" if name == "precision" else ""
+            differences.append(f"{called} {'are' if name == 'rows' else 'is'} not the same{shown}")
     return differences
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpointing.resume import verified_state
 from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.commands.model_folder import check_is_new
@@ -50,7 +49,7 @@ def export_checkpoint(
     check_is_new(out)
     folder = find_checkpoint(source, best=best)
     try:
-        state = verified_state(folder)
+        state = checkpoint.verify(folder)
     except DamagedCheckpoint as error:
         raise UserError(f"{folder} is damaged: {error}. Give another checkpoint.") from error
     about = state["about"]

@@ -100,7 +100,7 @@ def test_a_new_box_starts_from_the_mirror_and_a_mirror_out_of_reach_stops_nobody
         checkpoint.verify(checkpoint.step_folder(tmp_path / "mirror" / "checkpoints", step))
     shutil.rmtree(tmp_path / "out")
     output = run(options, tmp_path / "logs1")
-    assert "is empty: the run is copied from its mirror" in output and "Resuming at step " in output
+    assert "has none: the run resumes from the mirror's" in output and "Resuming at step " in output
     assert_same(tmp_path / "out")
     steps = [list(checkpoint.published(tmp_path / name / "checkpoints")) for name in ("out", "mirror")]
     assert steps[0] == steps[1] and steps[0][-1] == 20

@@ -16,7 +16,7 @@ from huggingface_hub import CommitOperationAdd, HfFileSystem
 
 from fsdp_qlora.checkpointing import checkpoint, mirror
 from fsdp_qlora.checkpointing.mirror import Store, fetch, open_store
-from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, FETCHED, check_usable
+from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, STATUS, check_usable
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import write_hashed_json
 
@@ -149,9 +149,7 @@ def test_a_new_machine_gets_what_the_old_one_had(store: Store, add_step: Callabl
     assert [checkpoint.verify(folder)["step"] for folder in found.values()] == [3]  # no more than is needed
     assert (tmp_path / "box" / "metrics.jsonl").read_text() == "3\n"
     assert json.loads((tmp_path / "box" / "status.json").read_text())["state"] == "running"
-    assert sorted(path.name for path in (tmp_path / "box").iterdir()) == [
-        *("checkpoints", "metrics.jsonl", "run.json", "status.json"),
-    ]
+    assert {path.name for path in (tmp_path / "box").iterdir()} == {CHECKPOINTS, "metrics.jsonl", "run.json", STATUS}
     (run / "samples.jsonl").write_text('{"step": 3}\n')
     store.update(run)
     fetch(store, tmp_path / "next_box")
@@ -185,7 +183,7 @@ def test_a_fetch_that_was_killed_is_made_whole_by_the_next(
     for step in (1, 2):
         add_step(step)
     store, box = open_store(str(tmp_path / "run")), tmp_path / "box"
-    for place in (f"{FETCHED}/{CHECKPOINTS}/step_000002/{checkpoint.STATE}", "metrics.jsonl"):  # copied, and moved
+    for place in (f"{CHECKPOINTS}/.step_000002.fetching/{checkpoint.STATE}", "status.json", "run.json"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(Path, "replace", functools.partialmethod(_die_before, box / place, Path.replace))
             fetch(store, box)

@@ -82,10 +82,10 @@ def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pyt
         folder.prepare({"config.yaml": "x"}, {"run_id": "abc"}, keep_run=False)
     assert [path.name for path in out.iterdir()] == [run_folder.RUN]  # from here on, the same run is resumed
     (out / run_folder.RUN).rename(out / ".run.json.partial")
-    for name in (".saving", run_folder.FETCHED):
-        (out / name).mkdir()
-    make(out / run_folder.CHECKPOINTS, 1)  # moved from the mirror's
+    (out / ".saving").mkdir()
+    (out / run_folder.STATUS).touch()
+    checkpoint.fetching_folder(out / run_folder.CHECKPOINTS, 1).mkdir(parents=True)
     run_folder.check_usable(out, overwrite=False)
-    (out / run_folder.FETCHED).rmdir()
+    make(out / run_folder.CHECKPOINTS, 1)
     with pytest.raises(UserError, match="is not empty"):
         run_folder.check_usable(out, overwrite=False)
