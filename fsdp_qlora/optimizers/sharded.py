@@ -25,11 +25,6 @@ def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimi
     return build
 
 
-def _is_bitsandbytes(name: str) -> bool:
-    build = OPTIMIZERS[name]
-    return isinstance(build, type) and issubclass(build, bitsandbytes.optim.optimizer.Optimizer8bit)
-
-
 # name -> optimizer over parameter groups, each on one device, given lr and weight_decay.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": _adam(torch.optim.AdamW),
@@ -87,7 +82,8 @@ def check_shard_sizes(name: str, model: nn.Module, num_shards: int) -> None:
     Raises:
         UserError: bitsandbytes counts elements in int32.
     """
-    if not _is_bitsandbytes(name):
+    build = OPTIMIZERS[name]
+    if not (isinstance(build, type) and issubclass(build, bitsandbytes.optim.optimizer.Optimizer8bit)):
         return
     for path, parameter in model.named_parameters():
         _, rows = shard_bounds(parameter.shape[0], rank=0, size=num_shards)
@@ -113,17 +109,17 @@ class ShardedOptimizer:
     def __init__(self, model: nn.Module, name: str, *, lr: float, weight_decay: float, lr_ratio_B: float = 1.0) -> None:
         self.name, build = name, OPTIMIZERS[name]
         self._local: dict[nn.Parameter, nn.Parameter] = {}  # the model's parameter -> this rank's part of it
-        scales = (1.0, lr_ratio_B) if lr_ratio_B != 1.0 else (1.0,)
-        parts: list[dict[torch.device, list[nn.Parameter]]] = [{} for _ in scales]
+        # Both learning rates have groups on every rank, also where it owns no A or no B.
+        by_scale: dict[float, dict[torch.device, list[nn.Parameter]]] = {1.0: {}, lr_ratio_B: {}}
         for path, parameter in model.named_parameters():
             local = local_part(parameter).detach()
             if parameter.requires_grad and local.numel():
                 self._local[parameter] = nn.Parameter(local)
-                is_B = len(scales) == 2 and (".lora_B." in path or parameter.dim() == 1)
-                parts[is_B].setdefault(local.device, []).append(self._local[parameter])
+                scale = lr_ratio_B if ".lora_B." in path or parameter.dim() == 1 else 1.0
+                by_scale[scale].setdefault(local.device, []).append(self._local[parameter])
         groups = [
             {"params": tensors, "lr_scale": scale}
-            for scale, by_device in zip(scales, parts, strict=True)
+            for scale, by_device in by_scale.items()
             for tensors in by_device.values() or [[]]
         ]
         # A rank may own no element of a small adapter; optimizers refuse an empty list.

@@ -390,25 +390,15 @@ def gather_numbers(
 
     Numbers may be tensors without dims on any device: the host waits for them only with the result, once.
     """
-    mine = _to_device(values, device)
+    numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
+    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    mine = host.to(device, non_blocking=True)
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            mine[index] = value
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
     all_gather(everyone, mine, group=group)
     return everyone.view(-1, mine.numel()).cpu()
-
-
-def _to_device(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Numbers as float64 [len(values)] on a device, without waiting for it."""
-    there = {
-        index: value
-        for index, value in enumerate(values)
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
-    }
-    numbers = [0.0 if index in there else float(value) for index, value in enumerate(values)]
-    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
-    mine = host.to(device, non_blocking=True)
-    for index, value in there.items():
-        mine[index].add_(value)
-    return mine
 
 
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:

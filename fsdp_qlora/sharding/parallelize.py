@@ -104,27 +104,19 @@ def _parameters_fsdp_ignores(
     """The parameters that FSDP2 does not manage: a shared vocabulary, or what a rank holds whole."""
     if shard_size(mesh) > 1:
         return share_vocabulary(parts, mesh, param_dtype)
-    found = _frozen_as_gathered(parts, param_dtype)
-    if offloads_all:
-        look_up_on_host(parts.embedding, mesh, param_dtype)
-        return found & _streamed_or_small(parts)
-    return found
-
-
-def _frozen_as_gathered(parts: ModelParts, param_dtype: torch.dtype | None) -> set[nn.Parameter]:
-    """The frozen parameters whose gather would only be a copy, held in addition to the shards."""
     in_blocks = {*parts.blocks.parameters()}
-    return {
+    # Their gather would only be a copy, held in addition to the shards.
+    found = {
         parameter
         for parameter in parts.model.parameters()
         if not parameter.requires_grad and (parameter in in_blocks or param_dtype in (None, parameter.dtype))
     }
-
-
-def _streamed_or_small(parts: ModelParts) -> set[nn.Parameter]:
-    """What needs FSDP2 for no copy from the host: weight_stream.py copies it, or it stays on the device."""
+    if not offloads_all:
+        return found
+    look_up_on_host(parts.embedding, mesh, param_dtype)
+    # weight_stream.py copies these from the host, or they stay on the device. FSDP2 copies the others.
     streamed = {parameter for module in parts.in_order for parameter in module.parameters()}
-    return {parameter for parameter in parts.model.parameters() if parameter in streamed or parameter.dim() < 2}
+    return {parameter for parameter in found if parameter in streamed or parameter.dim() < 2}
 
 
 def _skip_backward_gathers(parts: ModelParts) -> None:

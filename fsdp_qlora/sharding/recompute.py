@@ -65,9 +65,7 @@ def recomputed_blocks(model: nn.Module) -> list[RecomputedBlock]:
 
 def unwrapped(block: nn.Module) -> nn.Module:
     """The model's own block, without what `wrap_blocks` put around it."""
-    while isinstance(inner := getattr(block, "_checkpoint_wrapped_module", None), nn.Module):
-        block = inner
-    return block
+    return block._checkpoint_wrapped_module if isinstance(block, RecomputedBlock) else block
 
 
 def adapter_owners(block: nn.Module) -> list[nn.Module]:

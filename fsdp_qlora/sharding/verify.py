@@ -31,9 +31,9 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
         RuntimeError: the shards do not add up to one copy, or one rank holds more than its part.
     """
     parameters = [counted.parameter for counted in each_parameter(model)]
-    total = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    local = sum(_local_bytes(parameter) for parameter in parameters)
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    total = sum(parameter.nbytes for parameter in parameters)
+    local = sum(local_part(parameter).nbytes for parameter in parameters)
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     size = shard_size(mesh)
     device = torch.device(mesh.device_type)
     held = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
@@ -60,11 +60,6 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-def _local_bytes(parameter: nn.Parameter) -> int:
-    local = local_part(parameter)
-    return local.numel() * local.element_size()
-
-
 @torch.no_grad()
 def check_one_layer(parts: ModelParts, weights: Weights) -> None:
     """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
@@ -83,13 +78,17 @@ def check_one_layer(parts: ModelParts, weights: Weights) -> None:
         else:
             reduced = adapted_weights(model).get(f"{name}.weight")
             same, how = _has_stored_values(layer, f"{name}.weight", weights, reduced)
+    _report(same, name, f"the same weight {how}")
+    _check_one_expert(parts, weights)
+
+
+def _report(same: bool, name: str, other: str) -> None:
     if not same:
         raise RuntimeError(
-            f"Self-test failed: {name}, gathered from its shards, differs from the same weight {how}. The run stops; "
-            "please report the model and this machine."
+            f"Self-test failed: {name}, gathered from its shards, differs from {other}. The run stops; please report "
+            "the model and this machine."
         )
-    log.info("Self-test: %s, gathered from its shards, is bit-identical to the same weight %s.", name, how)
-    _check_one_expert(parts, weights)
+    log.info("Self-test: %s, gathered from its shards, is bit-identical to %s.", name, other)
 
 
 def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
@@ -113,12 +112,7 @@ def _check_one_expert(parts: ModelParts, weights: Weights) -> None:
         else:
             expected = layer.codes(files.read_rows(source, last, last + 1).to(codes.device))
         same = torch.equal(codes, expected.view(-1).view(torch.uint8))
-    if not same:
-        raise RuntimeError(
-            f"Self-test failed: expert {last} of {name}, gathered from its shards, has other codes than the same "
-            "expert quantized alone. The run stops; please report the model and this machine."
-        )
-    log.info("Self-test: expert %d of %s, gathered from its shards, has the codes of that expert alone.", last, name)
+    _report(same, f"expert {last} of {name}", "the same expert quantized alone")
 
 
 def _has_stored_values(

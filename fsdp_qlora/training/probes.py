@@ -230,22 +230,19 @@ def fit_recompute(
 
 
 class MemoryWatch:
-    """Adds blocks with recompute when a step has come near the end of the memory."""
+    """Adds blocks with recompute when a step has come near the end of the memory.
+
+    Args:
+        number: of blocks with recompute now. most: GiB that a rank may reserve; the same on every rank.
+    """
 
     def __init__(self, model: nn.Module, number: int, *, most: float) -> None:
-        """
-        Args:
-            number: of blocks with recompute now. most: GiB that a rank may reserve; the same on every rank.
-        """
         self.model, self.number, self.most = model, number, most
         self.blocks = len(recomputed_blocks(model))
         self.few = max(1, math.ceil(_MORE_BLOCKS * self.blocks))
 
     def stepped(self, reserved: float) -> None:
-        """
-        Args:
-            reserved: GiB, the most that a rank has reserved so far; the same on every rank.
-        """
+        """reserved: GiB, the most that a rank has reserved so far; the same on every rank."""
         if reserved <= self.most or self.number == self.blocks:
             return
         self.number = min(self.blocks, self.number + self.few)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,14 +93,6 @@ class LossScale:
         self.scale, self.steps_since_change = float(state["scale"]), int(state["steps_since_change"])
 
 
-class Exchanged(NamedTuple):
-    """What the ranks tell each other in a step: loss_sum and gradient norm of all, and memory in GiB, [ranks, ..]."""
-
-    loss_sum: float
-    grad_norm: float
-    memory: torch.Tensor
-
-
 class Trainer:
     """Runs optimizer steps and evaluations of one sharded model."""
 
@@ -122,9 +114,11 @@ class Trainer:
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.sharing_ranks = sharing_ranks(model)
         self.memory_watch: MemoryWatch | None = None
-        few = self._few_tokens()
+        few = {"input_ids": few_tokens(model)}
+        documents = {} if schedule.padding else {"documents": describe_documents([few["input_ids"].shape[1]])}
         with self._attention(), self._autocast():
-            self.loss_of_tokens = probe_head_loss(model, self._inputs(few)) or partial(loss_of_logits, model)
+            found = probe_head_loss(model, self._inputs({**few, **documents}))
+        self.loss_of_tokens = found or partial(loss_of_logits, model)
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.
@@ -199,8 +193,8 @@ class Trainer:
             "step_seconds": seconds,
         }
 
-    def _exchange(self, step: int, losses: list[torch.Tensor]) -> Exchanged:
-        """The step's only communication besides FSDP2's.
+    def _exchange(self, step: int, losses: list[torch.Tensor]) -> tuple[float, float, torch.Tensor]:
+        """The step's only communication besides FSDP2's: the sum of losses, the gradient norm, and memory [ranks, ..].
 
         It also carries the flags by which the ranks of `control` agree whether to stop or save. Only at its end does
         the host wait for the device, once in a step.
@@ -212,7 +206,7 @@ class Trainer:
         self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
         total_loss, total_squared_norm = numbers[:, :2].sum(dim=0).tolist()
         grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas) / self.loss_scale.scale
-        return Exchanged(total_loss, grad_norm, numbers[:, 2 + NUM_FLAGS :])
+        return total_loss, grad_norm, numbers[:, 2 + NUM_FLAGS :]
 
     def try_longest(self, rows: np.ndarray) -> int:
         """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows now.
@@ -331,12 +325,6 @@ class Trainer:
         tokens = micro_batch.get("tokens_of_ranks")
         with self._autocast(), tokens_known(self.model, tokens, first=micro_batch["input_ids"].numel()):
             return self.loss_of_tokens(inputs, rows, targets)
-
-    def _few_tokens(self) -> dict[str, Any]:
-        """A batch to try the model with, laid out as in a step."""
-        input_ids = few_tokens(self.model)
-        documents = {} if self.schedule.padding else {"documents": describe_documents([input_ids.shape[1]])}
-        return {"input_ids": input_ids, **documents}
 
     def _inputs(self, micro_batch: dict[str, Any], **others: torch.Tensor) -> dict[str, Any]:
         """The model's arguments, and others, on its device."""
