@@ -11,24 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from fsdp_qlora.data.rows import (
-    DataReport,
-    SourceFile,
-    TokenizedRows,
-    arrays_in_pieces,
-    continue_numbers,
-    digest_of,
-    join_pieces,
-)
+from fsdp_qlora.data.rows import DataReport, SourceFile, TokenizedRows, join_rows
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.output.text import warn_from_any_rank
 from fsdp_qlora.storage.files import cache_folder, staged_file
-from fsdp_qlora.storage.safetensors_files import TensorForm, layout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,9 +72,9 @@ def locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def write_cache(path: Path, pieces: Sequence[TokenizedRows], report: DataReport) -> None:
+def write_cache(path: Path, rows: TokenizedRows, report: DataReport) -> None:
     """Keep rows and their report in one file; a full or read-only folder disables the cache."""
-    _keep(path, pieces, {"report": json.dumps(redact_values(dataclasses.asdict(report)))})
+    _keep(path, rows, {"report": json.dumps(redact_values(dataclasses.asdict(report)))})
 
 
 def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
@@ -107,24 +97,18 @@ def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:
     with locked(path):
         found = _unless_damaged(path, lambda: _map_rows(path)[0])
         if found is None:
-            _keep(path, continue_numbers(parts), {})
-            found = _unless_damaged(path, lambda: _map_rows(path)[0])
-    return join_pieces(continue_numbers(parts)) if found is None else found
+            joined = join_rows(parts, renumber=True)
+            _keep(path, joined, {})
+            found = _unless_damaged(path, lambda: _map_rows(path)[0]) or joined
+    return found
 
 
-def _keep(path: Path, pieces: Sequence[TokenizedRows], metadata: dict[str, str]) -> None:
-    """Write a file atomically, piece after piece: it is complete or absent, whenever the process or machine stops."""
-    arrays = arrays_in_pieces(pieces)
-    by_size = sorted(arrays, key=lambda name: -arrays[name][0].itemsize)  # so that each begins at a multiple of its own
-    dtypes = {name: torch.from_numpy(np.empty(0, arrays[name][0].dtype)).dtype for name in by_size}
-    forms = {name: TensorForm(dtypes[name], (sum(map(len, arrays[name])),)) for name in by_size}
+def _keep(path: Path, rows: TokenizedRows, metadata: dict[str, str]) -> None:
+    """Write a file atomically: it is complete or absent, whenever the process or machine stops."""
     try:
-        with staged_file(path) as partial, partial.open("wb") as file:
-            file.write(layout(forms, {**metadata, "digest": digest_of(pieces)})[0])
-            for name in by_size:
-                for piece in arrays[name]:
-                    file.write(np.ascontiguousarray(piece).data)
-    except OSError as error:
+        with staged_file(path) as partial:
+            save_file(rows.arrays, partial, {**metadata, "digest": rows.digest})
+    except (OSError, SafetensorError) as error:
         log.warning(
             "Tokenized rows are not kept for the next start: %s cannot be written (%s). The environment variable "
             "FSDP_QLORA_CACHE names another folder.", path.parent, error,

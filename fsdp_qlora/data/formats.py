@@ -202,14 +202,33 @@ def choose_format(columns: Collection[str], *, dataset_format: str, origin: str,
     )
 
 
-def given_names(columns: Sequence[str], renames: Mapping[str, str]) -> dict[str, str]:
+def name_columns(
+    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str, *, origin: str, first_row: Row
+) -> tuple[dict[str, str], str]:
+    """The columns that are used -> their names in the rows' format, and the format's name.
+
+    Raises:
+        UserError: a column to rename is not there, or the columns are of no format.
+    """
+    if missing := [name for name in renames if name not in columns]:
+        raise UserError(
+            f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
+        )
+    given = _given_names(columns, renames)
+    first = {given[column]: value for column, value in first_row.items() if column in given}
+    name = choose_format(list(given.values()), dataset_format=dataset_format, origin=origin, first_row=first)
+    wanted = FORMATS[name].renames(given.values())
+    return {column: wanted[named] for column, named in given.items() if named in wanted}, name
+
+
+def _given_names(columns: Sequence[str], renames: Mapping[str, str]) -> dict[str, str]:
     """A dataset's columns -> their names by --columns. One whose name is given to another column is left out."""
     return {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
 
 
 def used_columns(columns: Sequence[str], *, dataset_format: str, renames: Mapping[str, str]) -> set[str]:
     """Those of a dataset's columns that the rows' format uses; all where no format fits, which is said later."""
-    names = given_names(columns, renames)
+    names = _given_names(columns, renames)
     candidates = FORMATS.values() if dataset_format == "auto" else [FORMATS[dataset_format]]
     used: set[str] = set()
     for candidate in candidates:

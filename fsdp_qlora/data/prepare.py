@@ -4,26 +4,31 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data import tokenization
 from fsdp_qlora.data.cache import cache_path, join_cached, locked, read_cache, tokenizer_identity, write_cache
 from fsdp_qlora.data.chat_template import TemplateWorker
-from fsdp_qlora.data.formats import FORMATS, choose_format, given_names, parse_columns, used_columns
+from fsdp_qlora.data.files import Malformed
+from fsdp_qlora.data.formats import FORMATS, name_columns, parse_columns, used_columns
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
-from fsdp_qlora.data.rows import NO_ROOM, NO_ROWS, NUMBERS_SHOWN, DataReport, Rows, TokenizedRows, join_pieces
+from fsdp_qlora.data.rows import NO_ROOM, NO_ROWS, NUMBERS_SHOWN, DataReport, Row, SourceFile, TokenizedRows, join_rows
 from fsdp_qlora.data.schedule import Mixture, mix, split_eval, split_rows
 from fsdp_qlora.data.sources import (
     DEFAULT_SAMPLES,
     DUMMY,
+    Entry,
+    Source,
     check_weights,
     find_source,
     parse_eval_names,
@@ -36,6 +41,7 @@ from fsdp_qlora.output.redact import redact_values
 log = logging.getLogger("fsdp_qlora")
 
 _FIRST_ROWS = 1000  # of a stream, which are checked before training
+_ROWS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
     shares = check_weights([parse_name(dataset) for dataset in options.dataset])
     stream = mixture = None
     if options.streaming:
-        train, report, stream = DatasetPipeline(tokenizer, options).open_stream(vocab_size)
+        train, report, stream = DatasetPipeline(tokenizer, options, [TemplateWorker()]).open_stream(vocab_size)
         reports, train_rows, held_out = [report], np.arange(len(train)), np.arange(0)
         counts: list[int | None] = [stream.num_rows]
     else:
@@ -200,7 +206,13 @@ def prepare_rows(
         UserError: the dataset is missing, malformed, empty or has too many unusable rows, or the tokenizer has no
             end-of-sequence token.
     """
-    rows, report = DatasetPipeline(tokenizer, options).all_rows(show_progress=show_progress)
+    num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
+    pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker() for _ in range(num_workers)])
+    try:
+        rows, report = pipeline.all_rows(show_progress=show_progress)
+    finally:
+        for worker in pipeline.workers:
+            worker.close()
     check_report(report, options)
     return rows, report
 
@@ -208,13 +220,15 @@ def prepare_rows(
 class DatasetPipeline:
     """Turns the rows of the one `options.dataset` into tokens, whole or as a stream."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
-        self.tokenizer, self.options = tokenizer, options
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: DataOptions, workers: Sequence[TemplateWorker]
+    ) -> None:
+        self.tokenizer, self.options, self.workers = tokenizer, options, workers
         [self.dataset] = map(parse_name, options.dataset)
         self.template, self.renames = find_template(options.prompt_template), parse_columns(options.columns)
         self._format_name = options.dataset_format  # as the options say, until the first rows tell it
-        self._columns: dict[str, None] = {}  # of all rows so far: those of one block may lack one that others have
-        self._workers = [TemplateWorker()]
+        self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
+        self._names: dict[str, str] = {}  # of the columns that are used -> in the format
         self._used = partial(used_columns, dataset_format=options.dataset_format, renames=self.renames)
 
     def all_rows(self, *, show_progress: bool = False) -> tuple[TokenizedRows, DataReport]:
@@ -234,16 +248,9 @@ class DatasetPipeline:
                 log.info("Tokenized rows are read from %s", path)
                 # The same content may be at another path now.
                 return cached[0], dataclasses.replace(cached[1], origin=source.origin)
-            rows = source.read(samples, used=self._used)
-            num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
-            self._workers = [TemplateWorker() for _ in range(num_workers)]
-            try:
-                pieces, report = self._tokenize(rows, source.origin, show_progress)
-            finally:
-                for worker in self._workers:
-                    worker.close()
-            write_cache(path, pieces, report)
-            return read_cache(path) or (join_pieces(pieces), report)  # mapped, so that all ranks share it
+            rows, report = self._tokenize(source, source.entries(samples, used=self._used), show_progress)
+            write_cache(path, rows, report)
+            return read_cache(path) or (rows, report)  # mapped, so that all ranks share it
 
     def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:
         """The first rows, which are checked as others are, their report, and the stream of all rows."""
@@ -251,17 +258,15 @@ class DatasetPipeline:
         source = find_source(self.dataset, streamed=True)
         stream = RowStream(
             source,
-            partial(self._tokenize_block, vocab_size=vocab_size),
+            partial(self._tokenize_block, source, vocab_size=vocab_size),
             used=self._used,
             block_rows=options.shuffle_buffer,
             seed=options.seed,
             max_bad_rows=options.max_bad_rows if options.on_bad_row == "skip" else 0.0,
             num_rows=source.count() if options.max_steps < 0 else None,
         )
-        rows, _ = stream.read_block(StreamPosition(), _FIRST_ROWS)
-        if not rows.rows:
-            raise UserError(f"{name}: {next(iter(rows.malformed.values()), 'the dataset is empty')}.")
-        first, report = self._tokenize_block(rows, vocab_size=vocab_size)
+        entries, _ = stream.read_block(StreamPosition(), _FIRST_ROWS)
+        first, report = self._tokenize_block(source, entries, vocab_size=vocab_size)
         if report.num_apart and options.max_steps < 0:
             raise UserError(
                 "--streaming true: turns of these chats become rows of their own, since the chat template renders them "
@@ -273,42 +278,68 @@ class DatasetPipeline:
         )
         return first, report, stream
 
-    def _tokenize_block(self, rows: Rows, *, vocab_size: int) -> tuple[TokenizedRows, DataReport]:
-        pieces, report = self._tokenize(rows, self.dataset.name)
-        block = join_pieces(pieces)
+    def _tokenize_block(
+        self, source: Source, entries: Iterable[Entry], *, vocab_size: int
+    ) -> tuple[TokenizedRows, DataReport]:
+        block, report = self._tokenize(source, entries)
         tokenization.check_vocabulary(block, vocab_size)
         return block, report
 
-    def _tokenize(self, rows: Rows, origin: str, show_progress: bool = False) -> tuple[list[TokenizedRows], DataReport]:
-        """Give the columns the names that the rows' format has for them, render and tokenize."""
-        options = self.options
-        self._columns.update(dict.fromkeys(rows.columns))
-        rows = dataclasses.replace(rows, columns=list(self._columns))
-        if rows.rows:
-            names, self._format_name = _format_of(rows, self.renames, self._format_name, origin)
-            rows = rows.renamed(names)
-        of_format = FORMATS[self._format_name].template
-        renderer = Renderer(self.tokenizer, self.template, options.learn, of_format, self._workers)
-        return tokenization.tokenize_rows(
-            rows, self._format_name, origin, self.tokenizer, options.context_length, renderer, show_progress
-        )
+    def _tokenize(
+        self, source: Source, entries: Iterable[Entry], show_progress: bool = False
+    ) -> tuple[TokenizedRows, DataReport]:
+        """Tokenize entries in batches, so that few rows are in memory as text.
 
+        Raises:
+            UserError: no entry is a row, a column to rename is not there, or the columns are of no format.
+        """
+        pieces, lengths = [NO_ROWS], [0]
+        report, left = DataReport(source.origin), iter(entries)
+        with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
+            while batch := list(islice(left, _ROWS_PER_BATCH)):
+                if rows := self._named(batch, source, report):
+                    row_format = FORMATS[self._format_name]
+                    of_format = self.options.learn, row_format.template
+                    renderer = Renderer(self.tokenizer, self.template, *of_format, self.workers)
+                    piece, of_rows = tokenization.tokenize_batch(
+                        rows, row_format, renderer, self.tokenizer, self.options.context_length, report
+                    )
+                    pieces.append(piece)
+                    lengths += of_rows
+                bar.update(len(batch))
+        if not self._columns:
+            [(place, reason), *_] = report.places() or [(source.origin, "the dataset is empty")]
+            more = f" None of its {report.num_rows:,} rows can be read." if report.num_rows else " Give one with rows."
+            raise UserError(f"{place}: {reason}.{more}")
+        joined = join_rows(pieces)
+        report.length_of_99_percent = int(np.quantile(lengths[1:] or lengths, 0.99, method="higher"))
+        report.count(joined)
+        return joined, report
 
-def _format_of(rows: Rows, renames: Mapping[str, str], dataset_format: str, origin: str) -> tuple[dict[str, str], str]:
-    """The columns that are used -> their names in the rows' format, and the format's name.
-
-    Raises:
-        UserError: a column to rename is not there, or the columns are of no format.
-    """
-    if missing := [name for name in renames if name not in rows.columns]:
-        raise UserError(
-            f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(rows.columns)}."
-        )
-    given = given_names(rows.columns, renames)
-    first = {given[column]: value for column, value in rows.rows[0].items() if column in given}
-    name = choose_format(list(given.values()), dataset_format=dataset_format, origin=origin, first_row=first)
-    wanted = FORMATS[name].renames(given.values())
-    return {column: wanted[named] for column, named in given.items() if named in wanted}, name
+    def _named(self, entries: Sequence[Entry], source: Source, report: DataReport) -> list[tuple[int, Row]]:
+        """(number, row) of the entries that are rows, whose columns are called as their format calls them."""
+        rows = []
+        for part, offset, number, row in entries:
+            if not report.parts or report.parts[-1].offset != offset:
+                report.parts.append(SourceFile(source.parts[part].name, source.parts[part].unit, offset))
+            if isinstance(row, Malformed):
+                report.reject(offset + number, str(row))
+            else:
+                rows.append((offset + number, row))
+        report.num_rows += len(entries)
+        known = len(self._columns)
+        self._columns.update(dict.fromkeys(column for _, row in rows for column in row))
+        if rows and (len(self._columns) > known or self._format_name == "auto"):
+            columns, origin = list(self._columns), source.origin
+            self._names, self._format_name = name_columns(
+                columns, self.renames, self._format_name, origin=origin, first_row=rows[0][1]
+            )
+        report.dataset_format = self._format_name
+        report.unused_columns = [column for column in self._columns if column not in self._names]
+        return [
+            (number, {self._names[name]: value for name, value in row.items() if name in self._names})
+            for number, row in rows
+        ]
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:

@@ -53,33 +53,6 @@ def locate(numbers: Iterable[int], files: Sequence[SourceFile], origin: str) -> 
     return "; ".join(places)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The rows that were read."""
-
-    rows: list[Row]
-    numbers: list[int]
-    """The number of each row in the dataset."""
-    columns: list[str]
-    """The columns of all rows together, in order of appearance."""
-    files: list[SourceFile]
-    malformed: dict[int, str] = field(default_factory=dict)
-    """The number of an entry that is not a row -> the reason."""
-    unused_columns: list[str] = field(default_factory=list)
-    """Columns that the format does not use."""
-
-    def renamed(self, names: Mapping[str, str]) -> "Rows":
-        """The rows with these columns alone (their name -> another); the others are listed as unused.
-
-        The rows of this object are replaced too, so that there are never twice as many.
-        """
-        for index, row in enumerate(self.rows):
-            self.rows[index] = {names[name]: value for name, value in row.items() if name in names}
-        columns = [names[name] for name in self.columns if name in names]
-        unused = [name for name in self.columns if name not in names]
-        return dataclasses.replace(self, columns=columns, unused_columns=unused)
-
-
 @dataclass(frozen=True, eq=False)
 class TokenizedRows:
     """Rows one after the other; row i is [offsets[i] : offsets[i + 1]] of the flat arrays."""
@@ -99,7 +72,14 @@ class TokenizedRows:
     @cached_property
     def digest(self) -> str:
         """A hash of all rows."""
-        return digest_of([self])
+        total = hashlib.blake2b(digest_size=16)
+        for array in self.arrays.values():
+            total.update(np.ascontiguousarray(array).data)
+        return total.hexdigest()
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -120,44 +100,22 @@ class TokenizedRows:
 NO_ROWS = TokenizedRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64))
 
 
-def arrays_in_pieces(pieces: Sequence[TokenizedRows]) -> dict[str, list[np.ndarray]]:
-    """The arrays of rows that are in several pieces, in order, as `TokenizedRows` names them.
+def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> TokenizedRows:
+    """The rows of all parts, copied; of one part that part itself.
 
-    The small ones, with an entry for each row, are in one piece.
+    Args:
+        renumber: whether the parts are datasets of their own: then row numbers continue from part to part.
     """
-    starts = np.cumsum([0, *(len(piece.input_ids) for piece in pieces)])
-    offsets = [piece.offsets[1:] + start for piece, start in zip(pieces, starts, strict=False)]
-    return {
-        "input_ids": [piece.input_ids for piece in pieces],
-        "learned": [piece.learned for piece in pieces],
-        "offsets": [np.concatenate([np.zeros(1, dtype=np.int64), *offsets])],
-        "row_numbers": [np.concatenate([np.zeros(0, dtype=np.int64), *(piece.row_numbers for piece in pieces)])],
-    }
-
-
-def join_pieces(pieces: Sequence[TokenizedRows]) -> TokenizedRows:
-    """The rows of all pieces, copied; of one piece that piece itself."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return TokenizedRows(**{name: np.concatenate(parts) for name, parts in arrays_in_pieces(pieces).items()})
-
-
-def continue_numbers(parts: Sequence[TokenizedRows]) -> list[TokenizedRows]:
-    """The rows of several datasets, whose numbers continue from dataset to dataset."""
-    last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) for part in parts)])
-    return [
-        dataclasses.replace(part, row_numbers=part.row_numbers + first)
-        for part, first in zip(parts, last, strict=False)
-    ]
-
-
-def digest_of(pieces: Sequence[TokenizedRows]) -> str:
-    """A hash of the rows of all pieces, which does not depend on where they are cut."""
-    total = hashlib.blake2b(digest_size=16)
-    for parts in arrays_in_pieces(pieces).values():
-        for part in parts:
-            total.update(np.ascontiguousarray(part).data)
-    return total.hexdigest()
+    if len(parts) == 1:
+        return parts[0]
+    tokens = np.cumsum([0, *(len(part.input_ids) for part in parts)])
+    last = np.cumsum([0, *(int(part.row_numbers.max(initial=0)) * renumber for part in parts)])
+    return TokenizedRows(
+        np.concatenate([part.input_ids for part in parts]),
+        np.concatenate([part.learned for part in parts]),
+        np.concatenate([[0], *(part.offsets[1:] + tokens[number] for number, part in enumerate(parts))]),
+        np.concatenate([part.row_numbers + last[number] for number, part in enumerate(parts)]),
+    )
 
 
 @dataclass
@@ -166,10 +124,10 @@ class DataReport:
 
     origin: str
     """The path or name of the dataset."""
-    dataset_format: str
-    num_rows: int
+    dataset_format: str = ""
+    num_rows: int = 0
     """Rows that were read, malformed ones included."""
-    parts: list[SourceFile]
+    parts: list[SourceFile] = field(default_factory=list)
     """The files of the dataset, in the order in which they were read."""
     num_used: int = 0
     """Rows to train on, those of `num_apart` included."""
@@ -194,11 +152,9 @@ class DataReport:
     def note(self, number: int, what: str) -> None:
         self.notes.setdefault(what, []).append(number)
 
-    def count(self, pieces: Sequence[TokenizedRows]) -> None:
+    def count(self, rows: TokenizedRows) -> None:
         """Count the rows that are used, and their tokens."""
-        self.num_used = sum(map(len, pieces))
-        self.num_tokens = sum(len(piece.input_ids) for piece in pieces)
-        self.num_targets = sum(int(piece.num_targets.sum()) for piece in pieces)
+        self.num_used, self.num_tokens, self.num_targets = len(rows), len(rows.input_ids), int(rows.num_targets.sum())
 
     @property
     def num_rejected(self) -> int:

@@ -28,7 +28,7 @@ from fsdp_qlora.data.files import (
     read_file,
 )
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
-from fsdp_qlora.data.rows import Row, Rows, SourceFile, locate
+from fsdp_qlora.data.rows import Row
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, ask_hub, first_line, hub_reason, is_hub_name
 from fsdp_qlora.storage.files import fingerprint_files
@@ -161,22 +161,6 @@ def read_entries(
         offset, after = offset + after, 0
 
 
-def collect_rows(parts: Sequence[Part], entries: Iterable[Entry]) -> Rows:
-    """The rows of these entries, with the places of those that are malformed."""
-    rows, numbers, malformed = [], [], {}
-    files: dict[int, SourceFile] = {}
-    columns: dict[str, None] = {}
-    for part, offset, number, row in entries:
-        files.setdefault(part, SourceFile(parts[part].name, parts[part].unit, offset))
-        if isinstance(row, Malformed):
-            malformed[offset + number] = str(row)
-            continue
-        rows.append(row)
-        numbers.append(offset + number)
-        columns.update(dict.fromkeys(row))
-    return Rows(rows, numbers, list(columns), list(files.values()), malformed)
-
-
 @dataclass(frozen=True)
 class Source:
     """A dataset that was found. Its rows are parsed when they are read."""
@@ -196,24 +180,17 @@ class Source:
         identity = f"{self.identity} [{start}:{stop}]"
         return dataclasses.replace(self, identity=identity, start=self.start + start, stop=stop)
 
-    def read(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Rows:
-        """Read up to `limit` entries, malformed ones included. The rest is not read.
+    def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
+        """Up to `limit` entries, malformed ones included. The rest is not read.
 
         Args:
             used: chooses the columns that are needed; where they are stored apart, others are not read.
         Raises:
-            UserError: a file cannot be read at all (the message names the place), or there is no row.
+            UserError: a file cannot be read at all; the message names the place.
         """
         ends = [self.stop, None if limit is None else self.start + limit]
         stop = min((end for end in ends if end is not None), default=None)
-        found = collect_rows(self.parts, islice(read_entries(self.parts, used), self.start, stop))
-        if found.rows:
-            return found
-        if not found.malformed:
-            raise UserError(f"{self.origin}: the dataset is empty. Give one with rows.")
-        number, reason = next(iter(found.malformed.items()))
-        place = locate([number], found.files, self.origin)
-        raise UserError(f"{place}: {reason}. None of its {len(found.malformed):,} rows can be read.")
+        return islice(read_entries(self.parts, used), self.start, stop)
 
     def count(self) -> int:
         """The rows of an epoch.

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -18,15 +18,15 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from fsdp_qlora.data.files import ChooseColumns
-from fsdp_qlora.data.rows import DataReport, Rows, TokenizedRows
+from fsdp_qlora.data.rows import DataReport, TokenizedRows
 from fsdp_qlora.data.schedule import Schedule, epoch_order
-from fsdp_qlora.data.sources import Entry, Source, collect_rows, read_entries
+from fsdp_qlora.data.sources import Entry, Source, read_entries
 from fsdp_qlora.errors import UserError
 
 log = logging.getLogger("fsdp_qlora")
 
 Item = TypeVar("Item")
-Tokenize = Callable[[Rows], tuple[TokenizedRows, DataReport]]
+Tokenize = Callable[[Iterable[Entry]], tuple[TokenizedRows, DataReport]]
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class RowStream:
             position = following
 
     def _shuffled_block(self, position: StreamPosition) -> tuple[TokenizedRows, StreamPosition]:
-        rows, following = self.read_block(position, self.block_rows)
-        tokenized, report = self.tokenize(rows)
+        entries, following = self.read_block(position, self.block_rows)
+        tokenized, report = self.tokenize(entries)
         self._num_read += report.num_rows
         self._num_bad += report.num_rejected - report.num_too_long
         for line in report.describe_rejected():
@@ -128,7 +128,7 @@ class RowStream:
             )
         return tokenized, following
 
-    def read_block(self, position: StreamPosition, num_rows: int) -> tuple[Rows, StreamPosition]:
+    def read_block(self, position: StreamPosition, num_rows: int) -> tuple[list[Entry], StreamPosition]:
         """Up to `num_rows` rows from the beginning of a block, and where the next block begins."""
         following = dataclasses.replace(position, taken=0)
         kept = self._rest[1] if self._rest and self._rest[0] == following else None
@@ -142,7 +142,7 @@ class RowStream:
             last = block[-1]
             following = StreamPosition(position.epoch, last.part, last.number, last.offset)
             self._rest = following, entries
-        return collect_rows(self.source.parts, block), following
+        return block, following
 
 
 def pick_rows(chosen: Sequence[tuple[TokenizedRows, int]]) -> TokenizedRows:

@@ -5,10 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fsdp_qlora.data.formats import FORMATS, Format
+from fsdp_qlora.data.formats import Format
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import (
     NO_ROOM,
@@ -18,7 +17,6 @@ from fsdp_qlora.data.rows import (
     DataReport,
     Rendered,
     Row,
-    Rows,
     Segment,
     SourceFile,
     TokenizedRows,
@@ -27,7 +25,6 @@ from fsdp_qlora.data.sources import DUMMY
 from fsdp_qlora.errors import UserError
 
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
-TEXTS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 # Notes on rows that are used.
 MERGED = "a token would span the boundary of what is learned, so the two sides are tokenized apart"
 DOUBLE_BOS = "the chat template begins with two beginning-of-sequence tokens"
@@ -52,45 +49,25 @@ class EncodedRow(NamedTuple):
     """What is odd about the row, though it is used."""
 
 
-def tokenize_rows(
-    rows: Rows,
-    dataset_format: str,
-    origin: str,
+def tokenize_batch(
+    rows: Sequence[tuple[int, Row]],
+    row_format: Format,
+    renderer: Renderer,
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
-    renderer: Renderer,
-    show_progress: bool = False,
-) -> tuple[list[TokenizedRows], DataReport]:
-    """Render and tokenize rows, so that the boundaries of what is learned are exact.
+    report: DataReport,
+) -> tuple[TokenizedRows, list[int]]:
+    """Render and tokenize (number, row) pairs, so that the boundaries of what is learned are exact.
 
     A row that is not filled into a chat template ends with the end-of-sequence token, which is learned if the last
     segment is. Rows are cut at `context_length`, from the end. A row that cannot be rendered, or that has nothing
     learned before the cut, is left out and listed in the report.
 
-    Args:
-        rows: their content is given up as it is tokenized, so that text and tokens are not both in memory.
     Returns:
-        The tokenized rows, in pieces.
+        The tokenized rows, and the tokens of each before it was cut.
     """
-    row_format = FORMATS[dataset_format]
-    report = DataReport(origin, dataset_format, len(rows.rows) + len(rows.malformed), rows.files)
-    report.unused_columns = rows.unused_columns
-    for number, reason in rows.malformed.items():
-        report.reject(number, reason)
-    pieces, lengths = [_flatten([])], [0]
-    with tqdm(total=len(rows.rows), desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
-        for start in range(0, len(rows.rows), TEXTS_PER_BATCH):
-            batch = slice(start, start + TEXTS_PER_BATCH)
-            rendered = _render(rows.rows[batch], rows.numbers[batch], row_format, renderer, report)
-            encoded = list(encode(rendered, tokenizer, context_length))
-            lengths += [len(row.ids) + row.num_cut for row in encoded]
-            pieces.append(_flatten(_choose(encoded, report)))
-            rows.rows[batch] = [{}] * len(rows.rows[batch])
-            bar.update(len(rows.rows[batch]))
-    pieces = pieces[1:] or pieces
-    report.length_of_99_percent = int(np.quantile(lengths[1:] or lengths, 0.99, method="higher"))
-    report.count(pieces)
-    return pieces, report
+    encoded = list(encode(_render(rows, row_format, renderer, report), tokenizer, context_length))
+    return _flatten(_choose(encoded, report)), [len(row.ids) + row.num_cut for row in encoded]
 
 
 def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
@@ -118,16 +95,16 @@ def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int
     learned = np.ones(context_length, dtype=np.bool_)
     tokenized = _flatten([EncodedRow(number, row, learned) for number, row in enumerate(ids, start=1)])
     report = DataReport(DUMMY, DUMMY, num_rows, [SourceFile(DUMMY, "row")])
-    report.count([tokenized])
+    report.count(tokenized)
     return tokenized, report
 
 
 def _render(
-    rows: Sequence[Row], numbers: Sequence[int], row_format: Format, renderer: Renderer, report: DataReport
+    rows: Sequence[tuple[int, Row]], row_format: Format, renderer: Renderer, report: DataReport
 ) -> list[tuple[int, Rendered]]:
     """(number, text or tokens) of the rows that can be used. The others are in the report."""
     read = []
-    for number, row in zip(numbers, rows, strict=True):
+    for number, row in rows:
         try:
             read.append((number, row_format.read(row)))
         except BadRow as reason:

@@ -109,6 +109,10 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Pat
     return path
 
 
+def rows_of(dataset: object, limit: int | None = None) -> list[Any]:
+    return [entry.row for entry in sources.find_source(str(dataset)).entries(limit)]
+
+
 WRITERS = {".jsonl": write_jsonl, ".json": write_json, ".csv": write_csv, ".parquet": write_parquet}
 
 
@@ -118,10 +122,8 @@ WRITERS = {".jsonl": write_jsonl, ".json": write_json, ".csv": write_csv, ".parq
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_every_kind_of_file_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
     rows = [*ROWS, {"instruction": 'Quote "this",\nplease.', "input": "", "output": "x" * 200_000}]
-    found = sources.find_source(str(WRITERS[suffix](tmp_path / f"rows{suffix}", rows))).read(None)
-    assert found.rows == rows
-    assert found.columns == ["instruction", "input", "output"]
-    assert sources.find_source(str(tmp_path / f"rows{suffix}")).read(2).rows == rows[:2]
+    path = WRITERS[suffix](tmp_path / f"rows{suffix}", rows)
+    assert (rows_of(path), rows_of(path, 2), list(rows_of(path)[0])) == (rows, rows[:2], list(rows[0]))
 
 
 def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: Any, tmp_path: Path) -> None:
@@ -133,10 +135,9 @@ def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: An
     write_csv(folder / "c.csv", [{"instruction": "Now?", "output": ""}])
     (folder / "notes.txt").write_text("not data")
     (folder / ".hidden.json").write_text("not data")
-    source = sources.find_source(str(folder)).read(None)
     expected = [*ROWS[1:], bad, ROWS[0], bad, {"instruction": "Now?"}]
-    assert [row["instruction"] for row in source.rows] == [row["instruction"] for row in expected]
-    assert len(sources.find_source(str(folder)).read(4).rows) == 4  # of both files together
+    assert [row["instruction"] for row in rows_of(folder)] == [row["instruction"] for row in expected]
+    assert len(rows_of(folder, 4)) == 4  # of both files together
     tokenized, report = prepare(folder, max_bad_rows=0.5)
     assert tokenized.row_numbers.tolist() == [1, 2, 4]
     assert len(report.describe_rejected()) == 1
@@ -144,7 +145,22 @@ def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: An
     assert [place for place, _ in report.places()] == places
 
 
+def make_parquet(rows: int = 500, **more: object) -> bytes:
+    """A file of 500 rows whose columns may be replaced or added to."""
+    columns = {"instruction": [f"Say {n}." for n in range(rows)], "output": [f"{n}" * 4 for n in range(rows)]}
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({**columns, **more}), buffer, row_group_size=200)
+    return buffer.getvalue()
+
+
+def not_utf8(rows: int = 500) -> pyarrow.Array:
+    """Texts of which the 401st is not UTF-8: a writer that does not look leaves such."""
+    made = pyarrow.array([b"text"] * 400 + [b"\xff\xfe"] + [b"text"] * (rows - 401))
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(made), made.buffers())
+
+
 GOOD = json.dumps(ROWS[0])
+PARQUET = make_parquet()
 DEEP = "[" * 200_000
 # File -> (its content, what the refusal says behind the file's path).
 MALFORMED = {
@@ -182,7 +198,10 @@ MALFORMED = {
     "latin.csv": ("instruction,output\na,é\n".encode("latin-1"), ":2: not UTF-8 text"),
     "header.csv": (b"instruction,output\n", ": the dataset is empty"),
     # Others
-    "random.parquet": (b"PAR1 is not enough", ": not a parquet file"),
+    "cut.parquet": (PARQUET[:-100], ": not a parquet file"),
+    "encrypted.parquet": (PARQUET[:-4] + b"PARE", ": not a parquet file"),
+    "page.parquet": (PARQUET[:5000] + b"\xff" * 200 + PARQUET[5200:], ": not a parquet file"),
+    "not_utf8.parquet": (make_parquet(output=not_utf8()), " row 401: not a parquet file"),
     "kind.docx": (b"text", "is not of a known kind"),
     "cut.jsonl.gz": (gzip.compress(GOOD.encode() * 99)[:-9], ": the packed file is damaged or cut off"),
     "plain.csv.gz": (b"instruction,output\n", ": the packed file is damaged or cut off"),
@@ -199,65 +218,16 @@ def test_malformed_file_is_refused_with_its_place(name: str, prepare: Any, tmp_p
     assert message in str(error.value)
 
 
-def make_parquet(rows: int = 500, **more: object) -> bytes:
-    """A file of 500 rows whose columns may be replaced or added to."""
-    columns = {"instruction": [f"Say {n}." for n in range(rows)], "output": [f"{n}" * 4 for n in range(rows)]}
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({**columns, **more}), buffer, row_group_size=200)
-    return buffer.getvalue()
-
-
-def not_utf8(rows: int = 500) -> pyarrow.Array:
-    """Texts of which the 401st is not UTF-8: a writer that does not look leaves such."""
-    made = pyarrow.array([b"text"] * 400 + [b"\xff\xfe"] + [b"text"] * (rows - 401))
-    return pyarrow.Array.from_buffers(pyarrow.string(), len(made), made.buffers())
-
-
-def broken_page() -> bytes:
-    whole = make_parquet()
-    middle = len(whole) // 2
-    return whole[:middle] + b"\xff" * 200 + whole[middle + 200 :]
-
-
-DAMAGED_PARQUET = {
-    "cut": (lambda: make_parquet()[:-100], "rows.parquet: not a parquet file"),
-    "encrypted": (lambda: make_parquet()[:-4] + b"PARE", "rows.parquet: not a parquet file"),
-    "broken page": (broken_page, "rows.parquet: not a parquet file"),
-    "not UTF-8": (lambda: make_parquet(output=not_utf8()), "rows.parquet row 401: not a parquet file"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED_PARQUET)
-def test_a_damaged_parquet_file_is_refused_with_its_place(damage: str, prepare: Any, tmp_path: Path) -> None:
-    content, words = DAMAGED_PARQUET[damage]
-    (tmp_path / "rows.parquet").write_bytes(content())
-    with pytest.raises(UserError, match=words):
-        prepare(tmp_path / "rows.parquet")
-
-
-def test_a_parquet_column_that_holds_no_text_is_not_read(prepare: Any, tmp_path: Path) -> None:
+def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(prepare: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
     times = pyarrow.array([2**62] * 500, pyarrow.timestamp("us"))  # more than Python's datetime holds
-    (tmp_path / "rows.parquet").write_bytes(make_parquet(time=times))
-    found = sources.find_source(str(tmp_path / "rows.parquet")).read(2)
-    assert found.columns == ["instruction", "output", "time"] and found.rows[0]["time"] is None
-    assert len(prepare(tmp_path / "rows.parquet")[0]) == 500
-
-
-def test_a_parquet_column_that_the_format_does_not_use_is_not_read(prepare: Any, tmp_path: Path) -> None:
-    made = make_parquet(note=not_utf8(), Input=["blue"] * 500, wish=["say"] * 500)
-    (tmp_path / "rows.parquet").write_bytes(made)
-    tokenized, report = prepare(tmp_path / "rows.parquet")
-    assert len(tokenized) == 500 and report.unused_columns == ["note", "wish"]
-    tokenized, report = prepare(tmp_path / "rows.parquet", columns=("instruction=wish",))
-    assert len(tokenized) == 500 and report.unused_columns == ["instruction", "note"]
+    path.write_bytes(make_parquet(note=not_utf8(), Input=["blue"] * 500, wish=["say"] * 500, time=times))
+    tokenized, report = prepare(path)
+    assert len(tokenized) == 500 and report.unused_columns == ["note", "wish", "time"]
+    tokenized, report = prepare(path, columns=("instruction=wish",))
+    assert len(tokenized) == 500 and report.unused_columns == ["instruction", "note", "time"]
     with pytest.raises(UserError, match=r"rows.parquet row 401: .*'note'"):
-        prepare(tmp_path / "rows.parquet", columns=("output=note",))
-
-
-def test_pipe_is_refused_before_it_is_read(prepare: Any, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "rows.jsonl")
-    with pytest.raises(UserError, match="not a regular file"):
-        prepare(tmp_path / "rows.jsonl")
+        prepare(path, columns=("output=note",))
 
 
 def test_few_malformed_rows_are_left_out_and_listed_unless_told_otherwise(prepare: Any, tmp_path: Path) -> None:
@@ -271,26 +241,26 @@ def test_few_malformed_rows_are_left_out_and_listed_unless_told_otherwise(prepar
         prepare(path, on_bad_row="error")
 
 
-def test_a_file_name_that_is_not_utf8_is_refused(prepare: Any, tmp_path: Path) -> None:
-    (tmp_path / "rows").mkdir()
-    write_jsonl(tmp_path / "rows" / "a\udcff.jsonl", ROWS)  # the byte 0xff
-    with pytest.raises(UserError, match=r"a\\udcff.jsonl' is not UTF-8 text. Rename the file"):
-        prepare(tmp_path / "rows")
-
-
 @pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"])
 def test_missing_file_is_not_taken_for_a_hub_name(name: str) -> None:
     with pytest.raises(UserError, match=r"no such file or folder: .*alpaca_demo.*\.parquet"):
         sources.find_source(name)
 
 
-def test_folder_without_data_and_unknown_names_and_formats_are_refused(prepare: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="has no file of a known kind"):
-        prepare(tmp_path)
-    with pytest.raises(UserError, match=r"unknown name 'alpaca_dmeo'. Did you mean 'alpaca_demo'\?"):
-        prepare("alpaca_dmeo")
-    with pytest.raises(UserError, match=r"unknown format 'alpacca'. Formats: auto, alpaca"):
-        prepare("alpaca_demo", dataset_format="alpacca")
+def test_what_holds_no_rows_is_refused_before_it_is_read(prepare: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "named").mkdir()
+    write_jsonl(tmp_path / "named" / "a\udcff.jsonl", ROWS)  # the byte 0xff
+    for dataset, options, message in (
+        (tmp_path / "rows.jsonl", {}, "not a regular file"),
+        (tmp_path / "empty", {}, "has no file of a known kind"),
+        (tmp_path / "named", {}, r"a\\udcff.jsonl' is not UTF-8 text. Rename the file"),
+        ("alpaca_dmeo", {}, r"unknown name 'alpaca_dmeo'. Did you mean 'alpaca_demo'\?"),
+        ("alpaca_demo", {"dataset_format": "alpacca"}, r"unknown format 'alpacca'. Formats: auto, alpaca"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare(dataset, **options)
 
 
 def test_targets_are_counted_without_a_wide_copy_of_the_dataset() -> None:
@@ -416,11 +386,6 @@ def test_a_format_with_three_segments_is_one_row_of_the_table(
         *(f"--- masked ({q2} tokens) ---", " Twice?"),
         *(f"--- learned ({a2} tokens) ---", " Blue, blue.</s>"),
     ]
-    cut, cut_report = prepare(path, context_length=a1 + 1, max_bad_rows=0.5)  # within the second segment
-    assert cut.learned[: a1 + 1].tolist() == [True] * a1 + [False]
-    assert cut_report.num_tokens_cut == q2 + a2 - 1 + sum(other) - (a1 + 1)
-    with pytest.raises(UserError, match=r"rows.jsonl:1: no room for a response"):
-        prepare(path, context_length=1)
 
 
 def test_truncation_is_counted_and_rows_without_room_are_rejected(
@@ -499,7 +464,7 @@ def test_second_call_maps_the_cached_rows_without_tokenizing(
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS * 50, {}])
     first, first_report = prepare(path)
-    monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_, **__: pytest.fail("tokenized again"))
+    monkeypatch.setattr(tokenization, "tokenize_batch", lambda *_: pytest.fail("tokenized again"))
     second, second_report = prepare(path)
     assert any("Tokenized rows are read from" in line for line in lines)
     assert second_report == first_report
@@ -560,22 +525,22 @@ def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path:
         file.write_bytes({"cut": data[:-7], "empty": b"", "noise": b"\xff" * len(data), "bit": bit}[damage])
     assert prepare(path)[0].input_ids.tolist() == expected
     assert any("damaged" in line for line in lines)
-    assert file.read_bytes() == data
+    assert all(np.array_equal(array, load_file(file)[name]) for name, array in arrays.items())
 
 
 def test_of_several_ranks_one_tokenizes(prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    tokenize = tokenization.tokenize_rows
+    tokenize = tokenization.tokenize_batch
 
-    def tokenize_and_note(*arguments: Any, **options: Any) -> Any:
+    def tokenize_and_note(*arguments: Any) -> Any:
         (tmp_path / f"tokenized_by_{os.getpid()}").touch()
         time.sleep(0.5)  # long enough for the others to come
-        return tokenize(*arguments, **options)
+        return tokenize(*arguments)
 
     def work() -> None:
         assert len(prepare(path)[0]) == len(ROWS)
 
-    monkeypatch.setattr(tokenization, "tokenize_rows", tokenize_and_note)
+    monkeypatch.setattr(tokenization, "tokenize_batch", tokenize_and_note)
     ranks = [multiprocessing.get_context("fork").Process(target=work) for _ in range(4)]
     for rank in ranks:
         rank.start()
@@ -616,7 +581,7 @@ def test_a_filled_cache_that_may_only_be_read_is_used(
 
     expected, _ = prepare("alpaca_demo", context_length=4096)
     monkeypatch.setattr(cache.FileLock, "acquire", refuse)
-    monkeypatch.setattr(tokenization, "tokenize_rows", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr(tokenization, "tokenize_batch", lambda *_: pytest.fail("tokenized again"))
     caplog.clear()
     assert prepare("alpaca_demo", context_length=4096)[0].digest == expected.digest
     assert not [record for record in caplog.records if record.levelno > logging.INFO]

@@ -15,11 +15,10 @@ from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import BadRow, Chat, Segment
-from fsdp_qlora.data.sources import find_source
 from fsdp_qlora.data.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.errors import UserError
 from tests.data.conftest import WORKER
-from tests.data.test_data import write_parquet
+from tests.data.test_data import rows_of, write_parquet
 from tests.tiny import spelled_tokenizer
 
 KINDS = ["byte_level", "sentencepiece"]
@@ -373,7 +372,7 @@ def read_parquet(path: Path) -> list[Any]:
 
 def read_saved(path: Path, rows: list[dict[str, Any]]) -> list[Any]:
     Dataset.from_list(rows).save_to_disk(str(path))
-    return list(find_source(str(path)).read(None).rows)
+    return rows_of(path)
 
 
 def test_a_call_of_a_tool_is_the_same_in_each_of_its_forms() -> None:

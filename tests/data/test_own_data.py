@@ -19,7 +19,7 @@ from fsdp_qlora.data.schedule import Schedule, mix
 from fsdp_qlora.data.sources import DatasetName, find_source, parse_name
 from fsdp_qlora.errors import UserError
 from tests.data.conftest import SharedWorker
-from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
+from tests.data.test_data import rows_of, write_csv, write_json, write_jsonl, write_parquet
 from tests.tiny import make_rows, spelled_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -139,25 +139,16 @@ class Case(NamedTuple):
 LONG = [{"instruction": "a" * 3000, "output": "b"}]
 SYSTEM = {"role": "system", "content": "s"}
 CASES = {
-    "alpaca json": Case(write_json, "a.json", ALPACA, 4),
-    "alpaca jsonl": Case(write_jsonl, "a.jsonl", ALPACA, 4),
     "alpaca csv from Excel": Case(with_bom, "a.csv", ALPACA, 4),
-    "alpaca parquet": Case(write_parquet, "a.parquet", ALPACA, 4),
     "system, history": Case(write_json, "a.json", [{**ALPACA[0], "system": "s", "history": [["q", "r"]], "id": 7}], 1, ": id"),
     "train and test files": Case(split_files, "folder", ALPACA, 4, "train.jsonl is trained on; not test.jsonl"),
-    "messages": Case(write_jsonl, "a.jsonl", [{"messages": TALK}], 1),
     "messages with system": Case(write_jsonl, "a.jsonl", [{"messages": [SYSTEM, *TALK]}], 1),
     "messages with weight": Case(write_jsonl, "a.jsonl", [{"messages": [*TALK, TALK[0], {**TALK[1], "weight": 0}]}], 1),
     "sharegpt": Case(write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not use: id"),
-    "prompt and completion": Case(write_jsonl, "a.jsonl", [{"prompt": "a", "completion": "b"}], 1),
     "prompted messages": Case(write_jsonl, "a.jsonl", [{"prompt": TALK[:1], "completion": TALK[1:]}], 1),
-    "question and answer": Case(write_jsonl, "a.jsonl", [{"question": "a", "answer": "b"}], 1),
     "with context": Case(write_jsonl, "a.jsonl", [{"question": "a", "context": "c", "answer": "b"}], 1),
     "dolly": Case(write_jsonl, "a.jsonl", [{"instruction": "a", "context": "c", "response": "b", "category": "d"}], 1, ": category"),
-    "guanaco": Case(write_jsonl, "a.jsonl", [{"text": "### Human: a### Assistant: b"}], 1),
-    "text": Case(write_jsonl, "a.jsonl", [{"text": "go on"}], 1),
     "lines of text": Case(lines, "a.txt", [{"text": "go"}, {"text": ""}, {"text": "on"}], 2),
-    "tokens": Case(write_jsonl, "a.jsonl", [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}], 1),
     "preferences": Case(write_jsonl, "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}], 0, "chosen and rejected"),
     "capitals": Case(excel, "a.csv", ALPACA, 4),
     "semicolons": Case(semicolons, "a.csv", ALPACA, 4),
@@ -294,9 +285,9 @@ def test_wrong_names_are_refused_with_what_is_meant(tmp_path: Path) -> None:
 
 def test_a_slice_takes_these_rows(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ALPACA)
-    assert find_source(f"{path}[1:3]").read(None).rows == ALPACA[1:3]
-    assert find_source(f"{path}[1:]").read(2).rows == ALPACA[1:3]
-    assert find_source(f"{path}[1:3]").read(None).numbers == [2, 3]
+    assert rows_of(f"{path}[1:3]") == rows_of(f"{path}[1:]", 2) == ALPACA[1:3]
+    assert [entry.number for entry in find_source(f"{path}[1:3]").entries()] == [2, 3]
+    assert rows_of(f"{path}[:0]") == []
     assert len({find_source(f"{path}{part}").identity for part in ("", "[1:3]", "[1:]")}) == 3
 
 
@@ -325,7 +316,7 @@ def test_names_of_2024_are_the_rows_of_2024(monkeypatch: pytest.MonkeyPatch, pre
     ):
         # As train.py of 2024 did.
         expected = datasets.Dataset.from_list(tables[key]).shuffle(seed=42)["question"][part]
-        assert [row["question"] for row in find_source(name).read(512).rows] == list(expected)
+        assert [row["question"] for row in rows_of(name, 512)] == list(expected)
 
 
 # ---- mixtures -------------------------------------------------------------------------------------------
