@@ -395,7 +395,7 @@ def gather_numbers(
     mine = host.to(device, non_blocking=True)
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            mine[index] = value
+            mine[index].add_(value)
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
     all_gather(everyone, mine, group=group)
     return everyone.view(-1, mine.numel()).cpu()
