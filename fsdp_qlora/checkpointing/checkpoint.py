@@ -149,15 +149,9 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def records_of(paths: Sequence[Path]) -> list[FileRecord]:
-    """The sizes and hashes of files, each by a thread."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
-        return list(pool.map(record_of, paths))
-
-
-def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
-    """Raise DamagedCheckpoint if a file of a folder is missing or its size or content differs."""
+    """The sizes and hashes of files, each by a thread: hashing lets other threads run."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda name: check_file(folder / name, expected[name]), expected))
+        return list(pool.map(record_of, paths))
 
 
 def record_of(path: Path) -> FileRecord:
@@ -170,18 +164,18 @@ def record_of(path: Path) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def check_file(path: Path, expected: FileRecord) -> None:
-    """Raise DamagedCheckpoint if a file is missing or its size or content differs."""
+def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
+    """Raise DamagedCheckpoint if a file of a folder is missing or its size or content differs."""
+    for name, record in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{name} is not {'a file' if path.exists() else 'there'}")
+        if (size := path.stat().st_size) != record.size:
+            raise DamagedCheckpoint(f"{name} has {size} bytes instead of {record.size}")
     try:
-        if not path.is_file() and path.exists():
-            raise DamagedCheckpoint(f"{path.name} is not a file")
-        size = path.stat().st_size
-        if size != expected.size:
-            raise DamagedCheckpoint(f"{path.name} has {size} bytes instead of {expected.size}")
-        found = record_of(path)
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path.name} is not there") from None
+        found = records_of([folder / name for name in expected])
     except OSError as error:
-        raise DamagedCheckpoint(f"{path.name} cannot be read ({error.strerror})") from error
-    if found.sha256 != expected.sha256:
-        raise DamagedCheckpoint(f"{path.name} has changed: its SHA-256 differs")
+        raise DamagedCheckpoint(f"{error.filename} cannot be read ({error.strerror})") from error
+    for name, record in zip(expected, found, strict=True):
+        if record != expected[name]:
+            raise DamagedCheckpoint(f"{name} has changed: its SHA-256 differs")

@@ -9,12 +9,11 @@ import contextlib
 import functools
 import json
 import logging
-import queue
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,34 +52,29 @@ class Mirror:
 
     def __init__(self, output_dir: Path, store: "Store | None") -> None:
         self.output_dir, self.store = output_dir, store
-        self._queue: queue.Queue[bool] = queue.Queue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._is_failing = False
-        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-        self._thread.start()
 
     def copy_later(self) -> None:
         """Copy new checkpoints in the background."""
-        self._queue.put(True)
+        if self.store is not None:
+            self._thread.submit(self._copy, self.store)
 
     def close(self) -> None:
         """Wait until all is copied."""
-        self._queue.put(False)
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _work(self) -> None:
-        while self._queue.get():
-            if self.store is None:
-                continue
-            try:
-                self.store.update(self.output_dir)
-                self._is_failing = False
-            except OSError as error:
-                if not self._is_failing:
-                    log.warning(
-                        "The mirror %s has no copy of the last checkpoint: %s. Training continues, and the mirror is "
-                        "tried again at the next checkpoint.", self.store.name, error,
-                    )  # fmt: skip
-                self._is_failing = True
+    def _copy(self, store: "Store") -> None:
+        try:
+            store.update(self.output_dir)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning(
+                    "The mirror %s has no copy of the last checkpoint: %s. Training continues, and the mirror is tried "
+                    "again at the next checkpoint.", store.name, error,
+                )  # fmt: skip
+            self._is_failing = True
 
 
 class Store:

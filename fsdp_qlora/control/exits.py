@@ -68,7 +68,9 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
         raise
     except Exception as error:
         if kind := exhausted_memory(error):
-            failure: Exception = OutOfMemory(_describe_out_of_memory(error, kind, watchdog, memory_settings))
+            where = f"in step {watchdog.heartbeat.step + 1} ({watchdog.heartbeat.phase})"
+            message = _describe_out_of_memory(error, kind, watchdog.ranks.rank, where, memory_settings)
+            failure: Exception = OutOfMemory(message)
             watchdog.presence.abort_or_exit(str(failure), state=how_it_ends(failure).state)
             print_error(failure)
         elif _is_lost(error):
@@ -126,8 +128,8 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
         yield
     except Exception as error:
         if kind := exhausted_memory(error):
-            message = f"Rank {rank} ran out of {kind} memory while the model was loaded: {_in_one_line(error)}"
-            raise TrainingError(f"{message} What helps: {settings}.") from error
+            message = _describe_out_of_memory(error, kind, rank, "while the model was loaded", settings)
+            raise TrainingError(message) from error
         if _is_lost(error):
             message = "The connection to another rank was lost while the model was loaded: it has ended."
             raise LostRank(message) from error
@@ -180,10 +182,5 @@ def _in_one_line(error: Exception) -> str:
     return next((f"NCCL: {line}" for line in lines if re.match(r"nccl\w+: ", line)), lines[0])
 
 
-def _describe_out_of_memory(error: Exception, kind: str, watchdog: Watchdog, settings: str) -> str:
-    rank, beat = watchdog.ranks.rank, watchdog.heartbeat
-    detail = _in_one_line(error)
-    return (
-        f"Rank {rank} ran out of {kind} memory in step {beat.step + 1} ({beat.phase}): {detail} "
-        f"All ranks have been ended. What helps: {settings}."
-    )
+def _describe_out_of_memory(error: Exception, kind: str, rank: int, where: str, settings: str) -> str:
+    return f"Rank {rank} ran out of {kind} memory {where}: {_in_one_line(error)} What helps: {settings}."

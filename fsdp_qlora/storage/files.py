@@ -18,11 +18,6 @@ PARTIAL = ".partial"
 _HEAD_BYTES = 2**20  # holds the names, types and shapes of all tensors of a usual file
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _URLS = ("s3", "gcs", "gs", "az", "sftp")  # of those that fsspec opens, which can be written to
-_FORMS = (
-    f"{', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the Hugging Face hub), "
-    "rclone:REMOTE:PATH (a remote of rclone)"
-)
-_COLON = "A folder with a colon in its name is given as ./NAME."
 
 
 class FileRecord(NamedTuple):
@@ -193,7 +188,7 @@ def _hash_samples(digest: Any, path: Path, *, head_bytes: int, samples: int) -> 
 
 
 # --- folders of this machine, URLs and rclone remotes ---
-# Messages show only the beginning of a refused value: the rest may contain a password.
+# Messages show nothing of a refused value: it may contain a password.
 
 
 def mirror_error(target: str) -> str | None:
@@ -204,11 +199,7 @@ def mirror_error(target: str) -> str | None:
     if kind == "hf":
         is_named = is_repository(rest.removeprefix("//"))
         return None if is_named else "--mirror hf:OWNER/NAME needs a repository's name with its owner."
-    if kind in _URLS and re.match("//[^/]", rest):
-        return None
-    if (begin := _remote(target)) is None:
-        return None
-    return f"--mirror begins with {begin!r}, which is not a kind of mirror. Give {_FORMS} or a folder. {_COLON}"
+    return None if kind in _URLS and re.match("//[^/]", rest) else folder_error("mirror", target)
 
 
 def is_repository(name: str) -> bool:
@@ -218,20 +209,10 @@ def is_repository(name: str) -> bool:
 
 def folder_error(option: str, text: str) -> str | None:
     """Why an option that names a folder of this machine cannot be `text`; None if it may be."""
-    begin = _remote(text)
-    # A folder with a colon in its name may exist, but not one that an earlier version created from a URL.
-    if begin is None or (os.path.exists(text) and not begin.startswith(":") and not begin.endswith("/")):
-        return None
-    return (
-        f"--{option} begins with {begin!r}, but must be a folder of this machine. For copies elsewhere use --mirror: "
-        f"{_FORMS}. {_COLON}"
-    )
-
-
-def _remote(text: str) -> str | None:
-    """The beginning of a URL or remote (s3://, :sftp, box:); None for a path, without a colon before a slash."""
     if ":" not in text.partition("/")[0]:
         return None
-    match = re.match(r"(:?[^:/,@]*)[^/]*?:(/{0,2})", text)
-    assert match is not None
-    return match[1] + ":" * (not match[1].startswith(":")) + match[2]
+    return (
+        f"--{option} is no folder of this machine: one with a colon in its name is given as ./NAME. Copies elsewhere "
+        f"are for --mirror: {', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the Hugging Face "
+        "hub) or rclone:REMOTE:PATH (a remote of rclone)."
+    )

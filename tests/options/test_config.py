@@ -162,13 +162,11 @@ def test_a_place_elsewhere_is_no_folder_and_its_password_is_not_shown(place, tmp
         if (option, place[:5]) == ("mirror", "s3://"):
             continue
         error = error_of(f"--{option}", place)
-        assert f"--{option} begins with {place[:3]!r}"[:-2] in error and "rclone:REMOTE:PATH" in error
+        assert f"--{option} is no folder" in error and "rclone:REMOTE:PATH" in error
         assert "PaSs" not in error
     for option in ("mirror", "output_dir", "resume"):
         for folder in ("./a:b", "/a:b", "../s3:/x", "~/a:b", "runs/10:30", "C"):
             parse_train_config([f"--{option}", folder])
-    (tmp_path / "10:30").mkdir()
-    parse_train_config(["--output_dir", "10:30"])
     for known in (
         *("rclone:s3:bucket", "rclone::sftp,host=box:run", "hf:owner/name", "hf://owner/name", "s3://bucket/run"),
         *("gs://bucket/run", "sftp://user:PaSs@host/run"),
