@@ -191,8 +191,6 @@ def best_step(folders: Mapping[int, Path]) -> int | None:
 
 
 def _eval_loss(folder: Path, step: int) -> float | None:
-    progress = read_json(folder / checkpoint.STATE).get("progress")
-    if not isinstance(progress, dict) or progress.get("last_eval_step") != step:
-        return None
-    loss = progress.get("eval_loss")
-    return loss if isinstance(loss, float) and math.isfinite(loss) else None
+    progress = read_json(folder / checkpoint.STATE).get("progress", {})
+    loss = progress.get("eval_loss") if progress.get("last_eval_step") == step else None
+    return loss if loss is not None and math.isfinite(loss) else None

@@ -213,6 +213,6 @@ def folder_error(option: str, text: str) -> str | None:
         return None
     return (
         f"--{option} is no folder of this machine: one with a colon in its name is given as ./NAME. Copies elsewhere "
-        f"are for --mirror: {', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the Hugging Face "
-        "hub) or rclone:REMOTE:PATH (a remote of rclone)."
+        f"are for --mirror: {', '.join(f'{kind}://' for kind in _URLS)}, hf:OWNER/NAME (a repository on the hub) or "
+        "rclone:REMOTE:PATH (a remote of rclone)."
     )

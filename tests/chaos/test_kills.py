@@ -4,8 +4,9 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -13,9 +14,8 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import RANKS, Job, ended, numbers, run, steps_done, wait_for
-
-Same = Callable[[Path], None]
+from tests.chaos.harness import KILLED, RANKS, Job, Same, at_step, ended, numbers, on, run, steps_done, wait_for
+from tests.tiny import make_rows, write_rows
 
 
 def test_random_kills_change_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_random_kills_change_nothing(reference: Reference, assert_same: Same, tm
 
 def die_at(call: str, count: int) -> None:
     """Let this rank be killed at the count-th call of an os function that touches a checkpoint."""
-    if os.environ["RANK"] != "0":
+    if not on(0):
         return
     original, seen = getattr(os, call), 0
 
@@ -66,8 +66,7 @@ def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_only(
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_total_limit=2)
     for number, phase in enumerate(PHASES):
-        with ended(Job(options, tmp_path / f"logs{number}", fault=die_at, arguments=phase)) as job:
-            assert -signal.SIGKILL in job.wait(), job.output()
+        run(options, tmp_path / f"logs{number}", [-signal.SIGKILL, ANY], fault=die_at, arguments=phase)
         folders = checkpoint.published(tmp_path / "out" / "checkpoints")
         assert folders
         for folder in folders.values():
@@ -81,26 +80,33 @@ def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_only(
     assert left == {f"step_{step:06d}" for step in (best, 18, 20)}
 
 
-@pytest.mark.parametrize("train_type", ["full", "bnb_llama_pro", "hqq_dora", "int8_lora"])
-def test_every_kind_of_training_goes_on_to_the_same_bytes(
-    train_type: str, reference: Reference, tmp_path: Path
-) -> None:
-    options = {**reference.options, "train_type": train_type, "num_epochs": 1, "eval_fraction": 0, "eval_steps": 0}
-    has_adapter = TRAIN_TYPES[train_type].has_adapter
-    if not has_adapter:
+KINDS: dict[str, dict[str, object]] = {
+    **{train_type: {"train_type": train_type} for train_type in ("full", "bnb_llama_pro", "hqq_dora", "int8_lora")},
+    # Rows are taken up again in the middle of a block. 41 rows, 4 a step: the second epoch begins in step 11.
+    "streaming": {"streaming": True, "shuffle_buffer": 15, "max_steps": 22, "num_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: Reference, tmp_path: Path) -> None:
+    options = {**reference.options, "num_epochs": 1, "eval_fraction": 0, "eval_steps": 0, **KINDS[kind]}
+    train_type = TRAIN_TYPES[str(options.get("train_type", "qlora"))]
+    if not train_type.has_adapter:
         options = {name: value for name, value in options.items() if not name.startswith("lora")}
-    if TRAIN_TYPES[train_type].trains_new_blocks:
+    if train_type.trains_new_blocks:
         expand_model(str(options["model_name"]), tmp_path / "expanded", expansion_rate=0.5)
         options["model_name"] = tmp_path / "expanded"
-    run({**options, "output_dir": tmp_path / "whole"}, tmp_path / "logs")
-    with ended(Job({**options, "output_dir": tmp_path / "out"}, tmp_path / "logs0")) as job:
-        wait_for(lambda: 6 in checkpoint.published(tmp_path / "out" / "checkpoints"))
-        job.kill(1)
-        job.wait()
-    newest = list(checkpoint.published(tmp_path / "out" / "checkpoints").values())[-1]
+    if kind == "streaming":
+        (tmp_path / "rows").mkdir()
+        for name, part in (("a", make_rows(41)[:25]), ("b", make_rows(41)[25:])):
+            write_rows(tmp_path / "rows" / f"{name}.jsonl", part)
+        options["dataset"] = tmp_path / "rows"
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run({**options, "output_dir": whole}, tmp_path / "logs")
+    run({**options, "output_dir": out}, tmp_path / "logs0", ANY, fault=partial(at_step, 8, KILLED, 1))
+    newest = list(checkpoint.published(out / "checkpoints").values())[-1]
     # Each rank writes its rows of a whole model; an adapter is small enough for rank 0.
-    assert len(list(newest.glob("*.safetensors"))) == (1 if has_adapter else RANKS)
-    output = run({**options, "output_dir": tmp_path / "out"}, tmp_path / "logs1")
-    assert "Resuming at step" in output
-    name = "adapter_model.safetensors" if has_adapter else "model.safetensors"
-    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert len(list(newest.glob("*.safetensors"))) == (1 if train_type.has_adapter else RANKS)
+    assert "Resuming at step 6" in run({**options, "output_dir": out}, tmp_path / "logs1")
+    name = "adapter_model.safetensors" if train_type.has_adapter else "model.safetensors"
+    assert (out / name).read_bytes() == (whole / name).read_bytes() and numbers(out) == numbers(whole)

@@ -12,7 +12,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.control import stops
 from fsdp_qlora.errors import TrainingError
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import Job, Same, at_step, ended, hang, numbers, run, status, steps_done, wait_for
+from tests.chaos.harness import Job, Same, at_step, ended, finish, hang, numbers, run, status, steps_done, wait_for
 
 
 @pytest.mark.parametrize(
@@ -20,37 +20,18 @@ from tests.chaos.harness import Job, Same, at_step, ended, hang, numbers, run, s
     [(1, signal.SIGTERM, "preempted", 75), (0, signal.SIGINT, "interrupted", 130)],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
-    rank: int, number: int, state: str, code: int, reference: Reference, assert_same: Same, tmp_path: Path
+    rank: int, number: signal.Signals, state: str, code: int, reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_steps=0)
-    with ended(Job(options, tmp_path / "logs0", fault=be_slow)) as job:
-        wait_for(lambda: steps_done(tmp_path / "out") >= 4)
-        job.kill(rank, number)
-        assert job.wait() == [code, code], job.output()
-    about = status(tmp_path / "out")
-    step = about["step"]
-    assert (about["state"], about["exit_code"], about["saved_step"]) == (state, code, step) and step < 20
-    assert list(checkpoint.published(tmp_path / "out" / "checkpoints"))[-1] == step
-    said = [
-        f"Stopped after step {step} ({number.name}): the checkpoint of step {step}" in log.read_text()
-        for log in job.logs
-    ]
+    signalled = partial(at_step, 4, partial(signal.raise_signal, number), rank)
+    job = finish(options, tmp_path / "logs0", [code, code], fault=signalled)
+    found = status(tmp_path / "out")
+    assert (found["state"], found["exit_code"], found["step"], found["saved_step"]) == (state, code, 5, 5)
+    assert list(checkpoint.published(tmp_path / "out" / "checkpoints"))[-1] == 5
+    said = [f"Stopped after step 5 ({number.name}): the checkpoint of step 5" in log.read_text() for log in job.logs]
     assert said == [True, False]  # once on a machine
-    assert f"Resuming at step {step} from" in run(options, tmp_path / "logs1")
+    assert "Resuming at step 5 from" in run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
-
-
-def be_slow() -> None:
-    """Give the test time to send a signal before the run is finished."""
-    from fsdp_qlora.training.trainer import Trainer
-
-    original = Trainer.train_step
-
-    def train_step(self: Trainer, *args: object) -> object:
-        time.sleep(0.1)
-        return original(self, *args)  # type: ignore[arg-type]
-
-    Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
 
 
 def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Path) -> None:

@@ -293,36 +293,25 @@ with open_log(Path({str(tmp_path)!r})) as log:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_an_error_of_wandb_is_said_once_and_ends_the_sending(
-    server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trouble", ["an error", "a hang"])
+def test_trouble_in_wandb_is_said_once_and_holds_up_no_step(
+    trouble: str, server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import wandb
 
-    calls = []
+    is_over, calls = threading.Event(), []
 
     def fail(run: object, *_: object, **__: object) -> None:
         calls.append(run)
-        raise ConnectionResetError("the wandb process is gone")
+        if trouble == "an error":
+            raise ConnectionResetError("the wandb process is gone")
+        is_over.wait()
 
     monkeypatch.setattr(wandb.Run, "log", fail)
-    with open_log(tmp_path) as log:
-        log_steps(log, range(1, 4))
-    problems = [line for line in lines if "the wandb process is gone" in line]
-    assert len(problems) == 1 and "wandb sync" in problems[0]
-    assert len(calls) == 1
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-
-
-def test_a_wandb_that_hangs_does_not_hold_up_a_step(
-    server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import wandb
-
-    is_over = threading.Event()
-    monkeypatch.setattr(wandb.Run, "log", lambda *_, **__: is_over.wait())
-    monkeypatch.setattr(WandbSink, "most_waiting", 4)
-    monkeypatch.setattr(WandbSink, "finish_seconds", 0.5)
-    monkeypatch.setattr(wandb_sink, "TEARDOWN_SECONDS", 2.0)
+    if trouble == "a hang":
+        monkeypatch.setattr(WandbSink, "most_waiting", 4)
+        monkeypatch.setattr(WandbSink, "finish_seconds", 0.5)
+        monkeypatch.setattr(wandb_sink, "TEARDOWN_SECONDS", 2.0)
 
     def steps() -> None:
         with open_log(tmp_path) as log:
@@ -330,7 +319,9 @@ def test_a_wandb_that_hangs_does_not_hold_up_a_step(
 
     ends(steps)  # before wandb has taken the first record
     is_over.set()
-    assert len([line for line in lines if "it has not accepted the last 4 records" in line]) == 1
+    says = {"an error": "the wandb process is gone", "a hang": "it has not accepted the last 4 records"}[trouble]
+    problems = [line for line in lines if says in line]
+    assert len(problems) == 1 and "wandb sync" in problems[0] and len(calls) <= 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20
 
 

@@ -164,19 +164,6 @@ def test_a_new_machine_gets_what_the_old_one_had(store: Store, add_step: Callabl
     assert store.files(CHECKPOINTS) == []
 
 
-def test_a_folder_mirror_made_by_an_earlier_version_is_read(add_step: Callable[[int], None], tmp_path: Path) -> None:
-    """Earlier versions copied a checkpoint under a hidden name and renamed it."""
-    for step in (1, 2):
-        add_step(step)
-    shutil.copytree(tmp_path / "run", tmp_path / "there")
-    (tmp_path / "there" / CHECKPOINTS / ".step_000003.writing").mkdir()
-    (tmp_path / "there" / CHECKPOINTS / ".step_000003.writing" / checkpoint.MANIFEST).touch()
-    store = open_store(str(tmp_path / "there"))
-    assert store.steps() == [1, 2]
-    fetch(store, tmp_path / "box")
-    assert list(checkpoint.published(tmp_path / "box" / CHECKPOINTS)) == [2]
-
-
 def test_a_fetch_that_was_killed_is_made_whole_by_the_next(
     add_step: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

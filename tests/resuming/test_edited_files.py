@@ -18,9 +18,6 @@ from fsdp_qlora.ranks.distributed import read_ranks
 from fsdp_qlora.storage.files import write_json
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 
-MISSING = object()
-WRONG = (MISSING, None, "x", [], {})
-
 
 def finds(out: Path, **how: Any) -> Start | str:
     """Where a start begins, or how it is refused; another exception is none of ours."""
@@ -44,25 +41,10 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", [run_folder.RUN, run_folder.STATUS])
-def test_an_edit_of_a_runs_own_files_is_one_sentence_or_harmless(name: str, run: Path) -> None:
-    path = run / name
-    content = json.loads(path.read_text())
-    refused = set()
-    for key in content:
-        for value in WRONG:
-            edited = {name: old for name, old in {**content, key: value}.items() if old is not MISSING}
-            path.write_text(json.dumps(edited))
-            found = finds(run)
-            if isinstance(found, str):
-                refused.add(key)
-                assert str(run) in found
-            else:
-                assert found.step == 5
-            path.write_text(json.dumps(content))
-    assert refused >= ({"world_size", "run_id", "options"} if name == run_folder.RUN else {"state", "seconds"})
-    for text in ("", "[]", "[" * 10_000, '{"state": "finished"'):
-        path.write_text(text)
-        assert str(path) in str(finds(run))
+def test_an_edit_of_a_runs_own_files_is_one_sentence(name: str, run: Path) -> None:
+    for text in ("", "[]", "[" * 10_000, '{"state": "finished"', "{}"):
+        (run / name).write_text(text)
+        assert str(run / name) in str(finds(run))
 
 
 def test_who_starts_anew_is_not_asked_for_the_old_files(run: Path) -> None:

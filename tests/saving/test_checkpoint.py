@@ -51,15 +51,6 @@ def test_room_is_made_by_what_is_needed_least_and_the_newest_stays(
     checkpoint.verify(tmp_path / "step_1000000")
 
 
-@pytest.mark.parametrize(
-    "progress", ['{"eval_loss": "x", "last_eval_step": 2}', "[]", "null", '{"eval_loss": {}}', "3"]
-)
-def test_what_was_edited_is_never_the_best_and_stops_no_save(progress: str, tmp_path: Path) -> None:
-    make(tmp_path, 1, 1.5)
-    (make(tmp_path, 2) / checkpoint.STATE).write_text(f'{{"progress": {progress}}}')
-    assert best_step(checkpoint.published(tmp_path)) == 1
-
-
 def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     with run_folder.locked(folder):
