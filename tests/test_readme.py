@@ -50,8 +50,6 @@ BY_HAND = {
     "bash scripts/gpu_check.sh": "needs a GPU; without one it would do nothing",
     "python -m pytest -m gpu": "the same",
     "python -m pytest --nightly tests/phantom/test_races.py": "its table is kept in tests/phantom/README.md",
-    "python -m tests.phantom.everything": "hours: every case that docs/gpu.md counts",
-    "python -m tests.parity.all_combinations": "an hour; its figures are kept",
     "bash scripts/same_bytes.sh 1bffeab": "as for main",
     "python benchmarks/useful_tokens.py": "needs rows of one's own; its figures are kept",
     "python benchmarks/loading.py": "1.5 GB; its figures are kept",

@@ -24,15 +24,6 @@ def test_sixteen_gib_are_registered_at_once_and_their_parts_count_as_pinned(reco
     assert not parts[1].any()
 
 
-def test_a_part_that_is_freed_leaves_nothing_pinned_behind():
-    [part] = split_arena([MIB], pinned=True)
-    address = part.data_ptr()
-    del part
-    # Registered again, the same pages would be refused if they still were.
-    [again] = split_arena([MIB], pinned=True)
-    assert again.is_pinned(), hex(address)
-
-
 def test_copies_from_the_arena_are_asynchronous_and_bring_the_bytes():
     [part] = split_arena([4 * MIB], pinned=True)
     part.copy_(torch.arange(4 * MIB, dtype=torch.int64).to(torch.uint8))

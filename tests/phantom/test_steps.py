@@ -1,7 +1,7 @@
 """What one optimizer step asks of the GPU and of the other ranks, counted on the stand-in: the few numbers that matter.
 
 Of collectives how many and the bytes (counts.py), of copies the bytes: "at work" where the device computes, "beside" it
-on another stream. A failure prints the row as it is now. What a number should be:
+on another stream. What a number should be:
 
 - FSDP2 gathers each block's frozen weights twice in a micro-batch, with recompute, and its adapters once in a step.
 - Embedding and head are not gathered: rows of tokens and hidden states are exchanged (sharding/vocabulary.py).
@@ -20,65 +20,44 @@ from tests.phantom.environment import run, subtract
 from tests.tiny import flags, make_rows, write_rows
 
 OFFLOAD = {"use_cpu_offload": True}
-HYBRID = {"sharding_strategy": "hybrid_full_shard"}
 
 
 class Step(NamedTuple):
-    """A step of rank 0 with these options, and its numbers; of kernels there may be fewer."""
+    """A step of rank 0 with these options, and its numbers."""
 
     ranks: int
     options: Mapping[str, object]
     numbers: Mapping[str, int | tuple[int, int]]
     machines: int = 1
-    gib: float = 24  # of each rank's GPU
 
 
 STEPS = {
-    "1 rank": Step(1, {}, {
-        "kernels": 988, "syncs": 1, "all_gather": (1, 56), "host_to_device at work": 10_616,
-        "device_to_host at work": 56,
-    }),
     "padding, 3 micro-batches": Step(1, {"padding": True, "gradient_accumulation_steps": 3}, {
-        "kernels": 2_917, "syncs": 4, "all_gather": (1, 56), "device_to_host at work": 59,
-        "host_to_device at work": 14_392,
+        "syncs": 4, "all_gather": (1, 56), "device_to_host at work": 59, "host_to_device at work": 14_392,
     }),
     "8-bit optimizer, which waits for each tensor": Step(1, {"optimizer": "adamw_8bit"}, {
-        "kernels": 1_041, "syncs": 57, "all_gather": (1, 56), "host_to_device at work": 10_616,
-        "device_to_host at work": 56,
+        "syncs": 57, "all_gather": (1, 56), "host_to_device at work": 10_616, "device_to_host at work": 56,
     }),
     "1 rank, both offloads": Step(1, {**OFFLOAD, "use_activation_cpu_offload": True}, {
-        "kernels": 988, "syncs": 1, "all_gather": (1, 56), "host_to_device beside": 308_608,
-        "host_to_device at work": 22_200, "device_to_host beside": 198_656, "device_to_host at work": 56,
-    }),
-    "1 rank, offload of 3 blocks of 4": Step(1, {"use_cpu_offload": 3}, {
-        "kernels": 988, "syncs": 1, "all_gather": (1, 56), "host_to_device beside": 59_328,
-        "host_to_device at work": 10_616, "device_to_host at work": 56,
+        "syncs": 1, "all_gather": (1, 56), "host_to_device beside": 308_608, "host_to_device at work": 22_200,
+        "device_to_host beside": 198_656, "device_to_host at work": 56,
     }),
     "full_shard, 2 micro-batches": Step(2, {"gradient_accumulation_steps": 2}, {
-        "kernels": 2_008, "syncs": 1, "all_gather": (27, 451_440), "send": (4, 16_384), "recv": (4, 15_872),
-        "all_reduce": (4, 960), "reduce_scatter": (6, 272_384), "host_to_device at work": 41_432,
+        "syncs": 1, "all_gather": (27, 451_440), "send": (4, 16_384), "recv": (4, 15_872), "all_reduce": (4, 960),
+        "reduce_scatter": (6, 272_384), "host_to_device at work": 41_432, "device_to_host at work": 112,
+    }),
+    "full_shard, offload": Step(2, OFFLOAD, {
+        "syncs": 1, "all_gather": (16, 291_312), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
+        "reduce_scatter": (5, 267_264), "host_to_device beside": 97_824, "host_to_device at work": 31_720,
         "device_to_host at work": 112,
     }),
-    "full_shard, 2 micro-batches, no memory to add up their gradients": Step(
-        2, {"gradient_accumulation_steps": 2, "use_cpu_offload": False}, {
-            "kernels": 1_968, "syncs": 1, "all_gather": (31, 582_512), "send": (4, 16_384), "recv": (4, 15_872),
-            "all_reduce": (4, 960), "reduce_scatter": (10, 534_528), "host_to_device at work": 47_000,
-            "device_to_host at work": 112,
-        }, gib=1,
-    ),
-    "full_shard, offload": Step(2, OFFLOAD, {
-        "kernels": 962, "syncs": 1, "all_gather": (16, 291_312), "send": (2, 8_192), "recv": (2, 7_936),
-        "all_reduce": (2, 480), "reduce_scatter": (5, 267_264), "host_to_device beside": 97_824,
-        "host_to_device at work": 31_720, "device_to_host at work": 112,
-    }),
     "ddp": Step(2, {"sharding_strategy": "ddp"}, {
-        "kernels": 988, "syncs": 1, "all_reduce": (4, 262_144), "all_gather": (1, 112),
-        "host_to_device at work": 10_616, "device_to_host at work": 112,
+        "syncs": 1, "all_reduce": (4, 262_144), "all_gather": (1, 112), "host_to_device at work": 10_616,
+        "device_to_host at work": 112,
     }),
-    "hybrid": Step(4, HYBRID, {
-        "kernels": 963, "syncs": 1, "all_gather": (16, 291_424), "send": (2, 8_192), "recv": (2, 7_936),
-        "all_reduce": (6, 131_552), "reduce_scatter": (5, 267_264), "host_to_device at work": 23_528,
-        "device_to_host at work": 224,
+    "hybrid": Step(4, {"sharding_strategy": "hybrid_full_shard"}, {
+        "syncs": 1, "all_gather": (16, 291_424), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (6, 131_552),
+        "reduce_scatter": (5, 267_264), "host_to_device at work": 23_528, "device_to_host at work": 224,
     }, machines=2),
 }  # fmt: skip
 EVERYDAY = ("1 rank, both offloads", "full_shard, 2 micro-batches")
@@ -98,7 +77,7 @@ def step(models, tmp_path_factory):
         options |= {"model_name": models(num_hidden_layers=4), **row.options}
         words = flags(output_dir=folder / "out", max_steps=max_steps, **options)
         machine = {rank: {"GROUP_RANK": rank * row.machines // row.ranks} for rank in range(row.ranks)}
-        settings = {"LOCAL_WORLD_SIZE": row.ranks // row.machines, "PHANTOM_GIB": row.gib}
+        settings = {"LOCAL_WORLD_SIZE": row.ranks // row.machines}
         ended = run(
             ["train.py", *words], folder, ranks=row.ranks, settings=settings, settings_of_rank=machine, summary=True
         )
@@ -115,7 +94,7 @@ def step(models, tmp_path_factory):
 
 
 def numbers(step):
-    found = {"kernels": step["kernels"], "syncs": sum(each["count"] for each in step["syncs"])}
+    found = {"syncs": sum(each["count"] for each in step["syncs"])}
     for each in step["collectives"]:
         count, size = found.get(each["kind"], (0, 0))
         found[each["kind"]] = count + each["count"], size + each["count"] * each["bytes"]
@@ -131,10 +110,7 @@ def numbers(step):
 )
 def test_a_step_asks_for_what_the_table_says(name, step):
     counts = step(STEPS[name])
-    found, expected = numbers(counts), STEPS[name].numbers
-    print(found)
-    assert {**found, "kernels": 0} == {**expected, "kernels": 0}
-    assert found["kernels"] <= expected["kernels"]
+    assert numbers(counts) == STEPS[name].numbers
     assert counts["mallocs"] == counts["pinned_allocations"] == 0
     assert all(sync["line"].startswith("fsdp_qlora/") for sync in counts["syncs"])
     assert all(copied["pinned"] for copied in counts["copies"] if copied["stream"])
