@@ -10,7 +10,7 @@ import torch
 from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.card import answer_as_a_card
-from tests.parity.all_combinations import train_each
+from tests.parity.test_combinations import train_each
 from tests.tiny import _free_port, flags, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]

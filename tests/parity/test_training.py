@@ -98,12 +98,8 @@ def plain(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Plain:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sharding_strategy": "shard_grad_op"},
-        {"sharding_strategy": "ddp"},
         {"sharding_strategy": "hybrid_full_shard"},
-        {"use_cpu_offload": True},
         {"use_gradient_checkpointing": False},
-        {"use_activation_cpu_offload": True},
         {"optimizer": "fused_adamw"},
     ],
     ids=lambda options: "-".join(options),
