@@ -1,6 +1,6 @@
 """An independent single-process trainer: transformers + PEFT + bitsandbytes, plain PyTorch, no FSDP."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -92,32 +92,43 @@ def batch_loss(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Ten
     return total / sum(int((labels[:, 1:] != -100).sum()) for _, labels in batch)
 
 
-def train_lora(
+def train_peft(
     base: torch.nn.Module,
-    first_values: dict[str, torch.Tensor],
     batch: list[tuple[torch.Tensor, torch.Tensor]],
+    first_value: Callable[[str, torch.Size], torch.Tensor],
     *,
     steps: int,
     lr: float,
-    rank: int,
-    alpha: int,
-) -> list[float]:
-    """Losses of full-batch AdamW steps, clipped at norm 1, on all linear layers of the blocks."""
-    names = sorted({name.rsplit(".", 3)[-3] for name in first_values})
-    model = get_peft_model(base, LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, task_type="CAUSAL_LM"))
-    own = {name.replace(".default", ""): parameter for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for name, value in first_values.items():
-            own[name].copy_(value)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert len(trainable) == len(first_values)
-    optimizer = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
+    lr_ratio: float = 1.0,
+    **options: object,
+) -> tuple[list[float], PeftModel]:
+    """Full-batch AdamW steps of PEFT's own adapter on all linear layers of the blocks, clipped at norm 1.
+
+    Args:
+        first_value: of A and B, by name and shape.
+        lr_ratio: the learning rate of B is this many times A's.
+        options: of LoraConfig.
+    Returns:
+        The losses, and the trained model.
+    """
+    model = peft_model(base, **options)
+    groups = []
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name or "lora_B" in name:
+            parameter.data.copy_(first_value(name.replace(".default", ""), parameter.shape))
+        if parameter.requires_grad:
+            groups.append({"params": [parameter], "lr": lr * (lr_ratio if "lora_B" in name else 1.0)})
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     losses = []
     for _ in range(steps):
         loss = batch_loss(model, batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        torch.nn.utils.clip_grad_norm_([group["params"][0] for group in groups], 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, model
+
+
+def peft_model(base: torch.nn.Module, **options: object) -> PeftModel:
+    return get_peft_model(base, LoraConfig(**{"target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options}))

@@ -1,19 +1,17 @@
 """Adapter kinds, their variants and first values, against PEFT's own."""
 
 import copy
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_qlora.adapters.dora import DoraLinear, DoraOperands, row_norms
-from fsdp_qlora.adapters.first_values import first_adapter_value, pissa, pissa_niter
+from fsdp_qlora.adapters.first_values import pissa, pissa_niter
 from fsdp_qlora.adapters.lora import Dropout
 from fsdp_qlora.adapters.targets import select_targets
 from fsdp_qlora.config.cli import parse_train_config
@@ -22,107 +20,18 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.run.run import run
-from tests.parity.test_train_types import library_base, train_ours
-from tests.reference import LINEARS, batch_loss, decode, encode, load_adapter, load_base, load_decoded_base
+from tests.parity.test_train_types import train_ours
+from tests.reference import decode, encode, load_adapter, load_base, load_decoded_base, peft_model, train_peft
 from tests.tiny import PROBE, flags, make_rows
 
 Models = Callable[..., Path]
 LR = 1e-2
-RANDOM = functools.partial(first_adapter_value, seed=5)
-
-
-def peft_model(base: nn.Module, **options: object) -> nn.Module:
-    return get_peft_model(base, LoraConfig(**{"target_modules": list(LINEARS), "task_type": "CAUSAL_LM", **options}))
-
-
-def peft_losses(
-    base: nn.Module,
-    batch: list[tuple[torch.Tensor, torch.Tensor]],
-    *,
-    steps: int,
-    first_value: Callable[[str, torch.Size], torch.Tensor],
-    lr_ratio: float = 1.0,
-    **options: object,
-) -> tuple[list[float], nn.Module]:
-    """Full-batch AdamW steps of PEFT's own adapter on `base`, from the A and B that `first_value` gives.
-
-    Args:
-        lr_ratio: the learning rate of B is this many times A's.
-
-    Returns:
-        The losses, and the trained model.
-    """
-    model = peft_model(base, **options)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name or "lora_B" in name:
-                parameter.copy_(first_value(name.replace(".default", ""), parameter.shape))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter], "lr": LR * (lr_ratio if "lora_B" in name else 1.0)}
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    losses = []
-    for _ in range(steps):
-        loss = batch_loss(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=PROBE).logits
     return logits
-
-
-# --- DoRA ----------------------------------------------------------------------------------------------
-
-
-def decoded_hqq_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The base model in fp32, its linear layers rounded to what hqq's own layers keep of them in 4 bits."""
-    model = library_base(folder, {"train_type": "hqq_lora"}, monkeypatch)
-    for path, module in list(model.named_modules()):
-        if type(module).__name__ == "HQQLinear":
-            linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-            linear.weight.data = module.dequantize().float()
-            if module.bias is not None:
-                linear.bias.data = module.bias.data
-            model.set_submodule(path, linear)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("train_type", "model_type"), [("bnb_dora", "qwen2"), ("hqq_dora", "qwen2"), ("dora", "llama")]
-)
-def test_dora_equals_pefts_on_the_decoded_base_and_peft_loads_it(
-    train_type: str, model_type: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, rows = models(model_type), make_rows(4, seed=3)
-    losses, logits = train_ours(folder, rows, tmp_path / "out", train_type=train_type, lora_alpha=6, lr=LR)
-    bases = {
-        "bnb_dora": lambda: load_decoded_base(folder),
-        "hqq_dora": lambda: decoded_hqq_base(folder, monkeypatch),
-        "dora": lambda: load_base(folder, four_bit=False),
-    }
-    base = bases[train_type]()
-    expected, trained = peft_losses(
-        copy.deepcopy(base), encode(folder, rows), steps=10, first_value=RANDOM, r=4, lora_alpha=6, use_dora=True
-    )
-    assert expected[-1] < expected[0] - 0.5
-    # The same numbers up to the order of fp32 sums, which ten steps of Adam amplify.
-    assert losses == pytest.approx(expected, rel=1e-4)
-    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    name = "base_model.model.model.layers.1.mlp.down_proj.lora_magnitude_vector"
-    own = trained.get_submodule(name.replace("lora_magnitude_vector", "lora_magnitude_vector.default")).weight
-    assert torch.allclose(saved[name], own, rtol=1e-3)
-    assert (logits_of(base) - logits).abs().max() > 1e-1
-    assert (logits_of(load_adapter(base, tmp_path / "out")) - logits).abs().max() < 1e-4
 
 
 # --- first values --------------------------------------------------------------------------------------
@@ -150,9 +59,8 @@ def test_an_adapter_that_starts_from_its_weights_is_pefts_and_is_saved_for_the_m
         rest = decode(weight) if train_type == "qlora" else weight
         reduced.get_submodule(name).weight.data = rest
         restored.get_submodule(name).weight.data = (rest + update).float()
-    expected, _ = peft_losses(
-        reduced, encode(folder, rows), steps=10, first_value=lambda name, shape: first[name], r=4, lora_alpha=6
-    )
+    batch = encode(folder, rows)
+    expected, _ = train_peft(reduced, batch, lambda name, shape: first[name], steps=10, lr=LR, r=4, lora_alpha=6)
     assert expected[-1] < expected[0] - 0.5
     assert losses == pytest.approx(expected, rel=1e-4)
 
@@ -201,65 +109,6 @@ def test_the_quick_pissa_leaves_hardly_more_and_is_always_the_same() -> None:
 
 
 # --- variants ------------------------------------------------------------------------------------------
-
-
-def test_rslora_patterns_regex_and_loraplus_are_pefts(models: Models, tmp_path: Path) -> None:
-    folder, rows = models(), make_rows(4, seed=3)
-    regex = r".*\.(self_attn\.[qkvo]_proj|mlp\.down_proj)"
-    losses, logits = train_ours(
-        folder,
-        rows,
-        tmp_path / "out",
-        train_type="lora",
-        lora_target_modules=regex,
-        use_rslora=True,
-        rank_pattern="down_proj=6,layers.0.*_proj=2",
-        alpha_pattern="q_proj=3.5",
-        loraplus_lr_ratio=4,
-        lora_alpha=6,
-        lr=LR,
-    )
-    expected, _ = peft_losses(
-        load_base(folder, four_bit=False),
-        encode(folder, rows),
-        steps=10,
-        first_value=RANDOM,
-        lr_ratio=4.0,
-        target_modules=regex,
-        use_rslora=True,
-        rank_pattern={"down_proj": 6, "layers.0.*_proj": 2},
-        alpha_pattern={"q_proj": 3.5},
-        r=4,
-        lora_alpha=6,
-    )
-    assert expected[-1] < expected[0] - 0.5
-    assert losses == pytest.approx(expected, rel=1e-4)
-    reloaded = load_adapter(load_base(folder, four_bit=False), tmp_path / "out")
-    assert (logits_of(reloaded) - logits).abs().max() < 1e-4
-
-
-def test_embeddings_and_head_train_in_full_beside_the_adapter_as_pefts(models: Models, tmp_path: Path) -> None:
-    folder, rows, modules = models(), make_rows(4, seed=3), ["embed_tokens", "lm_head"]
-    options = {"modules_to_save": ",".join(modules), "batch_size": 1, "gradient_accumulation_steps": 2}
-    losses, logits = train_ours(folder, rows, tmp_path / "out", **options, lora_alpha=6, lr=LR)
-    base = load_decoded_base(folder)
-    expected, trained = peft_losses(
-        copy.deepcopy(base),
-        encode(folder, rows),
-        steps=10,
-        first_value=RANDOM,
-        r=4,
-        lora_alpha=6,
-        modules_to_save=modules,
-    )
-    assert expected[-1] < expected[0] - 1.0
-    assert losses == pytest.approx(expected, rel=1e-4)
-    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    theirs = get_peft_model_state_dict(trained)
-    assert saved.keys() == theirs.keys() and len(saved) == 2 + 2 * 14
-    # In a checkpoint each rank has written its own rows: whole modules are not gathered for it.
-    assert len(list((tmp_path / "out" / "checkpoints").glob("step_000010/state_*.safetensors"))) == 2
-    assert (logits_of(load_adapter(base, tmp_path / "out")) - logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(

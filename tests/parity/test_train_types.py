@@ -1,33 +1,23 @@
-"""Whole runs with every quantizer: against the library's own layers, PEFT and plain torch; and what is saved."""
+"""Whole runs with every quantizer and kind of adapter, against PEFT on the library's own layers; and what is saved."""
 
 import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import bitsandbytes as bnb
 import pytest
 import torch
-from safetensors import safe_open
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 
 from fsdp_qlora.adapters.first_values import first_adapter_value
-from tests.reference import encode, load_adapter, load_base, train_lora
+from tests.reference import encode, load_adapter, load_base, load_decoded_base, train_peft
 from tests.tiny import PROBE, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
-TYPES: dict[str, dict[str, Any]] = {
-    "qlora, llama": {"train_type": "qlora"},
-    "qlora": {"train_type": "qlora"},
-    "hqq 8": {"train_type": "hqq_lora", "n_bits": 8},
-    "hqq 4": {"train_type": "hqq_lora"},
-    "hqq 3": {"train_type": "hqq_lora", "n_bits": 3, "group_size": 32},
-    "hqq 2": {"train_type": "hqq_lora", "n_bits": 2},
-    "int8": {"train_type": "int8_lora", "int8_threshold": 0},
-    "int8 with outliers": {"train_type": "int8_lora", "int8_threshold": 2.5},
-}
 
 
 class _TokenByToken(bnb.nn.Linear8bitLt):
@@ -92,31 +82,95 @@ def train_ours(
     return read_metrics(out), load_file(out.with_suffix(".logits"))["logits"]
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_losses_are_those_of_peft_on_the_librarys_own_layers(
-    kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = TYPES[kind]
-    # Token by token is slow.
-    num_rows, steps = (2, 3) if options.get("int8_threshold") else (4, 10)
-    folder = models("llama" if "llama" in kind else "qwen2")
-    rows, size = make_rows(num_rows, seed=3), {"batch_size": num_rows // 2, "num_epochs": steps}
-    losses, trained = train_ours(folder, rows, tmp_path / "out", lora_alpha=8, lr=1e-3, **size, **options)
-    with safe_open(tmp_path / "out" / "adapter_model.safetensors", "pt") as file:
-        shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    first_values = {name: first_adapter_value(name, shape, seed=5) for name, shape in shapes.items()}
-    base = library_base(folder, options, monkeypatch)
-    expected = train_lora(base, first_values, encode(folder, rows), steps=steps, lr=1e-3, rank=4, alpha=8)
-    # The same numbers up to the order of fp32 sums. int8 rounds activations, so a last bit may move one by 1/127 of
-    # its token's largest: first values that differ by 1e-7 alone move the tenth loss of the reference by 4e-4.
-    assert losses[0] == pytest.approx(expected[0], rel=1e-6)
-    assert losses == pytest.approx(expected, rel=1e-3 if kind == "int8" else 1e-4)
-    assert expected[-1] < expected[0] - 0.05
+def plain_base(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    return load_base(folder, four_bit=False)
 
-    # What was saved gives, loaded by PEFT on the library's own layers, the trained model's logits.
-    base = library_base(folder, options, monkeypatch)
+
+def decoded_base(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """The model in fp32, its linear layers rounded to what the library's quantized layers keep of them."""
+    if not options["train_type"].startswith("hqq"):
+        return load_decoded_base(folder)
+    model = library_base(folder, {"train_type": "hqq_lora"}, monkeypatch)
+    for path, module in list(model.named_modules()):
+        if type(module).__name__ == "HQQLinear":
+            linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            linear.weight.data = module.dequantize().float()
+            if module.bias is not None:
+                linear.bias.data = module.bias.data
+            model.set_submodule(path, linear)
+    return model
+
+
+class Row(NamedTuple):
+    """Options of a run, and those of PEFT's LoraConfig that are not rank 4 and alpha 6."""
+
+    options: dict[str, Any]
+    peft: dict[str, Any] = {}  # noqa: RUF012
+    base: Callable[..., nn.Module] = library_base
+    model: str = "qwen2"
+    lr: float = 1e-3
+    tolerance: float = 1e-4  # of losses: the order of fp32 sums, which ten steps of Adam amplify
+
+
+DORA = {"use_dora": True}
+REGEX = r".*\.(self_attn\.[qkvo]_proj|mlp\.down_proj)"
+VARIANTS = {"use_rslora": True, "lora_target_modules": REGEX, "loraplus_lr_ratio": 4, "alpha_pattern": "q_proj=3.5"}
+# int8 rounds activations, so a last bit may move one by 1/127 of its token's largest: first values that differ by 1e-7
+# alone move the tenth loss of the reference by 4e-4.
+ROWS: dict[str, Row] = {
+    "qlora, llama": Row({"train_type": "qlora"}, model="llama"),
+    "qlora": Row({"train_type": "qlora"}),
+    "hqq 8": Row({"train_type": "hqq_lora", "n_bits": 8}),
+    "hqq 4": Row({"train_type": "hqq_lora"}),
+    "hqq 3": Row({"train_type": "hqq_lora", "n_bits": 3, "group_size": 32}),
+    "hqq 2": Row({"train_type": "hqq_lora", "n_bits": 2}),
+    "int8": Row({"train_type": "int8_lora", "int8_threshold": 0}, tolerance=1e-3),
+    # Token by token is slow.
+    "int8 with outliers": Row({"train_type": "int8_lora", "int8_threshold": 2.5, "num_epochs": 3, "batch_size": 1}),
+    "bnb_dora": Row({"train_type": "bnb_dora"}, DORA, decoded_base, lr=1e-2),
+    "hqq_dora": Row({"train_type": "hqq_dora"}, DORA, decoded_base, lr=1e-2),
+    "dora": Row({"train_type": "dora"}, DORA, plain_base, "llama", lr=1e-2),
+    "rsLoRA, patterns, LoRA+": Row(
+        {"train_type": "lora", "rank_pattern": "down_proj=6,layers.0.*_proj=2", **VARIANTS},
+        {"target_modules": REGEX, "use_rslora": True, "rank_pattern": {"down_proj": 6, "layers.0.*_proj": 2},
+         "alpha_pattern": {"q_proj": 3.5}},
+        plain_base, "llama", lr=1e-2,
+    ),
+    "embeddings and head in full": Row(
+        {"train_type": "qlora", "modules_to_save": "embed_tokens,lm_head", "batch_size": 1,
+         "gradient_accumulation_steps": 2},
+        {"modules_to_save": ["embed_tokens", "lm_head"]}, decoded_base, "llama", lr=1e-2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_losses_are_those_of_peft_and_what_is_saved_is_what_was_trained(
+    name: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = ROWS[name]
+    folder = models(row.model)
+    steps = row.options.get("num_epochs", 10)
+    rows = make_rows(2 if steps < 10 else 4, seed=3)
+    losses, logits = train_ours(folder, rows, tmp_path / "out", lora_alpha=6, lr=row.lr, **row.options)
+    base = row.base(folder, row.options, monkeypatch)
     with torch.no_grad():
-        before = base(input_ids=PROBE).logits
-        difference = (load_adapter(base, tmp_path / "out")(input_ids=PROBE).logits - trained).abs()
-    assert difference.max() < 1e-4
-    assert (before - trained).abs().max() > 1e-2
+        assert (base(input_ids=PROBE).logits - logits).abs().max() > 1e-2
+    expected, trained = train_peft(
+        base,
+        encode(folder, rows),
+        functools.partial(first_adapter_value, seed=5),
+        steps=steps,
+        lr=row.lr,
+        lr_ratio=row.options.get("loraplus_lr_ratio", 1.0),
+        **{"r": 4, "lora_alpha": 6, **row.peft},
+    )
+    assert losses[0] == pytest.approx(expected[0], rel=1e-6)
+    assert losses == pytest.approx(expected, rel=row.tolerance)
+    assert expected[-1] < expected[0] - 0.05
+    saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert saved.keys() == get_peft_model_state_dict(trained).keys()
+    # What was saved gives, loaded by PEFT on the library's own layers, the trained model's logits.
+    base = row.base(folder, row.options, monkeypatch)
+    with torch.no_grad():
+        assert (load_adapter(base, tmp_path / "out")(input_ids=PROBE).logits - logits).abs().max() < 1e-4
