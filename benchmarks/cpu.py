@@ -6,6 +6,7 @@ during a turn beyond those alive before, counted by torch's profiler.
 
 - lora linear: forward and backward of a 4-bit layer with LoRA, 512 tokens, 5632 x 2048, rank 16, against PEFT on
   bitsandbytes' Linear4bit;
+- dora linear: the same with DoRA, against our LoRA too;
 - head and loss: of 2,048 tokens of which 60% are a prompt, vocabulary 128 Ki, hidden size 256, against all logits and
   cross entropy; the head is frozen;
 - small model: a training step of a llama (hidden size 768, 6 layers, vocabulary 8,192; rows of 256 tokens, 60% of them
@@ -21,34 +22,63 @@ import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 # So that it runs from a clone that is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import bitsandbytes as bnb
+import peft
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from benchmarks.common import describe_machine, peak_bytes, quiet_on_one_thread, random_rows, write_results
-from benchmarks.dora import our_layer, peft_layer, quantized_linear, step
-from benchmarks.overhead import LR, RANKS, SEED, Step, load_reference, make_checkpoint, our_step, take_turns
+from benchmarks.common import (
+    build_run,
+    describe_machine,
+    peak_bytes,
+    quiet_on_one_thread,
+    random_rows,
+    write_results,
+)
+from fsdp_qlora.adapters.dora import DoraLinear
+from fsdp_qlora.adapters.first_values import first_adapter_value
 from fsdp_qlora.adapters.lora import LoraLinear
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 
 # part -> the other -> what ours may take of its CPU time and peak memory
 LIMITS: dict[str, dict[str, tuple[float, float | None]]] = {
     "lora linear": {"PEFT": (0.95, 0.35)},
+    "dora linear": {"our LoRA": (1.15, None), "PEFT": (0.95, 0.35)},
     "head and loss": {"all logits": (0.5, 0.2)},
     "small model": {"HF Trainer": (0.9, None), "TRL": (0.8, None)},
 }
 MASKED = 0.6  # of a row's tokens
+SEED, LR, LORA_RANK = 0, 1e-3, 16
+# On the CPU, where there is a GPU as well: the fixed cost of a step is the same code.
+RANKS = distributed.Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+
+Step = Callable[[], float]  # runs one turn, returns its loss
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -60,14 +90,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def lora_linear(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
+def adapted_linear(args: argparse.Namespace, folder: Path, *, use_dora: bool) -> dict[str, Step]:
     in_features, out_features, tokens = (64, 128, 8) if args.tiny else (2048, 5632, 512)
     linear = nn.Linear(in_features, out_features, bias=False)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
     x, grad = torch.randn(1, tokens, in_features, requires_grad=True), torch.randn(1, tokens, out_features)
+    base = quantized_linear(linear, mesh)
     layers = {
-        "ours": our_layer(LoraLinear, quantized_linear(linear, mesh), 16),
-        "PEFT": peft_layer(linear, 16, use_dora=False),
+        "ours": our_layer(DoraLinear if use_dora else LoraLinear, base, LORA_RANK),
+        **({"our LoRA": our_layer(LoraLinear, base, LORA_RANK)} if use_dora else {}),
+        "PEFT": peft_layer(linear, LORA_RANK, use_dora=use_dora),
     }
 
     def run(layer: nn.Module) -> float:
@@ -75,6 +107,47 @@ def lora_linear(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
         return 0.0
 
     return {name: functools.partial(run, layer) for name, layer in layers.items()}
+
+
+def quantized_linear(linear: nn.Linear, mesh: DeviceMesh) -> Bnb4bitLinear:
+    """The package's 4-bit layer, gathered from its single shard."""
+    layer = Bnb4bitLinear(linear, quant_type="nf4", double_quant=True, compute_dtype=torch.float32)
+    layer.to_empty(device="cpu")
+    for name, parameter in list(layer.named_parameters()):
+        sharded = distribute_tensor(parameter.data, mesh, [Shard(0)])
+        setattr(layer, name, nn.Parameter(sharded, requires_grad=False))
+    layer.load_shard(linear.weight.detach().flatten(), mesh)
+    for name, parameter in list(layer.named_parameters()):
+        assert isinstance(parameter.data, DTensor)
+        setattr(layer, name, nn.Parameter(parameter.data.to_local(), requires_grad=False))
+    return layer
+
+
+def our_layer(kind: type[LoraLinear | DoraLinear], base: Bnb4bitLinear, rank: int) -> nn.Module:
+    layer = kind(base, rank=rank, scaling=2.0, dropout=0.0)
+    layer.lora.to_empty(device="cpu")
+    nn.init.normal_(layer.lora.lora_A.weight, std=0.02)
+    nn.init.normal_(layer.lora.lora_B.weight, std=0.02)
+    if isinstance(layer, DoraLinear):
+        squares = layer.base_row_squares()
+        with torch.no_grad():
+            layer.lora.magnitude.row_squares.copy_(squares)
+            layer.lora.magnitude.weight.copy_(squares.sqrt())
+    return layer
+
+
+def peft_layer(linear: nn.Linear, rank: int, *, use_dora: bool) -> nn.Module:
+    base = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.float32)
+    base.weight = bnb.nn.Params4bit(linear.weight.detach().clone(), requires_grad=False, quant_type="nf4")
+    model = nn.Sequential(base.to("cpu"))
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["0"], use_dora=use_dora)
+    return peft.get_peft_model(model, config)
+
+
+def step(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> None:
+    layer(x).backward(grad)
+    x.grad = None
+    layer.zero_grad()
 
 
 def head_and_loss(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
@@ -113,6 +186,64 @@ def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     for name, make in trainers.items():
         steps[name] = StepByStep(lambda callback, make=make: make(folder, rows, args.rounds + 3, callback))  # type: ignore[misc]
     return steps
+
+
+def make_checkpoint(folder: Path, args: argparse.Namespace) -> LlamaConfig:
+    """Save a random llama for all loops."""
+    config = LlamaConfig(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=args.hidden // 64,
+        max_position_embeddings=args.length,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(SEED)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return config
+
+
+def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argparse.Namespace) -> Step:
+    options = TrainConfig(
+        precision="fp32",
+        attn_implementation="sdpa",
+        batch_size=args.batch_size,
+        gradient_accumulation_steps=args.micro_batches,
+        lora_rank=LORA_RANK,
+        lora_alpha=2 * LORA_RANK,
+        lr=LR,
+        lr_scheduler="constant",
+        quant_cache="off",
+        wd=0.0,
+        seed=SEED,
+    )
+    run = build_run(options, config, WeightFiles(folder), data, RANKS)
+    rows = torch.arange(len(data)).numpy()
+    return lambda: float(run.trainer.train_step(0, rows)["loss"])
+
+
+def load_reference(folder: Path) -> nn.Module:
+    """The model as a user of transformers, PEFT and bitsandbytes sets it up, with our adapters' initial values."""
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    base = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", quantization_config=quantization, device_map="cpu"
+    )
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lora = peft.LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                name = name.replace(".default", "")
+                parameter.copy_(first_adapter_value(name, parameter.shape, seed=SEED))
+    return model.train()
 
 
 def training_options(folder: Path, num_steps: int) -> dict[str, Any]:
@@ -199,10 +330,35 @@ class StepByStep(TrainerCallback):  # type: ignore[misc]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Step]]] = {
-    "lora linear": lora_linear,
+    "lora linear": functools.partial(adapted_linear, use_dora=False),
+    "dora linear": functools.partial(adapted_linear, use_dora=True),
     "head and loss": head_and_loss,
     "small model": small_model,
 }
+
+
+@dataclass
+class Record:
+    """Wall time and CPU time of the steps of one loop, and their losses."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def take_turns(steps: dict[str, Step], *, rounds: int) -> dict[str, Record]:
+    """Run one step of each loop in turn, starting with another loop in every round."""
+    records = {name: Record() for name in steps}
+    names = list(steps)
+    for index in range(rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
+            started, cpu_started = time.perf_counter(), time.process_time()
+            loss = steps[name]()
+            records[name].cpu_seconds.append(time.process_time() - cpu_started)
+            records[name].seconds.append(time.perf_counter() - started)
+            records[name].losses.append(loss)
+    return records
 
 
 def measure(part: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -211,7 +367,7 @@ def measure(part: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         steps = PARTS[part](args, Path(folder))
         records = take_turns(steps, rounds=2 + args.rounds)
-        counted = all(limit[1] is not None for limit in LIMITS[part].values())
+        counted = any(limit[1] is not None for limit in LIMITS[part].values())
         peaks = {name: peak_bytes(run) for name, run in steps.items()} if counted else {}
     ours = records["ours"]
     table: dict[str, Any] = {}

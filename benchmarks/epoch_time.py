@@ -26,8 +26,16 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, TrainerCallback
 
 from benchmarks.common import build_run, describe_machine, quiet_on_one_thread, seconds_of, write_results
-from benchmarks.cpu import StepByStep, training_options
-from benchmarks.overhead import LORA_RANK, LR, RANKS, SEED, load_reference, make_checkpoint
+from benchmarks.cpu import (
+    LORA_RANK,
+    LR,
+    RANKS,
+    SEED,
+    StepByStep,
+    load_reference,
+    make_checkpoint,
+    training_options,
+)
 from benchmarks.peers import tokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
