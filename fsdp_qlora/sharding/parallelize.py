@@ -280,10 +280,9 @@ def set_gradient_sync(model: PreTrainedModel, enabled: bool) -> None:
     While it accumulates them, adapters stay gathered for the next micro-batch. All of them are gathered when a backward
     pass begins, where memory has its peak.
     """
-    blocks = find_blocks(model)
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(enabled)
-    for block in blocks:
+    root: Any = model
+    root.set_requires_gradient_sync(enabled)
+    for block in find_blocks(model):
         for module in (*adapter_owners(block), *magnitudes(block)):
             assert isinstance(module, FSDPModule)
             module.set_reshard_after_backward(enabled, recurse=False)
