@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.quant_cache import last_used, read_description, try_lock
+from fsdp_qlora.loading.quant_cache import CHECKSUMS, read_description, try_lock
 from fsdp_qlora.output.text import format_bytes
 
 
@@ -24,8 +24,9 @@ def list_entries(root: Path) -> list[dict[str, Any]]:
             except (OSError, ValueError, KeyError):
                 state = "damaged"
         size = sum(path.stat().st_size for path in folder.iterdir())
+        used = folder / CHECKSUMS if (folder / CHECKSUMS).is_file() else folder
         described = {name: description.get(name, "") for name in ("quantizer", "model", "created")}
-        entries.append({"key": folder.stem, "state": state, "bytes": size, "used": last_used(folder), **described})
+        entries.append({"key": folder.stem, "state": state, "bytes": size, "used": used.stat().st_mtime, **described})
     return sorted(entries, key=lambda entry: -entry["used"])
 
 

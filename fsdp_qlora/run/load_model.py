@@ -16,7 +16,7 @@ from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
-from fsdp_qlora.loading.quant_cache import QuantCache, cache_root
+from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import compile_gates, describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
@@ -79,7 +79,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     layers = {} if plan.is_packed else quantized_layers(model)
     root = cache_root(cache_folder)
     if root and layers:
-        QuantCache(root, layers, weights, ranks, mesh).load_or_create(load)
+        load_or_create(root, layers, weights, load, ranks, mesh)
     else:
         load(weights=weights)
     initialize_adapters(model, mesh, seed=config.seed)

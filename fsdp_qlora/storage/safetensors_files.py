@@ -114,11 +114,6 @@ class PackedFiles:
         """Size of all files together."""
         return sum(self._sizes.values())
 
-    @property
-    def headers(self) -> dict[str, bytes]:
-        """File name -> header."""
-        return {path.name: header for path, header in self._headers.items()}
-
     def create(self) -> None:
         """Create the files in full size with their headers, and an index if there are several."""
         for path, header in self._headers.items():
@@ -141,11 +136,6 @@ class PackedFiles:
             count = os.pwrite(self._descriptor(path), buffer, position)
             buffer, position = buffer[count:], position + count
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a tensor, read from the file."""
-        path, position = self._places[name]
-        return os.pread(self._descriptor(path), stop - start, position + start)
-
     def sync(self) -> None:
         """Wait until this process's writes are on disk."""
         for descriptor in self._descriptors.values():
@@ -157,7 +147,7 @@ class PackedFiles:
 
     def _descriptor(self, path: Path) -> int:
         if path not in self._descriptors:
-            self._descriptors[path] = os.open(path, os.O_RDWR)
+            self._descriptors[path] = os.open(path, os.O_WRONLY)
         return self._descriptors[path]
 
 
