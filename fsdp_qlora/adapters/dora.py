@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fsdp_qlora.adapters.lora import Dropout, LoraAdapter, LowRank, as_before, as_rows, kept, low_rank_grads
-from fsdp_qlora.model.fused import recompute_source
+from fsdp_qlora.adapters.lora import Dropout, LoraAdapter, LoraLinear, LowRank, as_before, as_rows, kept, low_rank_grads
 from fsdp_qlora.quantizers.base import FrozenProduct, QuantizedWeight, frozen_product
 
 _PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
@@ -31,25 +30,6 @@ class DoraOperands(NamedTuple):
     row_squares: torch.Tensor
     scaling: float
     dropout: Dropout | None
-
-
-def dora_product(
-    x: torch.Tensor,
-    lora_A: torch.Tensor,
-    lora_B: torch.Tensor,
-    magnitude: torch.Tensor,
-    operands: DoraOperands,
-    source: Any,
-) -> torch.Tensor:
-    """y of x [.., in], as [.., out] in the base's dtype; differentiable in x, A, B and m, which is float32.
-
-    Args:
-        source: as for `lora_product`.
-    """
-    x = x.to(operands.base.dtype)
-    low = LowRank.apply(x, lora_A, operands.dropout, source)
-    y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, operands)
-    return y
 
 
 class _DoraProduct(torch.autograd.Function):
@@ -166,32 +146,22 @@ class DoraAdapter(LoraAdapter):
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
         """x W'^T + b, [.., out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
         base = frozen_product(base_layer, x, with_bias=False)
-        assert base is not None
         bias: torch.Tensor | None = base_layer.bias  # type: ignore[assignment]
         magnitude, row_squares = self.magnitude(None)
         operands = DoraOperands(
             base, None if bias is None else bias.to(base.dtype), row_squares, self.scaling, self._draw_dropout()
         )
-        return dora_product(x, self.lora_A.weight, self.lora_B.weight, magnitude, operands, source)
+        lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(base.dtype)
+        low = LowRank.apply(x, lora_A, operands.dropout, source)
+        y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, operands)
+        return y
 
 
-class DoraLinear(nn.Module):
+class DoraLinear(LoraLinear):
     """base_layer with DoRA on its weight."""
 
-    def __init__(self, base_layer: nn.Module, *, rank: int, scaling: float, dropout: float) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.lora = DoraAdapter(
-            base_layer.in_features,  # type: ignore[arg-type]
-            base_layer.out_features,  # type: ignore[arg-type]
-            rank=rank,
-            scaling=scaling,
-            dropout=dropout,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lora(x, self.base_layer, recompute_source(x))
-        return result
+    adapter = DoraAdapter
+    lora: DoraAdapter
 
     @torch.no_grad()
     def base_row_squares(self) -> torch.Tensor:

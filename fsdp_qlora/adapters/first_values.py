@@ -4,6 +4,7 @@ Shapes of a decomposition: weight [out, in] float32, A [rank, in], B [out, rank]
 adapted layer.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -75,18 +76,11 @@ def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Ten
 
 
 def initialize_adapters(model: nn.Module, mesh: DeviceMesh, *, seed: int) -> None:
-    """Initialize the adapters of a sharded and loaded model, except those that `decompose_weights` has set.
-
-    Called on every rank.
-    """
-    decomposed = [layer.lora for layer in adapted_weights(model).values() if layer.is_decomposed]
-    done = {id(parameter) for adapter in decomposed for parameter in adapter.parameters()}
+    """Give every A and B of a sharded model its initial value. DoRA's magnitudes: `set_magnitudes`."""
     for name, parameter in adapter_parameters(model):
-        if "magnitude" not in name and id(parameter) not in done:
-            whole = first_adapter_value(name, parameter.shape, seed=seed)
+        if "magnitude" not in name:
             first, last = own_rows(parameter, mesh)
-            store_rows(parameter, whole[first:last])
-    set_magnitudes(model, mesh)
+            store_rows(parameter, first_adapter_value(name, parameter.shape, seed=seed)[first:last])
 
 
 class Values(Protocol):
@@ -108,17 +102,18 @@ class LiveValues:
 
     def __init__(self, model: nn.Module, *, keeps: bool) -> None:
         self.keeps, self._model = keeps, model
-        self._start: dict[int, tuple[str, KeptShard]] | None = None
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self._start is None:  # not before: FSDP2 puts other parameters in place for a forward pass
-            self._start = _kept_shards(self._model)
-        kept = self._start.get(id(parameter))
-        return kept[1].whole() if kept else None
+        kept = self._subtracted.get(parameter)
+        return kept.whole() if kept else None
+
+    @functools.cached_property  # not made before it is needed: FSDP2 puts other parameters in place for a forward pass
+    def _subtracted(self) -> dict[torch.Tensor, KeptShard]:
+        return {parameter: kept for _, parameter, kept in _subtracted(self._model)}
 
 
 def start_values(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
@@ -126,22 +121,16 @@ def start_values(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
 
     The values have been rounded to bf16. Called on every rank; empty without `keep`.
     """
-    values = {}
-    for name, kept in _kept_shards(model).values():  # one at a time on the device
-        whole = kept.whole()
-        if keep:
-            values[canonical_name(name)] = whole.to("cpu", torch.bfloat16)
-    return values
+    wholes = ((name, kept.whole()) for name, _, kept in _subtracted(model))  # one at a time on the device
+    return {name: whole.to("cpu", torch.bfloat16) for name, whole in wholes if keep}
 
 
-def _kept_shards(model: nn.Module) -> dict[int, tuple[str, KeptShard]]:
-    """The id of a parameter A or B -> its name, and what was subtracted."""
-    kept: dict[int, tuple[str, KeptShard]] = {}
+def _subtracted(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, KeptShard]]:
+    """(name, parameter, subtracted value) of every A and B whose product was subtracted from the base."""
     for path, layer in model.named_modules():
-        if isinstance(layer, LoraLinear) and layer.subtracted is not None:
-            for key, factor in zip(("lora_A", "lora_B"), layer.subtracted, strict=True):
-                kept[id(layer.lora.get_submodule(key).weight)] = f"{path}.lora.{key}.weight", factor
-    return kept
+        if isinstance(layer, LoraLinear) and layer.subtracted:
+            for key, kept in zip(("lora_A", "lora_B"), layer.subtracted, strict=True):
+                yield f"{canonical_name(path)}.lora.{key}.weight", layer.lora.get_parameter(f"{key}.weight"), kept
 
 
 @torch.no_grad()
@@ -170,7 +159,7 @@ def subtract(layer: LoraLinear, values: torch.Tensor, start: int) -> torch.Tenso
     stop, rows = start + values.numel(), max(1, _PIECE // columns)
     rest = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     for row in range(start // columns, -(-stop // columns), rows):
-        update = (torch.mm(lora_B[row : row + rows], lora_A) * layer.scaling).flatten()
+        update = (torch.mm(lora_B[row : row + rows], lora_A) * layer.lora.scaling).flatten()
         begin = row * columns
         first, last = max(start, begin), min(stop, begin + update.numel())
         rest[first - start : last - start] = values[first - start : last - start] - update[first - begin : last - begin]

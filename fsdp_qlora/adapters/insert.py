@@ -86,8 +86,8 @@ def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
     Raises:
         UserError: a name matches another module, or embeddings and head share their weights.
     """
-    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    trainable = {path: module for path, module in model.named_modules() if id(module) in ends}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    trainable = {path: module for path, module in model.named_modules() if module in ends}
     for name in names:
         chosen = [module for path, module in trainable.items() if path == name or path.endswith("." + name)]
         if not chosen:
@@ -136,7 +136,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in PEFT's file, parameter) of the modules that train in full beside the adapters."""
-    in_adapters = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    in_adapters = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in in_adapters:
+        if parameter.requires_grad and parameter not in in_adapters:
             yield "base_model.model." + canonical_name(name), parameter

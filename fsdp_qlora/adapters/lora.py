@@ -53,19 +53,6 @@ class Product(NamedTuple):
     dropout: Dropout | None
 
 
-def lora_product(
-    x: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, product: Product, source: Any
-) -> torch.Tensor:
-    """x W^T + b + scaling * B A x' of x [.., in], as [.., out] in the base's dtype; differentiable in x, A and B.
-
-    Args:
-        source: what can compute x again (model/fused.py), None if x must be kept.
-    """
-    x = x.to(product.base.dtype)
-    y: torch.Tensor = _LoraProduct.apply(x, LowRank.apply(x, lora_A, product.dropout, source), lora_A, lora_B, product)
-    return y
-
-
 # In a function, since outside of it autograd would have a node for each view.
 
 
@@ -166,27 +153,25 @@ class LoraAdapter(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
         self.scaling = scaling
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout = dropout
         options = {"bias": False, "device": "meta", "dtype": torch.float32}
         self.lora_A = nn.Linear(in_features, rank, **options)  # type: ignore[arg-type]
         self.lora_B = nn.Linear(rank, out_features, **options)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
-        """base_layer(x) + scaling * B A x, [.., out].
+        """base_layer(x) + scaling * B A x, [.., out] in the base's dtype.
 
         Args:
             source: `recompute_source(x)`, of x before hooks, with which FSDP2 makes another tensor of it.
         """
-        base = frozen_product(base_layer, x)
-        if base is None:
-            return torch.add(base_layer(x), self.lora_B(self.lora_A(self.dropout(x))), alpha=self.scaling)
-        product = Product(base, self.scaling, self._draw_dropout())
-        return lora_product(x, self.lora_A.weight, self.lora_B.weight, product, source)
+        product = Product(frozen_product(base_layer, x), self.scaling, self._draw_dropout())
+        lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(product.base.dtype)
+        low = LowRank.apply(x, lora_A, product.dropout, source)
+        y: torch.Tensor = _LoraProduct.apply(x, low, lora_A, lora_B, product)
+        return y
 
     def _draw_dropout(self) -> Dropout | None:
-        if self.training and isinstance(self.dropout, nn.Dropout):
-            return Dropout.draw(self.dropout.p)
-        return None
+        return Dropout.draw(self.dropout) if self.training and self.dropout else None
 
 
 class KeptShard:
@@ -204,27 +189,24 @@ class KeptShard:
 class LoraLinear(nn.Module):
     """base_layer(x) + scaling * B A x.
 
-    is_decomposed: A and B have been initialized from the weight.
     subtracted: the A and B whose product was subtracted from the base on loading.
     """
 
-    def __init__(self, base_layer: nn.Module, *, rank: int, scaling: float, dropout: float) -> None:
+    adapter: type[LoraAdapter] = LoraAdapter
+
+    def __init__(self, base_layer: nn.Module, **options: Any) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.scaling = scaling
-        self.is_decomposed = False
+        self.lora = self.adapter(base_layer.in_features, base_layer.out_features, **options)  # type: ignore[arg-type]
         self.subtracted: tuple[KeptShard, KeptShard] | None = None
-        self.lora = LoraAdapter(
-            base_layer.in_features,  # type: ignore[arg-type]
-            base_layer.out_features,  # type: ignore[arg-type]
-            rank=rank,
-            scaling=scaling,
-            dropout=dropout,
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.lora(x, self.base_layer, recompute_source(x))
         return result
+
+    def subtract_from_base(self) -> None:
+        """Let the present product of A and B be subtracted from the base, which is loaded later."""
+        self.subtracted = KeptShard(self.lora.lora_A.weight), KeptShard(self.lora.lora_B.weight)
 
 
 class ExpertsLora(nn.Module):
@@ -262,7 +244,7 @@ class _AdaptedExperts:
     def __getitem__(self, index: Any) -> AdaptedMatrix:
         expert = int(index)
         lora_A, lora_B = (weights[expert] for weights in self.all_lora)
-        return AdaptedMatrix(self.base[expert], lora_A, lora_B, scaling=self.scaling, transposed=self.transposed)
+        return AdaptedMatrix(self.base[expert], lora_A, lora_B, self.scaling, self.transposed)
 
 
 class LoraExperts(nn.Module):

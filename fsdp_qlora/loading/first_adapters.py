@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_qlora.adapters import first_values
 from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
 from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
-from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
+from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.adapters.peft_folder import PretrainedAdapter
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
@@ -62,15 +62,14 @@ def decompose_weights(
                 dist.broadcast(whole, src=owner)
                 first, last = own_rows(parameter, mesh)
                 store_rows(parameter, whole[first:last])
-            layer.is_decomposed = True
             if reduces_base(init):
-                layer.subtracted = KeptShard(layer.lora.lora_A.weight), KeptShard(layer.lora.lora_B.weight)
+                layer.subtract_from_base()
     seconds = time.perf_counter() - started
     log.info("Adapters start from their weights: %s of %d, computed in %.1f s.", init, len(layers), seconds)
 
 
 def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> first_values.Factors:
-    rank, scaling = layer.lora.lora_A.out_features, layer.scaling
+    rank, scaling = layer.lora.lora_A.out_features, layer.lora.scaling
     if init == "loftq":
         assert isinstance(layer.base_layer, QuantizedWeight)
         lora_A, lora_B = first_values.loftq(weight, rank, scaling, quantize=layer.base_layer.quantize_whole)
@@ -93,12 +92,8 @@ def wanted_shapes(model: nn.Module, *, init: str) -> dict[str, tuple[int, ...]]:
     """Name in PEFT's file -> shape, of every tensor that the adapter of a model is saved as."""
     shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
     if reduces_base(init):  # saved in twice the rank
-        shapes = {name: _doubled(name, shape) for name, shape in shapes.items()}
+        shapes = {name: (2 * a, b) if name.endswith("lora_A.weight") else (a, 2 * b) for name, (a, b) in shapes.items()}
     return shapes | {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
-
-
-def _doubled(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (2 * shape[0], shape[1]) if name.endswith("lora_A.weight") else (shape[0], 2 * shape[1])
 
 
 @torch.no_grad()
@@ -108,12 +103,10 @@ def load_subtracted_part(model: nn.Module, adapter: PretrainedAdapter, mesh: Dev
     Called on every rank.
     """
     with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
-        parameters = dict(adapter_parameters(model))
-        for name, parameter in parameters.items():
+        for name, parameter in adapter_parameters(model):
             store_rows(parameter, _rows(file, adapter, name, parameter, mesh, half=1))
     for layer in adapted_weights(model).values():
-        layer.is_decomposed = True
-        layer.subtracted = KeptShard(layer.lora.lora_A.weight), KeptShard(layer.lora.lora_B.weight)
+        layer.subtract_from_base()
 
 
 @torch.no_grad()
@@ -126,12 +119,11 @@ def fill_from(
         UserError: a value is not finite, or the file cannot be read; the same on every rank.
     """
     half = 0 if reduces_base(init) else None
-    count = 0
+    parameters = [*adapter_parameters(model), *full_parameters(model)]
     with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:
-        for name, parameter in (*adapter_parameters(model), *full_parameters(model)):
+        for name, parameter in parameters:
             store_rows(parameter, _rows(file, adapter, name, parameter, mesh, half=half))
-            count += 1
-    log.info("The adapter starts from %s (%d tensors).", adapter.folder, count)
+    log.info("The adapter starts from %s (%d tensors).", adapter.folder, len(parameters))
 
 
 def _rows(

@@ -5,6 +5,7 @@ and its eager forward multiplies with `parameter[e]`, one expert at a time.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,34 +57,27 @@ class ExpertMatrix:
         return func(*decoded, **kwargs)
 
 
+@dataclass(frozen=True, eq=False)
 class AdaptedMatrix(ExpertMatrix):
     """An expert's matrix plus the product of two low-rank ones.
 
-    Args:
-        base: the expert's matrix, in its stored orientation. lora_A [rank, in], lora_B [out, rank]: their product
-            is scaled by `scaling`.
+    base: in its stored orientation. lora_A [rank, in], lora_B [out, rank]: their product is scaled by `scaling`.
     """
 
-    def __init__(
-        self,
-        base: ExpertMatrix | torch.Tensor,
-        lora_A: torch.Tensor,
-        lora_B: torch.Tensor,
-        *,
-        scaling: float,
-        transposed: bool,
-    ) -> None:
-        self._base, self._lora_A, self._lora_B = base, lora_A, lora_B
-        self._scaling, self.transposed = scaling, transposed
+    base: ExpertMatrix | torch.Tensor
+    lora_A: torch.Tensor
+    lora_B: torch.Tensor
+    scaling: float
+    transposed: bool
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.matmul(x, self._base) if self.transposed else F.linear(x, self._base)  # type: ignore[arg-type]
-        return torch.add(y, F.linear(F.linear(x, self._lora_A), self._lora_B), alpha=self._scaling)
+        y = torch.matmul(x, self.base) if self.transposed else F.linear(x, self.base)  # type: ignore[arg-type]
+        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=self.scaling)
 
     def decoded(self) -> torch.Tensor:
-        base = self._base.decoded() if isinstance(self._base, ExpertMatrix) else self._base
-        update = self._lora_B @ self._lora_A
-        return base + self._scaling * (update.T if self.transposed else update)
+        base = self.base.decoded() if isinstance(self.base, ExpertMatrix) else self.base
+        update = self.lora_B @ self.lora_A
+        return base + self.scaling * (update.T if self.transposed else update)
 
 
 def is_transposed(experts: nn.Module) -> bool:
@@ -109,11 +103,11 @@ def router_linears(model: nn.Module) -> list[str]:
 
 def expert_parameters(model: nn.Module) -> list[str]:
     """Paths of the 3-D parameters inside the decoder blocks whose experts are used one at a time."""
-    inside = {id(module) for module in find_blocks(model).modules()}
+    inside = {*find_blocks(model).modules()}
     return [
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if id(module) in inside and loops_over_experts(module)
+        if module in inside and loops_over_experts(module)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.dim() == 3 and parameter.is_floating_point()
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base
+from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base, set_magnitudes
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.stops import Control
@@ -61,6 +61,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     """Fill the shards: the base from its files or the quantized cache, the adapter with its initial values."""
     model, init, cache_folder = plan.meta.model, config.init_lora_weights, config.quant_cache
     pretrained = read_adapter(Path(config.adapter).expanduser()) if config.adapter else None
+    initialize_adapters(model, mesh, seed=config.seed)
     if pretrained and reduces_base(init):
         load_subtracted_part(model, pretrained, mesh, ranks.device)
     elif init != "true":
@@ -82,7 +83,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
         load_or_create(root, layers, weights, load, ranks, mesh)
     else:
         load(weights=weights)
-    initialize_adapters(model, mesh, seed=config.seed)
+    set_magnitudes(model, mesh)
     if pretrained:
         fill_from(model, pretrained, mesh, ranks.device, init=init)
 
