@@ -8,10 +8,10 @@ that takes it, and would keep it, can ask for it again in the backward pass (`re
 """
 
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-Gradients = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 Backend = str | Callable[..., Any]  # torch.compile's
 _HIDDEN, _INNER = 8, 12  # of the layers that a module is tried with
@@ -41,11 +40,11 @@ def recompute_output(node: Any) -> torch.Tensor:
 
 
 class RecomputedFunction(torch.autograd.Function):
-    """y = function(x), differentiable in x alone."""
+    """y = function(x), differentiable in x alone. However often y is asked for again, it is computed once."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Function) -> torch.Tensor:
-        ctx.recomputes, ctx.recompute = True, lambda node: _once(node, function, *node.saved_tensors)[1].detach()
+        ctx.recomputes, ctx.recompute = True, lambda node: _once(node)[1].detach()
         ctx.function, ctx.again = function, None
         ctx.save_for_backward(x)
         return function(x)
@@ -53,111 +52,15 @@ class RecomputedFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        x, y = _once(ctx, ctx.function, *ctx.saved_tensors)
+        x, y = _once(ctx)
         ctx.again = None
         return torch.autograd.grad(y, x, grads)[0], None
 
 
-class Gated(torch.autograd.Function):
-    """activation(gate) * up, of which gate and up are kept.
-
-    Args:
-        activation: must return a new tensor. recomputes: let the next function ask for the output, and not keep it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, recomputes: bool) -> torch.Tensor:
-        ctx.recomputes, ctx.recompute = recomputes, _gated_again
-        ctx.activation, ctx.again = activation, None
-        ctx.save_for_backward(gate, up)
-        return _times(activation(gate), up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        gate, up = ctx.saved_tensors
-        if _is_large(gate):
-            return *_in_their_place(grad, gate, up, partial(_gradients, ctx.activation)), None, None
-        again = _once(ctx, ctx.activation, gate)
-        ctx.again = None
-        return *_pull_back(grad, *again, up), None, None
-
-
-class Compiled(NamedTuple):
-    """multiply: (gate, up) -> activation(gate) * up. gradients: (grad, gate, up) -> the gradients of gate and up."""
-
-    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    gradients: Gradients
-
-
-class CompiledGated(torch.autograd.Function):
-    """`Gated` by compiled functions."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, compiled: Compiled, recomputes: bool) -> torch.Tensor:
-        ctx.recomputes, ctx.recompute = recomputes, lambda node: compiled.multiply(*node.saved_tensors)
-        ctx.compiled = compiled
-        ctx.save_for_backward(gate, up)
-        return compiled.multiply(gate, up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = grads
-        gate, up = ctx.saved_tensors
-        if _is_large(gate):
-            return *_in_their_place(grad, gate, up, ctx.compiled.gradients), None, None
-        return *ctx.compiled.gradients(grad, gate, up), None, None
-
-
-def _gated_again(node: Any) -> torch.Tensor:
-    gate, up = node.saved_tensors
-    if _is_large(gate):
-        return _times(node.activation(gate), up)
-    return _once(node, node.activation, gate)[1].detach() * up
-
-
-def _is_large(gate: torch.Tensor) -> bool:
-    return gate.numel() > PIECE
-
-
-def _in_their_place(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gradients: Gradients
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up in the memory of both, which were made for their product alone."""
-    gate, up = gate.detach(), up.detach()
-    rows = max(1, PIECE // gate.shape[-1])
-    pieces = (tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up))
-    for of_product, of_gate, of_up in zip(*pieces, strict=True):
-        _put_in_place(of_product, of_gate, of_up, gradients)
-    return gate, up
-
-
-def _put_in_place(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, gradients: Gradients) -> None:
-    grad_gate, grad_up = gradients(grad, gate, up)
-    gate.copy_(grad_gate)
-    up.copy_(grad_up)
-
-
-def _gradients(
-    activation: Function, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _pull_back(grad, *_with_graph(activation, gate), up)
-
-
-def _pull_back(
-    grad: torch.Tensor, gate: torch.Tensor, activated: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of gate and up, the latter in the memory of what was activated: now nobody needs that."""
-    grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
-    return grad_gate, _times(activated.detach(), grad)
-
-
-def _once(node: Any, function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and function(x) with their graph, computed when they are asked for first."""
+def _once(node: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and function(x) with their graph."""
     if node.again is None:
-        node.again = _with_graph(function, x)
+        node.again = _with_graph(node.function, *node.saved_tensors)
     again: tuple[torch.Tensor, torch.Tensor] = node.again
     return again
 
@@ -168,9 +71,81 @@ def _with_graph(function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torc
         return x, function(x)
 
 
+class GateFunctions(NamedTuple):
+    """A gate with its gradient, in eager mode or compiled.
+
+    activation: returns a new tensor. multiply: (gate, up) -> activation(gate) * up. gradients: (grad, gate, up) -> the
+    gradients of gate and up.
+    """
+
+    activation: Function
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    gradients: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    is_compiled: bool = False
+
+    @classmethod
+    def eager(cls, activation: Function) -> "GateFunctions":
+        def multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            return _times(activation(gate), up)
+
+        def gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            gate, activated = _with_graph(activation, gate)
+            grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
+            return grad_gate, _times(activated.detach(), grad)
+
+        return cls(activation, multiply, gradients)
+
+    @classmethod
+    def compiled(cls, activation: Function, *, backend: Backend = "inductor") -> "GateFunctions":
+        """Compiled when they are first called, for any number of tokens."""
+
+        def multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            return activation(gate) * up
+
+        def gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            activated, pull_back = torch.func.vjp(activation, gate)  # type: ignore[misc]
+            return pull_back(grad * up)[0], grad * activated
+
+        compiled = functools.partial(torch.compile, dynamic=True, fullgraph=True, backend=backend)
+        return cls(activation, compiled(multiply), compiled(gradients), is_compiled=True)
+
+
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a * b in a's memory."""
     return a.mul_(b) if a.dtype == b.dtype else a * b
+
+
+class Gated(torch.autograd.Function):
+    """activation(gate) * up, of which gate and up are kept.
+
+    Args:
+        recomputes: let the next function ask for the output, and not keep it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, gate: torch.Tensor, up: torch.Tensor, functions: GateFunctions, recomputes: bool
+    ) -> torch.Tensor:
+        ctx.recomputes, ctx.recompute = recomputes, lambda node: functions.multiply(*node.saved_tensors)
+        ctx.functions = functions
+        ctx.save_for_backward(gate, up)
+        return functions.multiply(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        gate, up = ctx.saved_tensors
+        if gate.numel() <= PIECE:
+            return *ctx.functions.gradients(grad, gate, up), None, None
+        # In the memory of gate and up, which were made for their product alone.
+        gate, up = gate.detach(), up.detach()
+        rows = max(1, PIECE // gate.shape[-1])
+        pieces = (tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up))
+        for piece in zip(*pieces, strict=True):
+            for place, gradient in zip(piece[1:], ctx.functions.gradients(*piece), strict=True):
+                place.copy_(gradient)
+        return gate, up, None, None
 
 
 # --- the modules ---
@@ -196,9 +171,9 @@ def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
 
 def describe_fused(model: nn.Module) -> str:
     """What computes the blocks' norms and gates, for a line of the log."""
-    modules = list(model.modules())
-    norms, mlps = ([module for module in modules if isinstance(module, kind)] for kind in (RmsNorm, GatedMlp))
-    compiled = " compiled" if mlps and all(mlp.compiled for mlp in mlps) else ""
+    norms = [module for module in model.modules() if isinstance(module, RmsNorm)]
+    mlps = [module for module in model.modules() if isinstance(module, GatedMlp)]
+    compiled = " compiled" if mlps and all(mlp.functions.is_compiled for mlp in mlps) else ""
     by = f"{len(norms)} norms by torch's rms_norm, {len(mlps)} gated MLPs by one{compiled} function"
     return f"{by}, the rest by the model's code"
 
@@ -234,9 +209,6 @@ class RmsNorm(nn.Module):
             return form(x.view_as(x), weight, eps)
         y: torch.Tensor = RecomputedFunction.apply(x, lambda x: form(x, weight, eps))
         return y
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}, {self.form}"
 
 
 def as_rms_norm(module: nn.Module) -> RmsNorm | None:
@@ -287,26 +259,20 @@ class GatedMlp(nn.Module):
     """A model's own MLP, with its children under their names.
 
     recomputes: in the backward pass the input of `down` is computed again, so that nobody keeps it.
-    compiled: what to compute with instead of the activation (`compile_gates`).
     """
 
     recomputes = False
-    compiled: Compiled | None = None
 
     def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Function) -> None:
         super().__init__()
         for name, child in children.items():
             self.add_module(name, child)
-        self.roles, self.activation = roles, (activation,)  # in a tuple it is not registered a second time
+        self.roles, self.functions = roles, GateFunctions.eager(activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self._modules[name] for name in self.roles)
         assert gate and up and down
-        if self.compiled:
-            inner = CompiledGated.apply(gate(x), up(x), self.compiled, self.recomputes)
-        else:
-            inner = Gated.apply(gate(x), up(x), self.activation[0], self.recomputes)
-        y: torch.Tensor = down(inner)
+        y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.functions, self.recomputes))
         return y
 
 
@@ -364,44 +330,30 @@ def _is_gated_mlp(module: nn.Module, children: dict[str, nn.Module], roles: Role
     return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
 
 
-def compile_gate(activation: Function, *, backend: Backend = "inductor") -> Compiled:
-    """Compiled when they are first called, for any number of tokens."""
-
-    def multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return activation(gate) * up
-
-    def gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        activated, pull_back = torch.func.vjp(activation, gate)  # type: ignore[misc]
-        return pull_back(grad * up)[0], grad * activated
-
-    options = {"dynamic": True, "fullgraph": True, "backend": backend}
-    return Compiled(torch.compile(multiply, **options), torch.compile(gradients, **options))  # type: ignore[call-overload]
-
-
 def compile_gates(model: nn.Module, device: torch.device, dtype: torch.dtype, *, backend: Backend = "inductor") -> str:
     """Compile the gated MLPs' elementwise parts, each kind of activation once, and try them on a few numbers.
 
     Returns:
         Why they are not compiled; then they stay as they were.
     """
-    compiled: dict[str, Compiled] = {}
+    compiled: dict[str, GateFunctions] = {}
     mlps = [module for module in model.modules() if isinstance(module, GatedMlp)]
     gate, up = torch.linspace(-3, 3, 64, device=device, dtype=dtype).view(2, 4, 8)
     for mlp in mlps:
         if (kind := _kind_of_activation(mlp)) not in compiled:
-            compiled[kind] = made = compile_gate(mlp.activation[0], backend=backend)
+            compiled[kind] = made = GateFunctions.compiled(mlp.functions.activation, backend=backend)
             try:
                 with torch.no_grad():
                     made.gradients(made.multiply(gate, up), gate, up)
             except Exception as error:  # of many kinds: no compiler, no Triton, an operator it does not know
                 return " ".join(str(error).splitlines()[:2])
     for mlp in mlps:
-        mlp.compiled = compiled[_kind_of_activation(mlp)]
+        mlp.functions = compiled[_kind_of_activation(mlp)]
     return ""
 
 
 def _kind_of_activation(mlp: GatedMlp) -> str:
-    (activation,) = mlp.activation
+    activation = mlp.functions.activation
     return f"{type(activation)} {activation if isinstance(activation, nn.Module) else id(activation)}"
 
 
