@@ -19,7 +19,7 @@ from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.base import packed_forms
 from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, Bnb4bitExperts, Bnb4bitWeight, quantize_blocks, take_settings
 from fsdp_qlora.quantizers.experts import quantizable_weights
-from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
+from fsdp_qlora.quantizers.table import quantize_layers
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 
 log = logging.getLogger("fsdp_qlora")
@@ -45,8 +45,7 @@ def quantize_model(
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
     options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}
-    quantize_linears(model, linears, "bnb_4bit", **options)
-    if quantize_experts(model, experts, "bnb_4bit", **options):
+    if quantize_layers(model, linears, experts, "bnb_4bit", **options):
         log.info(
             "The experts are in 4 bits too, for which bitsandbytes has no format: train.py can load the saved model, "
             "transformers cannot."
@@ -82,7 +81,7 @@ def _write_codes(
     """Quantize and write the elements from `start` on; returns their blocks' absmax."""
     if not values.isfinite().all():
         raise UserError(f"Weight {weight} has values that are not finite (NaN or infinity). Download the model again.")
-    codes, absmax = quantize_blocks(values, layer.format.quant_type)
+    codes, absmax = quantize_blocks(values, layer.quant_type)
     files.write(weight, start // 2, codes.cpu())
     return absmax
 

@@ -19,7 +19,7 @@ from fsdp_qlora.model.models import build_meta_model
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitSettings
 from fsdp_qlora.quantizers.experts import quantizable_weights
-from fsdp_qlora.quantizers.table import quantize_experts, quantize_linears
+from fsdp_qlora.quantizers.table import quantize_layers
 from fsdp_qlora.sharding.model_parts import ModelParts
 
 
@@ -139,8 +139,9 @@ def _quantize(meta: MetaModel, quantizer: str, layers: LayerOptions, compute_dty
     options = dict(layers.quantizer)
     if layers.prequantized:
         options = {"quant_type": layers.prequantized.quant_type, "double_quant": layers.prequantized.double_quant}
-    quantize_linears(meta.model, meta.quantized, quantizer, **options, compute_dtype=compute_dtype)
-    quantize_experts(meta.model, meta.quantized_experts, quantizer, **options, compute_dtype=compute_dtype)
+    quantize_layers(
+        meta.model, meta.quantized, meta.quantized_experts, quantizer, **options, compute_dtype=compute_dtype
+    )
 
 
 def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:

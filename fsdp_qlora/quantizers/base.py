@@ -1,6 +1,5 @@
 """Base classes of quantized layers: one frozen weight, kept quantized in parameters that FSDP2 shards."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.quantizers.experts import ExpertMatrix
-from fsdp_qlora.ranks.distributed import local_part, own_rows, shard_bounds
+from fsdp_qlora.ranks.distributed import local_part, own_rows
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 # Of a matrix decoded at a time in float32, where a part stays in a CPU's cache. Sums over parts would lose precision in
@@ -27,9 +26,8 @@ class StoredParameter(NamedTuple):
     form: TensorForm
 
 
-@dataclasses.dataclass(frozen=True)
-class MatrixFormat:
-    """Selects a matrix of a stored weight; a quantizer's subclass adds how it is coded.
+class Matrix(NamedTuple):
+    """Selects a matrix of a stored weight.
 
     shape: of the matrix. first: index of its first weight in the stored weight, the start of a block or group.
     transposed: the matrix is [in, out] and not [out, in].
@@ -62,16 +60,18 @@ class QuantizedWeight(nn.Module):
 
     shape: tuple[int, ...]
     compute_dtype: torch.dtype
-    row_weights: int
     weight: nn.Parameter
-    # Of the whole weight. Methods that take a format `fmt` also accept one of a part of it.
-    format: MatrixFormat
     # The weight's name below the module's in the weight files; empty where the module replaces a parameter.
     weight_name: str = ""
-    # Whether `format` may select rows of the matrix.
+    # Whether a `Matrix` may select rows of a matrix.
     selects_rows = False
     # Names of the parameters that hold quantization statistics, for the byte account.
     statistics: tuple[str, ...] = ()
+
+    def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int) -> None:
+        super().__init__()
+        self.shape, self.compute_dtype, self.row_weights = tuple(shape), compute_dtype, row_weights
+        self.whole = Matrix(self.shape)
 
     def _storage(self, rows: int, row_bytes: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """A frozen parameter of `rows` times `row_bytes` on the meta device, viewed as `dtype` (the compute dtype)."""
@@ -84,42 +84,42 @@ class QuantizedWeight(nn.Module):
         """The tensors that the weight is decoded from, while they are gathered."""
         return (self.weight, *(getattr(self, name) for name in self.statistics))
 
-    @staticmethod
-    def decode_tensors(fmt: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-        """`tensors()` -> the matrix (or whole weight) of `fmt` in its stored orientation, in `dtype`."""
+    # `tensors` are those that `tensors()` gives: FSDP2 refills them before the backward pass.
+
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        """A matrix (or the whole weight) in its stored orientation, in `dtype`."""
         raise NotImplementedError
 
-    @classmethod
-    def multiply(cls, fmt: Any, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor) -> torch.Tensor:
-        """x W^T + b for W [out, in] of `fmt` (stored as W^T if transposed), or an approximation of it."""
-        return F.linear(x, cls._decode_upright(fmt, x.dtype, *tensors), bias)
+    def multiply(
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        """x W^T + b for the matrix W [out, in] (stored as W^T if transposed), or an approximation of it."""
+        return F.linear(x, self._decode_upright(part, x.dtype, *tensors), bias)
 
-    @classmethod
-    def multiply_grad(cls, fmt: Any, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         """grad_y W, the gradient of x."""
-        return grad_y @ cls._decode_upright(fmt, grad_y.dtype, *tensors)
+        return grad_y @ self._decode_upright(part, grad_y.dtype, *tensors)
 
-    @classmethod
-    def _decode_upright(cls, fmt: Any, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    def _decode_upright(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         """The matrix as [out, in]."""
-        stored = cls.decode_tensors(fmt, dtype, *tensors)
-        return stored.T if fmt.transposed else stored
+        stored = self.decode_tensors(part, dtype, *tensors)
+        return stored.T if part.transposed else stored
 
-    def product(self, x: torch.Tensor, fmt: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T + b for the matrix of `fmt`; differentiable in x [.., in]. x and bias are in the compute dtype."""
-        result: torch.Tensor = _DecodedMatmul.apply(x, self.frozen_product(fmt, bias))
+    def product(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x W^T + b; differentiable in x [.., in]. x and bias are in the compute dtype."""
+        result: torch.Tensor = _DecodedMatmul.apply(x, self.frozen_product(matrix, bias))
         return result
 
-    def frozen_product(self, fmt: Any, bias: torch.Tensor | None = None) -> FrozenProduct:
-        """The products with the matrix of `fmt`; bias is in the compute dtype."""
-        tensors, parts = self.tensors(), self._parts(fmt)  # FSDP2 refills these tensors before the backward pass
+    def frozen_product(self, matrix: Matrix, bias: torch.Tensor | None = None) -> FrozenProduct:
+        """The products with a matrix; bias is in the compute dtype."""
+        tensors, parts = self.tensors(), self._parts(matrix)
         if len(parts) == 1:
             return FrozenProduct(
                 self.compute_dtype,
-                lambda *inputs: [self.multiply(fmt, x, bias, *tensors) for x in inputs],
-                lambda grad_y: self.multiply_grad(fmt, grad_y, *tensors),
+                lambda *inputs: [self.multiply(matrix, x, bias, *tensors) for x in inputs],
+                lambda grad_y: self.multiply_grad(matrix, grad_y, *tensors),
             )
-        num_rows, num_columns = fmt.shape
+        num_rows, num_columns = matrix.shape
 
         def multiply(*inputs: torch.Tensor) -> list[torch.Tensor]:
             outputs = [x.new_empty(x.shape[0], num_rows) for x in inputs]
@@ -140,11 +140,11 @@ class QuantizedWeight(nn.Module):
 
         return FrozenProduct(self.compute_dtype, multiply, multiply_grad)
 
-    def _parts(self, fmt: Any) -> list[tuple[slice, Any]]:
-        """Rows of a matrix and the format that selects them: all, or as many as should be decoded at a time."""
-        num_rows, num_columns = fmt.shape
-        whole = [(slice(0, num_rows), fmt)]
-        if self.compute_dtype != torch.float32 or not self.selects_rows or fmt.transposed:
+    def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
+        """Rows of a matrix and what selects them: all, or as many as should be decoded at a time."""
+        num_rows, num_columns = matrix.shape
+        whole = [(slice(0, num_rows), matrix)]
+        if self.compute_dtype != torch.float32 or not self.selects_rows or matrix.transposed:
             return whole
         if 4 * num_rows * num_columns <= 2 * _DECODED_BYTES:
             return whole
@@ -152,21 +152,19 @@ class QuantizedWeight(nn.Module):
         rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned
         if not 0 < rows < num_rows:
             return whole
+        starts = range(0, num_rows, rows)
         return [
-            (
-                slice(first, last := min(first + rows, num_rows)),
-                dataclasses.replace(fmt, shape=(last - first, num_columns), first=fmt.first + first * num_columns),
-            )
-            for first in range(0, num_rows, rows)
+            (slice(start, stop), Matrix((stop - start, num_columns), matrix.first + start * num_columns))
+            for start, stop in ((start, min(start + rows, num_rows)) for start in starts)
         ]
 
-    def decode(self, fmt: Any) -> torch.Tensor:
-        """The matrix (or whole weight) of `fmt` in its stored orientation and the compute dtype."""
-        return self.decode_tensors(fmt, self.compute_dtype, *self.tensors())
+    def decode(self, matrix: Matrix) -> torch.Tensor:
+        """A matrix (or the whole weight) in its stored orientation and the compute dtype."""
+        return self.decode_tensors(matrix, self.compute_dtype, *self.tensors())
 
     def dequantize(self) -> torch.Tensor:
         """The weight in its own shape and the compute dtype. Only while the parameters are gathered."""
-        return self.decode(self.format)
+        return self.decode(self.whole)
 
     def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
         """Elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""
@@ -238,7 +236,7 @@ class QuantizedLinear(QuantizedWeight):
             self.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x.to(self.compute_dtype), self.format, self.bias_to_add())
+        return self.product(x.to(self.compute_dtype), self.whole, self.bias_to_add())
 
     def bias_to_add(self) -> torch.Tensor | None:
         """The bias in the compute dtype."""
@@ -265,23 +263,21 @@ class QuantizedExperts(QuantizedWeight):
     def __getitem__(self, index: torch.Tensor | int) -> "_QuantizedMatrix":
         shape = self.shape[1:]
         first = int(index) * math.prod(shape)
-        return _QuantizedMatrix(
-            self, dataclasses.replace(self.format, shape=shape, first=first, transposed=self.transposed)
-        )
+        return _QuantizedMatrix(self, Matrix(shape, first, self.transposed))
 
 
 class _QuantizedMatrix(ExpertMatrix):
-    """One expert's matrix: its format, and the module that holds its gathered bytes."""
+    """One expert's matrix, in the module that holds its gathered bytes."""
 
-    def __init__(self, experts: QuantizedExperts, fmt: MatrixFormat) -> None:
-        self._experts, self._format = experts, fmt
-        self.transposed = fmt.transposed
+    def __init__(self, experts: QuantizedExperts, matrix: Matrix) -> None:
+        self._experts, self._matrix = experts, matrix
+        self.transposed = matrix.transposed
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return self._experts.product(x.to(self._experts.compute_dtype), self._format)
+        return self._experts.product(x.to(self._experts.compute_dtype), self._matrix)
 
     def decoded(self) -> torch.Tensor:
-        return self._experts.decode(self._format)
+        return self._experts.decode(self._matrix)
 
 
 class _DecodedMatmul(torch.autograd.Function):
@@ -304,12 +300,11 @@ class _DecodedMatmul(torch.autograd.Function):
         return grad_x.view(*grad_y.shape[:-1], grad_x.shape[-1]), None
 
 
-def frozen_product(layer: nn.Module, x: torch.Tensor, *, with_bias: bool = True) -> FrozenProduct | None:
-    """The products with a linear layer for its input x; None if the layer is not linear or trains."""
+def frozen_product(layer: nn.Module, x: torch.Tensor, *, with_bias: bool = True) -> FrozenProduct:
+    """The products with a frozen linear layer for its input x."""
     if isinstance(layer, QuantizedLinear):
-        return layer.frozen_product(layer.format, layer.bias_to_add() if with_bias else None)
-    if not isinstance(layer, nn.Linear) or any(parameter.requires_grad for parameter in layer.parameters()):
-        return None
+        return layer.frozen_product(layer.whole, layer.bias_to_add() if with_bias else None)
+    assert isinstance(layer, nn.Linear) and not layer.weight.requires_grad
     kind, weight, bias = x.device.type, layer.weight, layer.bias if with_bias else None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return FrozenProduct(
@@ -326,13 +321,6 @@ def write_bytes(parameter: nn.Parameter, values: torch.Tensor) -> None:
     source = values.reshape(-1).view(torch.uint8)
     target[: source.numel()] = source.to(target.device)
     target[source.numel() :] = 0
-
-
-def write_rows(parameter: nn.Parameter, whole: torch.Tensor, rank: int, size: int) -> None:
-    """Store this rank's rows of a statistic, given all of it."""
-    row_bytes = parameter.shape[1] * parameter.element_size()
-    first, last = shard_bounds(parameter.shape[0], rank=rank, size=size)
-    write_bytes(parameter, whole.reshape(-1).view(torch.uint8)[first * row_bytes : last * row_bytes])
 
 
 def packed_forms(weight: str, layer: QuantizedWeight) -> dict[str, TensorForm]:

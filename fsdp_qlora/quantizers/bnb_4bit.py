@@ -21,7 +21,6 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import bitsandbytes
@@ -34,15 +33,14 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.quantizers.base import (
-    MatrixFormat,
+    Matrix,
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
     StoredParameter,
     write_bytes,
-    write_rows,
 )
-from fsdp_qlora.ranks.distributed import gather_rows, shard_rank, shard_size
+from fsdp_qlora.ranks.distributed import gather_rows, own_rows
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 # Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that marks it as 4-bit.
@@ -59,11 +57,6 @@ _FUSED_TOKENS = 1536
 _GPU_PIECE = 2**30  # weights quantized or decoded at a time on a GPU: bitsandbytes' kernels count in int32
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Bnb4bitFormat(MatrixFormat):
-    quant_type: str
-
-
 class Bnb4bitWeight(QuantizedWeight):
     """NF4 or FP4 weights in bitsandbytes' packing.
 
@@ -77,7 +70,6 @@ class Bnb4bitWeight(QuantizedWeight):
         absmax_offset: with double_quant, float32 scalar, the mean of absmax; `offset` is its value.
     """
 
-    format: _Bnb4bitFormat
     selects_rows = True
     absmax_offset: torch.Tensor
     offset = 0.0
@@ -85,12 +77,9 @@ class Bnb4bitWeight(QuantizedWeight):
     def __init__(
         self, shape: tuple[int, ...], *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
     ) -> None:
-        super().__init__()
-        self.shape = tuple(shape)
-        self.compute_dtype, self.double_quant = compute_dtype, double_quant
-        self.format = _Bnb4bitFormat(self.shape, quant_type=quant_type)
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=_BLOCKSIZE)
+        self.quant_type, self.double_quant = quant_type, double_quant
         self.num_blocks = -(-math.prod(shape) // _BLOCKSIZE)
-        self.row_weights = _BLOCKSIZE
         self.weight = self._storage(self.num_blocks, _BLOCKSIZE // 2)
         if double_quant:
             self.absmax = self._storage(-(-self.num_blocks // compute_dtype.itemsize), compute_dtype.itemsize)
@@ -104,46 +93,69 @@ class Bnb4bitWeight(QuantizedWeight):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return (*super().tensors(), *((self.absmax_offset,) if self.double_quant else ()))
 
-    @staticmethod
-    def decode_tensors(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-        return _dequantize(fmt, dtype, *tensors)
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        codes, absmax = _select(part, *tensors)
+        num_weights = math.prod(part.shape)
+        if part.shape[-1] % _BLOCKSIZE == 0 and num_weights <= _GPU_PIECE:
+            return self._decode_blocks(codes, absmax, part.shape, dtype)
+        # One block per row: bitsandbytes 0.50's CPU kernel scales wrongly if a row ends in half a block (32 weights).
+        pieces = zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
+        decoded = [self._decode_blocks(piece, scales, (len(scales), _BLOCKSIZE), dtype) for piece, scales in pieces]
+        whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
+        return whole.view(-1)[:num_weights].view(part.shape)
 
-    # The stored matrix is W, or W^T where the format is transposed: the two products are then swapped.
-
-    @classmethod
-    def multiply(
-        cls, fmt: _Bnb4bitFormat, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    def _decode_blocks(
+        self, codes: torch.Tensor, absmax: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        if not fmt.transposed:
-            return _times_transposed(x, fmt, tensors, bias)
-        y = x @ _dequantize(fmt, x.dtype, *tensors)
-        return y if bias is None else y + bias
+        decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
+            codes, absmax, _BLOCKSIZE, self.quant_type, shape, dtype
+        )
+        return decoded
 
-    @classmethod
-    def multiply_grad(cls, fmt: _Bnb4bitFormat, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        if fmt.transposed:
-            return _times_transposed(grad_y, fmt, tensors)
-        return grad_y @ _dequantize(fmt, grad_y.dtype, *tensors)
+    # The stored matrix is W, or W^T where it is transposed: bitsandbytes multiplies with the transpose of it.
+
+    def multiply(
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        if part.transposed or not _can_fuse(part, x):
+            return super().multiply(part, x, bias, *tensors)
+        return self._times_transposed(x, part, tensors, bias)
+
+    def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        if not part.transposed or not _can_fuse(part, grad_y):
+            return super().multiply_grad(part, grad_y, *tensors)
+        return self._times_transposed(grad_y, part, tensors)
+
+    def _times_transposed(
+        self, x: torch.Tensor, part: Matrix, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x M^T + b for the stored matrix M."""
+        codes, absmax = _select(part, *tensors)
+        if part.shape[-1] % _BLOCKSIZE:
+            codes = codes[: -(-math.prod(part.shape) // 2)]
+        y: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
+            x, codes, part.shape, absmax, _BLOCKSIZE, self.quant_type, bias=bias
+        )
+        return y
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
-        return quantize_blocks(values, self.format.quant_type)[0]
+        return quantize_blocks(values, self.quant_type)[0]
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `_dequantize`.
+        # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `decode_tensors`.
         blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
         codes, state = bnb.quantize_4bit(
             blocks,
             blocksize=_BLOCKSIZE,
             compress_statistics=self.double_quant,
-            quant_type=self.format.quant_type,
+            quant_type=self.quant_type,
         )
         state.dtype = self.compute_dtype
         return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        rank, size = shard_rank(mesh), shard_size(mesh)
-        codes, absmax = quantize_blocks(values, self.format.quant_type)
+        codes, absmax = quantize_blocks(values, self.quant_type)
         write_bytes(self.weight, codes)
         if not self.double_quant:
             write_bytes(self.absmax, absmax)
@@ -152,8 +164,10 @@ class Bnb4bitWeight(QuantizedWeight):
         # (1/32 of the bf16 bytes) and repeats bitsandbytes' own computation, so it is exact on any split.
         absmax = gather_rows(absmax, self.num_blocks, mesh)
         absmax_8bit, nested_absmax = self.quantize_absmax(absmax)
-        write_rows(self.absmax, absmax_8bit, rank, size)
-        write_rows(self.nested_absmax, nested_absmax, rank, size)
+        for parameter, whole in ((self.absmax, absmax_8bit), (self.nested_absmax, nested_absmax)):
+            row_bytes = parameter.shape[1] * parameter.element_size()
+            first, last = own_rows(parameter, mesh)
+            write_bytes(parameter, whole.view(torch.uint8)[first * row_bytes : last * row_bytes])
 
     def quantize_absmax(self, absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize all blocks' float32 absmax to uint8 codes and nested absmax, and store the offset."""
@@ -178,31 +192,61 @@ class Bnb4bitWeight(QuantizedWeight):
             ".nested_absmax": StoredParameter("nested_absmax", TensorForm(torch.float32, (nested,))),
         }
 
+    def _state(self) -> dict[str, Any]:
+        """What bitsandbytes' own loader needs to know of the weight, but for its first dtype and the mean of absmax."""
+        state = {"quant_type": self.quant_type, "blocksize": _BLOCKSIZE, "shape": list(self.shape)}
+        return state | ({"nested_blocksize": NESTED_BLOCKSIZE} if self.double_quant else {})
+
+    def _value_tables(self) -> dict[str, torch.Tensor]:
+        """Suffix of the weight's name -> float32 values of its codes, and of the codes of absmax."""
+        tables = {".quant_map": bnb.get_4bit_type(self.quant_type, device="cpu")}
+        return tables | ({".nested_quant_map": bnb.create_dynamic_map()} if self.double_quant else {})
+
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        quant_type = self.format.quant_type
-        offset = self.offset if self.double_quant else None
-        state = write_state(self.shape, quant_type, _BLOCKSIZE, offset, dtype)
-        return value_tables(quant_type, double_quant=self.double_quant) | {f"{PACKED_STATE}{quant_type}": state}
+        state = self._state() | {"dtype": str(dtype).removeprefix("torch.")}
+        if self.double_quant:
+            state |= {"nested_dtype": "float32", "nested_offset": self.offset}
+        text = bytearray(json.dumps(state).encode().ljust(_STATE_BYTES))
+        suffix = f"{PACKED_STATE}{self.quant_type}"
+        return self._value_tables() | {suffix: torch.frombuffer(text, dtype=torch.uint8)}
 
     def load_whole(self, suffix: str, content: torch.Tensor, name: str) -> None:
-        quant_type, double_quant = self.format.quant_type, self.double_quant
-        if not suffix.startswith(PACKED_STATE):
-            check_table(value_tables(quant_type, double_quant=double_quant)[suffix], content, name)
+        if suffix.startswith(PACKED_STATE):
+            self._load_state(content, name)
             return
-        offset = read_state(content, name, self.shape, quant_type, _BLOCKSIZE, double_quant=double_quant)
-        if double_quant:
+        found, expected = content.view(torch.float32), self._value_tables()[suffix]
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-7):
+            raise UserError(f"{name} is not bitsandbytes' table of 4-bit values. Download the model again.")
+
+    def _load_state(self, content: torch.Tensor, name: str) -> None:
+        """Check a stored weight's state, and take the mean of its absmax."""
+        expected = self._state()
+        try:
+            state = json.loads(bytes(content.tolist()))
+            found = {key: state[key] for key in expected}
+            offset = float(state["nested_offset"]) if self.double_quant else 0.0
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{name} does not describe a 4-bit weight ({error!r}). Download the model again."
+            ) from error
+        if wrong := [f"{key} {value}, not {expected[key]}" for key, value in found.items() if value != expected[key]]:
+            raise UserError(
+                f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the model with "
+                "16- or 32-bit weights."
+            )
+        if self.double_quant:
             self._set_offset(offset)
 
     def code_settings(self) -> dict[str, Any]:
         return {
-            "quant_type": self.format.quant_type,
+            "quant_type": self.quant_type,
             "blocksize": _BLOCKSIZE,
             "double_quant": self.double_quant,
             "bitsandbytes": bitsandbytes.__version__,
         }
 
     def describe_code(self) -> str:
-        return f"{self.format.quant_type}{', double quantization' * self.double_quant}"
+        return f"{self.quant_type}{', double quantization' * self.double_quant}"
 
 
 class Bnb4bitLinear(QuantizedLinear, Bnb4bitWeight):
@@ -228,98 +272,44 @@ def quantize_blocks(values: torch.Tensor, quant_type: str) -> tuple[torch.Tensor
     return torch.cat([codes.view(-1) for codes, _ in pieces]), torch.cat([absmax for _, absmax in pieces])
 
 
-def elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
+def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) -> torch.Tensor:
     """Elements [first, first + count) of a tensor's bytes as `dtype`."""
-    # Of a linear layer these are all, and the host does this for every product: views take it a microsecond each.
-    found = tensor if tensor.dtype == dtype else tensor.view(dtype)
-    if found.dim() > 1:
-        found = found.view(-1)
-    return found if found.shape[0] == count else found[first : first + count]
+    return tensor.view(dtype).view(-1)[first : first + count]
 
 
-def _kernel_operands(
-    fmt: _Bnb4bitFormat, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Storage tensors -> arguments of bitsandbytes' kernels for the matrix of `fmt`.
+def _select(
+    part: Matrix, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parameters of Bnb4bitWeight -> a matrix: codes of whole blocks, uint8, and absmax of each block.
 
     Args:
-        weight, absmax, nested: the parameters of Bnb4bitWeight, and absmax_offset; nested if double_quant.
-    Returns:
-        codes of whole blocks, uint8 [blocks * 32, 1]; scales; and the arguments of gemm_4bit for double quantization.
-        Where there are none, the scales are absmax itself, float32 [blocks], else the nested absmax.
+        nested: with double_quant, nested_absmax and absmax_offset.
     """
-    num_weights = math.prod(fmt.shape)
-    first_block, num_blocks = fmt.first // _BLOCKSIZE, -(-num_weights // _BLOCKSIZE)
-    codes = elements(weight, torch.uint8, fmt.first // 2, num_blocks * _BLOCKSIZE // 2)
+    first, count = part.first // _BLOCKSIZE, -(-math.prod(part.shape) // _BLOCKSIZE)
+    codes = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
     if not nested:
-        return codes, elements(absmax, torch.float32, first_block, num_blocks), {}
-    nested_absmax, offset = nested
+        return codes, _elements(absmax, torch.float32, first, count)
     # A matrix starts at a block of weights, but its absmax may start inside a block of 256 absmax shared with the
-    # previous expert. So both start at the beginning of that block here.
-    skipped = first_block % NESTED_BLOCKSIZE
-    first_nested, num_nested = first_block // NESTED_BLOCKSIZE, -(-(skipped + num_blocks) // NESTED_BLOCKSIZE)
-    scales = elements(nested_absmax, torch.float32, first_nested, num_nested)
-    double = {
-        "absmax_8bit": elements(absmax, torch.uint8, first_block - skipped, skipped + num_blocks),
-        "absmax_code": nested_code(weight.device),
-        "absmax_offset": offset,
-    }
-    if not skipped:
-        return codes, scales, double
-    # The kernels do not support such an offset: decode the absmax here and drop the previous expert's.
-    return codes, decode_absmax(double["absmax_8bit"], scales, offset)[skipped:], {}
-
-
-def _dequantize(fmt: _Bnb4bitFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-    """Decode storage tensors to the matrix (or whole weight) of `fmt` in `dtype`, with bitsandbytes' kernels."""
-    codes, absmax, double = _kernel_operands(fmt, *tensors)
-    if double:
-        absmax = decode_absmax(double["absmax_8bit"], absmax, double["absmax_offset"])
-    decode = functools.partial(_decode_blocks, quant_type=fmt.quant_type, dtype=dtype)
-    num_weights = math.prod(fmt.shape)
-    if fmt.shape[-1] % _BLOCKSIZE == 0 and num_weights <= _GPU_PIECE:
-        return decode(codes, absmax, fmt.shape)
-    # One block per row: bitsandbytes 0.50's CPU kernel scales wrongly if a row ends in half a block (32 weights).
-    pieces = zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
-    decoded = [decode(part, scales, (scales.numel(), _BLOCKSIZE)) for part, scales in pieces]
-    whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
-    return whole.view(-1)[:num_weights].view(fmt.shape)
-
-
-def _decode_blocks(
-    codes: torch.Tensor, absmax: torch.Tensor, shape: tuple[int, ...], *, quant_type: str, dtype: torch.dtype
-) -> torch.Tensor:
-    decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
-        codes, absmax, _BLOCKSIZE, quant_type, shape, dtype
+    # previous expert. So both are decoded from the beginning of that block.
+    skipped = first % NESTED_BLOCKSIZE
+    nested_absmax, offset = nested
+    scales = _elements(
+        nested_absmax, torch.float32, first // NESTED_BLOCKSIZE, -(-(skipped + count) // NESTED_BLOCKSIZE)
     )
-    return decoded
-
-
-def _times_transposed(
-    x: torch.Tensor, fmt: _Bnb4bitFormat, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x M^T + b for the stored matrix M of `fmt`, fused with its decoding where bitsandbytes supports it."""
-    if x.shape[0] > _FUSED_TOKENS or (x.device.type == "cpu" and fmt.shape[-1] % _BLOCKSIZE):  # see _dequantize
-        return F.linear(x, _dequantize(fmt, x.dtype, *tensors), bias)
-    codes, absmax, double = _kernel_operands(fmt, *tensors)
-    if fmt.shape[-1] % _BLOCKSIZE:
-        codes = codes[: -(-math.prod(fmt.shape) // 2)]
-    y: torch.Tensor = torch.ops.bitsandbytes.gemm_4bit.default(
-        x, codes, fmt.shape, absmax, _BLOCKSIZE, fmt.quant_type, bias=bias, **double
-    )
-    return y
-
-
-def decode_absmax(codes: torch.Tensor, nested_absmax: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Undo the second quantization (Dettmers et al. 2023): one float32 per block of weights."""
+    absmax_8bit = _elements(absmax, torch.uint8, first - skipped, skipped + count)
     decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        codes, nested_absmax, nested_code(codes.device), NESTED_BLOCKSIZE, torch.float32
+        absmax_8bit, scales, _nested_code(weight.device), NESTED_BLOCKSIZE, torch.float32
     )
-    return decoded.add_(offset)
+    return codes, decoded.add_(offset)[skipped:]
+
+
+def _can_fuse(part: Matrix, x: torch.Tensor) -> bool:
+    """Whether bitsandbytes may fuse decoding and product."""
+    return x.shape[0] <= _FUSED_TOKENS and not (x.device.type == "cpu" and part.shape[-1] % _BLOCKSIZE)
 
 
 @functools.cache
-def nested_code(device: torch.device) -> torch.Tensor:
+def _nested_code(device: torch.device) -> torch.Tensor:
     """The 256 float32 values of bitsandbytes' dynamic 8-bit map, which encode the nested absmax."""
     return bnb.create_dynamic_map().to(device)
 
@@ -383,67 +373,3 @@ def _format_name(settings: Mapping[str, Any]) -> str:
         return "8-bit bitsandbytes"
     method = str(settings.get("quant_method", "an unnamed format"))
     return {"fp8": "FP8", "fbgemm_fp8": "FP8 (fbgemm)"}.get(method, method.upper() if len(method) < 6 else method)
-
-
-def value_tables(quant_type: str, *, double_quant: bool) -> dict[str, torch.Tensor]:
-    """Suffix of the weight's name -> float32 values of its codes, and of the codes of absmax."""
-    tables = {".quant_map": bnb.get_4bit_type(quant_type, device="cpu")}
-    return tables | ({".nested_quant_map": bnb.create_dynamic_map()} if double_quant else {})
-
-
-def write_state(
-    shape: tuple[int, ...], quant_type: str, blocksize: int, offset: float | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """The JSON that describes a quantized weight, as uint8, padded to a fixed size.
-
-    Args:
-        offset: the mean of absmax; None without double quantization.
-        dtype: of the weight before quantization.
-    """
-    state: dict[str, Any] = {
-        "quant_type": quant_type,
-        "blocksize": blocksize,
-        "dtype": str(dtype).removeprefix("torch."),
-        "shape": list(shape),
-    }
-    if offset is not None:
-        state |= {"nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32", "nested_offset": offset}
-    return torch.frombuffer(bytearray(json.dumps(state).encode().ljust(_STATE_BYTES)), dtype=torch.uint8)
-
-
-def read_state(
-    content: torch.Tensor, name: str, shape: tuple[int, ...], quant_type: str, blocksize: int, *, double_quant: bool
-) -> float:
-    """Check a stored weight's state; returns the mean of its absmax, 0 without double quantization.
-
-    Raises:
-        UserError: its quantization or its shape is not the expected one.
-    """
-    offset = 0.0
-    try:
-        state = json.loads(bytes(content.tolist()))
-        found = {key: state[key] for key in ("quant_type", "blocksize", "shape")}
-        if double_quant:
-            found["nested_blocksize"] = state["nested_blocksize"]
-            offset = float(state["nested_offset"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{name} does not describe a 4-bit weight ({error!r}). Download the model again.") from error
-    expected = {
-        "quant_type": quant_type,
-        "blocksize": blocksize,
-        "shape": list(shape),
-        "nested_blocksize": NESTED_BLOCKSIZE,
-    }
-    if wrong := [f"{key} {value}, not {expected[key]}" for key, value in found.items() if value != expected[key]]:
-        raise UserError(
-            f"{name} describes a 4-bit weight that cannot be used here: {'; '.join(wrong)}. Give the model with "
-            "16- or 32-bit weights."
-        )
-    return offset
-
-
-def check_table(expected: torch.Tensor, content: torch.Tensor, name: str) -> None:
-    """Refuse a table of values that is not bitsandbytes' own (to the last bit of float32)."""
-    found = content.view(torch.float32)
-    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=0, atol=1e-7):
-        raise UserError(f"{name} is not bitsandbytes' table of 4-bit values. Download the model again.")

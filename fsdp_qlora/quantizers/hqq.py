@@ -5,7 +5,6 @@ represents the weight (q - zero) * scale, with the zero and scale of its group.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.quantizers.base import (
-    MatrixFormat,
+    Matrix,
     QuantizedExperts,
     QuantizedLinear,
     QuantizedWeight,
@@ -32,12 +31,6 @@ _SOLVER = {
 _PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _HqqFormat(MatrixFormat):
-    n_bits: int
-    group_size: int
-
-
 class HqqWeight(QuantizedWeight):
     """Weights as codes of n_bits, with a scale and a zero for each group.
 
@@ -46,43 +39,46 @@ class HqqWeight(QuantizedWeight):
         scale_zero: float16 scale and zero of each group, [groups, 1] viewed as float32.
     """
 
-    format: _HqqFormat
     selects_rows = True
     statistics = ("scale_zero",)
 
     def __init__(self, shape: tuple[int, ...], *, n_bits: int, group_size: int, compute_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shape, self.compute_dtype, self.row_weights = tuple(shape), compute_dtype, group_size
-        self.format = _HqqFormat(self.shape, n_bits=n_bits, group_size=group_size)
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=group_size)
+        self.n_bits, self.group_size = n_bits, group_size
         num_groups = -(-math.prod(shape) // group_size)
         self.weight = self._storage(num_groups, group_size * n_bits // 8)
         self.scale_zero = self._storage(num_groups, 4, torch.float32)
 
-    @staticmethod
-    def decode_tensors(fmt: _HqqFormat, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-        return _dequantize(fmt, dtype, *tensors)
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        weight, scale_zero = tensors
+        num_weights = math.prod(part.shape)
+        first, count = part.first // self.group_size, -(-num_weights // self.group_size)
+        packed = weight.view(torch.uint8)[first : first + count]
+        statistics = scale_zero.view(torch.float16)[first : first + count]
+        decoded = torch.empty(count, self.group_size, dtype=dtype, device=weight.device)
+        step = _groups_at_a_time(weight.device, self.group_size)
+        for start in range(0, count, step):
+            groups = slice(start, start + step)
+            decoded[groups] = _values(_unpack(packed[groups], self.n_bits), statistics[groups])
+        return decoded.view(-1)[:num_weights].view(part.shape)
 
     def codes(self, values: torch.Tensor) -> torch.Tensor:
-        fmt = self.format
-        return _pack(_quantize_groups(values, fmt.n_bits, fmt.group_size)[0], fmt.n_bits)
+        return _pack(_quantize_groups(values, self.n_bits, self.group_size)[0], self.n_bits)
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
-        fmt = self.format
-        codes, scale_zero = _quantize_groups(weight, fmt.n_bits, fmt.group_size)
+        codes, scale_zero = _quantize_groups(weight, self.n_bits, self.group_size)
         return _values(codes, scale_zero).flatten()[: weight.numel()].view(weight.shape).to(self.compute_dtype)
 
     @torch.no_grad()
     def load_shard(self, values: torch.Tensor, mesh: DeviceMesh) -> None:
-        codes, scale_zero = _quantize_groups(values, self.format.n_bits, self.format.group_size)
-        write_bytes(self.weight, _pack(codes, self.format.n_bits))
+        codes, scale_zero = _quantize_groups(values, self.n_bits, self.group_size)
+        write_bytes(self.weight, _pack(codes, self.n_bits))
         write_bytes(self.scale_zero, scale_zero)
 
     def stored_parameters(self) -> dict[str, StoredParameter]:
         num_groups = self.scale_zero.shape[0]
         return {
-            "": StoredParameter(
-                "weight", TensorForm(torch.uint8, (num_groups, self.format.group_size * self.format.n_bits // 8))
-            ),
+            "": StoredParameter("weight", TensorForm(torch.uint8, (num_groups, self.group_size * self.n_bits // 8))),
             ".scale_zero": StoredParameter("scale_zero", TensorForm(torch.float16, (num_groups, 2))),
         }
 
@@ -90,15 +86,15 @@ class HqqWeight(QuantizedWeight):
         import hqq
 
         return {
-            "n_bits": self.format.n_bits,
-            "group_size": self.format.group_size,
+            "n_bits": self.n_bits,
+            "group_size": self.group_size,
             "solver": _SOLVER,
             "hqq": hqq.__version__,
             "torch": torch.__version__,  # whose operations the solver consists of
         }
 
     def describe_code(self) -> str:
-        return f"HQQ, {self.format.n_bits} bits, groups of {self.format.group_size}"
+        return f"HQQ, {self.n_bits} bits, groups of {self.group_size}"
 
 
 class HqqLinear(QuantizedLinear, HqqWeight):
@@ -189,17 +185,3 @@ def _unpack(packed: torch.Tensor, n_bits: int) -> torch.Tensor:
         shift += bits
     assert codes is not None
     return codes
-
-
-def _dequantize(fmt: _HqqFormat, dtype: torch.dtype, weight: torch.Tensor, scale_zero: torch.Tensor) -> torch.Tensor:
-    """Decode storage tensors to the matrix (or whole weight) of `fmt` in `dtype`, computing in float32."""
-    num_weights = math.prod(fmt.shape)
-    first, count = fmt.first // fmt.group_size, -(-num_weights // fmt.group_size)
-    packed = weight.view(torch.uint8)[first : first + count]
-    statistics = scale_zero.view(torch.float16)[first : first + count]
-    decoded = torch.empty(count, fmt.group_size, dtype=dtype, device=weight.device)
-    step = _groups_at_a_time(weight.device, fmt.group_size)
-    for start in range(0, count, step):
-        part = slice(start, start + step)
-        decoded[part] = _values(_unpack(packed[part], fmt.n_bits), statistics[part])
-    return decoded.view(-1)[:num_weights].view(fmt.shape)

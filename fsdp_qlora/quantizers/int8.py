@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import bitsandbytes
@@ -10,19 +9,12 @@ import bitsandbytes.functional as bnb
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_qlora.quantizers.base import MatrixFormat, QuantizedLinear, QuantizedWeight, StoredParameter, write_bytes
+from fsdp_qlora.quantizers.base import Matrix, QuantizedLinear, QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 log = logging.getLogger("fsdp_qlora")
 
 _MOST_ELEMENTS = 2**31 - 1  # of a matrix that bitsandbytes' kernels index with int32
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Int8Format(MatrixFormat):
-    """threshold: see Int8Weight."""
-
-    threshold: float
 
 
 class Int8Weight(QuantizedWeight):
@@ -35,34 +27,30 @@ class Int8Weight(QuantizedWeight):
         int8_threshold: activations of at least this magnitude are multiplied in the compute dtype; 0 means none.
     """
 
-    format: _Int8Format
     statistics = ("row_scale",)
 
     def __init__(self, shape: tuple[int, ...], *, int8_threshold: float, compute_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shape, self.compute_dtype = tuple(shape), compute_dtype
-        out_features, self.row_weights = shape
-        if self.row_weights % 4:
-            _warn_of_slow_products(self.row_weights)
-        self.format = _Int8Format(self.shape, threshold=int8_threshold)
+        out_features, in_features = shape
+        super().__init__(shape, compute_dtype=compute_dtype, row_weights=in_features)
+        if in_features % 4:
+            _warn_of_slow_products(in_features)
+        self.threshold = int8_threshold
         row_bytes = -(-self.row_weights // compute_dtype.itemsize) * compute_dtype.itemsize
         self.weight = self._storage(out_features, row_bytes)
         self.row_scale = self._storage(out_features, 4, torch.float32)
 
-    @staticmethod
-    def decode_tensors(fmt: _Int8Format, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-        return _values(*_codes_and_scale(fmt, *tensors), dtype)
+    def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        return _values(*_codes_and_scale(part, *tensors), dtype)
 
-    @classmethod
     def multiply(
-        cls, fmt: _Int8Format, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """x W^T + b with each token's values rounded to 8 bits; values above the threshold keep their precision.
 
         bitsandbytes keeps the precision of a whole column when one token of the batch is above the threshold in it,
         so a token's result depends on its neighbours. Here each token gets the result of a batch of its own.
         """
-        return _multiply(fmt, x, bias, *_codes_and_scale(fmt, *tensors))
+        return _multiply(x, bias, *_codes_and_scale(part, *tensors), self.threshold)
 
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         codes, row_scale, _ = bnb.int8_vectorwise_quant(weight.half())
@@ -107,11 +95,9 @@ def _warn_of_slow_products(in_features: int) -> None:
     )
 
 
-def _codes_and_scale(
-    fmt: _Int8Format, weight: torch.Tensor, row_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _codes_and_scale(part: Matrix, weight: torch.Tensor, row_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Storage tensors -> (int8 [out, in], float32 [out])."""
-    codes = weight.view(torch.int8)[:, : fmt.shape[1]].contiguous()
+    codes = weight.view(torch.int8)[:, : part.shape[1]].contiguous()
     return codes, row_scale.view(torch.float32).view(-1)
 
 
@@ -121,22 +107,22 @@ def _values(codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _multiply(
-    fmt: _Int8Format, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor
+    x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor, threshold: float
 ) -> torch.Tensor:
     """x [.., in] times int8 codes [out, in] with their row_scale [out], see `Int8Weight.multiply`."""
     tokens = x.reshape(-1, x.shape[-1]).contiguous()  # bitsandbytes' kernels disregard strides
     parts = tokens.split(_MOST_ELEMENTS // max(codes.shape))
-    products = [_multiply_part(fmt, part, bias, codes, row_scale) for part in parts]
+    products = [_multiply_part(part, bias, codes, row_scale, threshold) for part in parts]
     return (products[0] if len(products) == 1 else torch.cat(products)).view(*x.shape[:-1], -1)
 
 
 def _multiply_part(
-    fmt: _Int8Format, tokens: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor
+    tokens: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor, row_scale: torch.Tensor, threshold: float
 ) -> torch.Tensor:
     """tokens [T, in] -> [T, out]."""
     rounded, outliers = tokens.half(), None
-    if fmt.threshold:
-        outliers = rounded.abs() >= fmt.threshold
+    if threshold:
+        outliers = rounded.abs() >= threshold
         rounded = rounded.masked_fill(outliers, 0.0)
     x_codes, x_scale, _ = bnb.int8_vectorwise_quant(rounded)
     # The kernel for GPUs writes fp16, whatever the dtype. Tokens scaled to at most 1 stay in its range, and a factor

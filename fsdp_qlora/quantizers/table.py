@@ -29,26 +29,28 @@ QUANTIZERS: dict[str, Quantizer] = {
 }
 
 
-def quantize_linears(model: nn.Module, names: Iterable[str], quantizer: str, **options: Any) -> None:
-    """Replace the linear layers of a meta model by quantized ones; `options` are the quantizer's own."""
-    for name in names:
+def quantize_layers(
+    model: nn.Module, linears: Iterable[str], experts: Iterable[str], quantizer: str, **options: Any
+) -> bool:
+    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones.
+
+    Args:
+        options: the quantizer's own.
+    Returns:
+        Whether there were experts that the quantizer could replace.
+    """
+    quantized = QUANTIZERS[quantizer]
+    for name in linears:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), name
-        model.set_submodule(name, QUANTIZERS[quantizer].linear(linear, **options))
-
-
-def quantize_experts(model: nn.Module, names: Iterable[str], quantizer: str, **options: Any) -> list[str]:
-    """Replace the 3-D expert parameters of a meta model, where the quantizer can; returns the replaced names."""
-    layer_class = QUANTIZERS[quantizer].experts
-    replaced: list[str] = []
-    if layer_class is None:
-        return replaced
-    for name in names:
+        model.set_submodule(name, quantized.linear(linear, **options))
+    replaced = False
+    for name in experts:
         path, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(path)
-        experts = layer_class(model.get_parameter(name), transposed=is_transposed(parent), **options)
-        if experts.supports():
+        parent, parameter = model.get_submodule(path), model.get_parameter(name)
+        layer = quantized.experts and quantized.experts(parameter, transposed=is_transposed(parent), **options)
+        if layer and layer.supports():
             delattr(parent, leaf)
-            parent.add_module(leaf, experts)
-            replaced.append(name)
+            parent.add_module(leaf, layer)
+            replaced = True
     return replaced

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_qlora.quantizers.base import QuantizedLinear
 from tests.tiny import on_ranks
@@ -21,6 +22,23 @@ def weight_of(shape: tuple[int, ...]) -> torch.Tensor:
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value.double() - reference).norm() / reference.norm()).item()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operation takes or returns."""
+
+    def __init__(self, namespace: str = "") -> None:
+        """namespace: of the operations; empty for all."""
+        super().__init__()
+        self.namespace, self.elements = namespace, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace.startswith(self.namespace):
+            results = result if isinstance(result, list | tuple) else [result]
+            tensors = [each for each in (*args, *results) if isinstance(each, torch.Tensor)]
+            self.elements = max(self.elements, *(tensor.numel() for tensor in tensors), 0)
+        return result
 
 
 def _save_shards(make: Make, keys: list[Any], folder: Path) -> int:
