@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,6 @@ def load_weights(
     mesh: DeviceMesh,
     device: torch.device,
     *,
-    keep: Callable[[str], None] | None = None,
     max_bytes_in_flight: int = 128 * 2**20,
     show_progress: bool,
 ) -> None:
@@ -50,7 +49,6 @@ def load_weights(
 
     Args:
         weights: from `match_tensors`.
-        keep: called with the name of each weight that has been stored.
         max_bytes_in_flight: host memory for parts that are read and not yet stored.
     Raises:
         UserError: a file cannot be read, or a weight is not finite.
@@ -68,8 +66,6 @@ def load_weights(
         values = read_ahead(weights.files, parts, max_bytes=max_bytes_in_flight)
         for name, size, value in zip(names, sizes, values, strict=True):
             _store(targets[name], value, mesh, device, name)
-            if keep:
-                keep(name)
             bar.update(size)
     seconds = time.perf_counter() - started
     log.info(
@@ -107,19 +103,9 @@ class _Target(NamedTuple):
 
     shape: torch.Size | None
     wanted: Callable[[DeviceMesh], tuple[int, int]] | None
-    store: Callable[[torch.Tensor, DeviceMesh, torch.device], None]
+    store: Callable[[torch.Tensor, DeviceMesh], None]
     on_device: bool = False
     is_weight: bool = False
-
-
-def _reduced(target: _Target, layer: LoraLinear) -> _Target:
-    """The same weight minus the adapter's initial update."""
-
-    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-        assert target.wanted is not None
-        target.store(subtract(layer, values.to(device), target.wanted(mesh)[0]), mesh, device)
-
-    return target._replace(store=store)
 
 
 def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) -> TensorSlice:
@@ -130,7 +116,7 @@ def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) ->
 def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str) -> None:
     values = values.to(device) if target.on_device else values
     _check_finite(values, name)
-    target.store(values, mesh, device)
+    target.store(values, mesh)
 
 
 def _check_finite(values: torch.Tensor, name: str) -> None:
@@ -144,23 +130,30 @@ def _check_finite(values: torch.Tensor, name: str) -> None:
 def _targets(model: nn.Module, *, packed: bool) -> dict[str, _Target]:
     """Name in the weight files -> its target, for every tensor of the model that they hold."""
     targets: dict[str, _Target] = {}
-    own = {id(parameter) for adapter in adapter_modules(model) for parameter in adapter.parameters()}
+    own = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
     for weight, layer in quantized_layers(model).items():
-        own.update(id(parameter) for name, parameter in layer.named_parameters() if name != "bias")
+        own.update(parameter for name, parameter in layer.named_parameters() if name != "bias")
         targets.update(_stored_parts(weight, layer) if packed else {weight: _quantized(layer)})
     for path, parameter in model.named_parameters():
-        if id(parameter) not in own:
+        if parameter not in own:
             targets[canonical_name(path)] = _plain(parameter)
     for path, buffer in persistent_buffers(model):
         targets[canonical_name(path)] = _replicated(buffer)
     return targets
 
 
-def _quantized(module: QuantizedWeight) -> _Target:
-    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-        module.load_shard(values, mesh)
+def _quantized(layer: QuantizedWeight) -> _Target:
+    return _Target(torch.Size(layer.shape), layer.shard_range, layer.load_shard, on_device=True, is_weight=True)
 
-    return _Target(torch.Size(module.shape), module.shard_range, store, on_device=True, is_weight=True)
+
+def _reduced(target: _Target, layer: LoraLinear) -> _Target:
+    """The same weight minus the adapter's initial update."""
+
+    def store(values: torch.Tensor, mesh: DeviceMesh) -> None:
+        assert target.wanted is not None
+        target.store(subtract(layer, values, target.wanted(mesh)[0]), mesh)
+
+    return target._replace(store=store, on_device=True)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedWeight]:
@@ -177,29 +170,23 @@ def _stored_parts(weight: str, layer: QuantizedWeight) -> dict[str, _Target]:
     targets: dict[str, _Target] = {}
     for suffix, stored in layer.stored_parameters().items():
         wanted = functools.partial(layer.stored_range, stored)
-        store = functools.partial(_store_shard, layer, stored, weight + suffix)
+        store = functools.partial(_store_bytes, layer, stored, weight + suffix)
         targets[weight + suffix] = _Target(torch.Size([stored.form.num_bytes]), wanted, store)
-    for suffix in layer.stored_whole():
-        targets[weight + suffix] = _checked(functools.partial(layer.load_whole, suffix), weight + suffix)
+    for suffix in layer.stored_whole():  # which every rank reads whole, and checks
+        targets[weight + suffix] = _Target(None, None, functools.partial(_load_whole, layer, suffix, weight + suffix))
     return targets
 
 
-def _store_shard(
-    layer: QuantizedWeight,
-    stored: StoredParameter,
-    name: str,
-    values: torch.Tensor,
-    mesh: DeviceMesh,
-    device: torch.device,
+def _store_bytes(
+    layer: QuantizedWeight, stored: StoredParameter, name: str, values: torch.Tensor, mesh: DeviceMesh
 ) -> None:
     if stored.form.dtype.is_floating_point:
         _check_finite(values.view(stored.form.dtype), name)
     write_bytes(getattr(layer, stored.parameter), values)
 
 
-def _checked(check: Callable[[torch.Tensor, str], None], name: str) -> _Target:
-    """A tensor that every rank reads whole and checks."""
-    return _Target(None, None, lambda values, mesh, device: check(values, name))
+def _load_whole(layer: QuantizedWeight, suffix: str, name: str, values: torch.Tensor, mesh: DeviceMesh) -> None:
+    layer.load_whole(suffix, values, name)
 
 
 def _plain(parameter: nn.Parameter) -> _Target:
@@ -208,17 +195,11 @@ def _plain(parameter: nn.Parameter) -> _Target:
         row = parameter.numel() // max(parameter.shape[0], 1)
         return first * row, last * row
 
-    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-        store_rows(parameter, values)
-
-    return _Target(parameter.shape, wanted, store, is_weight=True)
+    return _Target(parameter.shape, wanted, lambda values, mesh: store_rows(parameter, values), is_weight=True)
 
 
 def _replicated(buffer: torch.Tensor) -> _Target:
-    def store(values: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> None:
-        buffer.copy_(values.view(buffer.shape))
-
-    return _Target(buffer.shape, lambda mesh: (0, buffer.numel()), store)
+    return _Target(buffer.shape, None, lambda values, mesh: store_rows(buffer, values))
 
 
 class MergedTensor:
@@ -323,7 +304,7 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
         if not tensor.missing():
             files.join(name, *tensor.whole(files))
     weights = {name for name, target in targets.items() if target.is_weight}
-    if problems := _problems(match, files, expected) + _not_floats(match, files, weights):
+    if problems := _problems(match, files, expected, weights):
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
             f"The weights in {files.folder} do not match the {type(model).__name__} that its config.json "
@@ -354,8 +335,10 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
     return match
 
 
-def _problems(match: _Match, files: WeightFiles, expected: Mapping[str, torch.Size | None]) -> list[str]:
-    """Why the files do not match the model, one line each."""
+def _problems(
+    match: _Match, files: WeightFiles, expected: Mapping[str, torch.Size | None], weights: Collection[str]
+) -> list[str]:
+    """Why the files do not match the model, one line each. weights: the names of those that must be floats."""
     parts = [(part, name) for name, tensor in match.merged.items() for part in tensor.missing()]
     missing = [name for name in expected if name not in match.sources]
     found = {name: source for name, source in match.sources.items() if source in files.files}
@@ -369,18 +352,12 @@ def _problems(match: _Match, files: WeightFiles, expected: Mapping[str, torch.Si
             for name, source in found.items()
             if expected[name] is not None and files.shape(source) != expected[name]
         ),
-    ]
-
-
-def _not_floats(match: _Match, files: WeightFiles, weights: set[str]) -> list[str]:
-    """The weights that are not stored as 16- or 32-bit floats, one line each."""
-    sources = [source for name, source in match.sources.items() if name in weights and source in files.files]
-    stored = {source: files.dtype(source) for source in sources}
-    return [
-        f"wrong type: {source} in {files.files[source].name} is {str(dtype).removeprefix('torch.')}, and weights are "
-        "16- or 32-bit floats"
-        for source, dtype in stored.items()
-        if dtype not in _FLOATS
+        *(
+            f"wrong type: {source} in {files.files[source].name} is {str(files.dtype(source)).removeprefix('torch.')}, "
+            "and weights are 16- or 32-bit floats"
+            for name, source in found.items()
+            if name in weights and files.dtype(source) not in _FLOATS
+        ),
     ]
 
 
