@@ -1,10 +1,9 @@
 """Models and datasets on the Hugging Face hub: reachability, reasons for failures, and a model's files."""
 
-import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.ranks.distributed import Ranks, once_per_machine
-from fsdp_qlora.storage.files import free_disk, staged_file
+from fsdp_qlora.storage.files import free_disk
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -146,11 +145,10 @@ def _snapshot(
         log.info("%s is looked for among the copies on this machine: %s.", model_name, hub_reason(refusal))
     else:
         _check_download(model_name, info, patterns, later)
-        revision = info.sha
     if not show_progress:
         disable_progress_bars()
     try:
-        folder = snapshot_download(
+        return snapshot_download(
             model_name,
             revision=revision,
             allow_patterns=patterns,
@@ -163,22 +161,6 @@ def _snapshot(
             f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
             "path of a model folder, or make one with `python scripts/demo_model.py --output_dir demo/model`."
         ) from error
-    if refusal is None:
-        _note_newest(Path(folder), has_weights=set(_WEIGHTS) <= set(patterns))
-    return folder
-
-
-def _note_newest(snapshot: Path, *, has_weights: bool) -> None:
-    """Note down the commit that a start without the hub uses, as the hub's client does for a branch.
-
-    A commit whose weights are not here must not replace one whose weights are.
-    """
-    newest = snapshot.parents[1] / "refs" / "main"
-    if has_weights or not newest.exists():
-        with contextlib.suppress(OSError):  # a cache that may only be read
-            newest.parent.mkdir(exist_ok=True)
-            with staged_file(newest) as partial:
-                partial.write_text(snapshot.name)
 
 
 def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later: list[str]) -> None:
@@ -190,32 +172,24 @@ def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later
             f"model_name {model_name} has only pickled weights ({pickled[0]}), which are not supported: they can run "
             f"code. {conversion_advice(model_name)}"
         )
-    missing, all_missing = (
-        _sizes_of_missing(model_name, info, sizes, wanted) for wanted in (patterns, [*patterns, *later])
-    )
-    if not all_missing:
-        return
-    size, folder = sum(all_missing.values()), Path(HF_HUB_CACHE)
+    missing = _missing(model_name, info, sizes, [*patterns, *later])
+    size, folder = sum(sizes[name] for name in missing), Path(HF_HUB_CACHE)
     free = free_disk(folder)
     if size > free:
         raise UserError(
             f"model_name {model_name}: the download needs {size / 2**30:.1f} GiB in {folder}, where "
             f"{free / 2**30:.1f} GiB are free. Free some space, or set HF_HUB_CACHE to a folder on a larger disk."
         )
-    if not missing:
-        return
-    size = sum(missing.values())
-    waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
-    log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(missing), size / 2**30, folder, waiting)
+    if now := _missing(model_name, info, sizes, patterns):
+        size = sum(sizes[name] for name in now)
+        waiting = "" if os.environ.get("LOCAL_WORLD_SIZE", "1") == "1" else "; this machine's other ranks wait"
+        log.info("Downloading %s: %d files, %.2f GiB, to %s%s.", model_name, len(now), size / 2**30, folder, waiting)
 
 
-def _sizes_of_missing(
-    model_name: str, info: ModelInfo, sizes: Mapping[str, int], patterns: list[str]
-) -> dict[str, int]:
-    """The files of these patterns that are not on this machine, with their sizes in bytes."""
-    wanted = list(filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
-    cached = [try_to_load_from_cache(model_name, name, revision=info.sha) for name in wanted]
-    return {name: sizes[name] for name, path in zip(wanted, cached, strict=True) if not isinstance(path, str)}
+def _missing(model_name: str, info: ModelInfo, names: Iterable[str], patterns: list[str]) -> list[str]:
+    """The files of these patterns that are not on this machine."""
+    wanted = filter_repo_objects(names, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED)
+    return [name for name in wanted if not isinstance(try_to_load_from_cache(model_name, name, revision=info.sha), str)]
 
 
 def public_name(model_name: str) -> str:
