@@ -41,13 +41,29 @@ class StoredTensor(Protocol):
 
 
 class DecodedTensor:
-    """A tensor that is decoded from tensors of the files. parts: the names of these."""
+    """A tensor that is decoded from tensors of the files, several units at a time: elements, rows or experts.
 
-    def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype) -> None:
-        self.parts, self.shape, self.dtype = parts, shape, dtype
+    Args:
+        parts: names of the tensors in the files. unit: elements that are decoded together.
+    """
+
+    def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype, *, unit: int) -> None:
+        self.parts, self.shape, self.dtype, self.unit = parts, shape, dtype, unit
 
     def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the row-major flattened tensor."""
+        decoded, last = torch.empty(stop - start, dtype=self.dtype), -(-stop // self.unit)
+        step = max(1, _PIECE // self.unit)
+        for begin in range(start // self.unit, last, step):
+            end = min(begin + step, last)
+            offset = begin * self.unit
+            first, final = max(start, offset), min(stop, end * self.unit)
+            values = self._decode(read, begin, end).view(-1)
+            decoded[first - start : final - start] = values[first - offset : final - offset]
+        return decoded
+
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        """Units [begin, end), decoded."""
         raise NotImplementedError
 
 
@@ -109,10 +125,10 @@ class RoundedDouble(DecodedTensor):
     """A float64 tensor, rounded to float32 as it is read: nothing that quantizes or trains here knows float64."""
 
     def __init__(self, name: str, shape: torch.Size) -> None:
-        super().__init__([name], shape, torch.float32)
+        super().__init__([name], shape, torch.float32, unit=1)
 
-    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        return read(self.parts[0], start, stop).float()
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        return read(self.parts[0], begin, end).float()
 
 
 def _fp8_weight(
@@ -151,28 +167,18 @@ class _Fp8Weight(DecodedTensor):
     """block_rows, block_columns: of the weight, sharing a scale."""
 
     def __init__(self, weight: str, scale: str, shape: torch.Size, block_rows: int, block_columns: int) -> None:
-        super().__init__([weight, scale], shape, torch.bfloat16)
+        super().__init__([weight, scale], shape, torch.bfloat16, unit=shape[1])
         self.block_rows, self.block_columns = block_rows, block_columns
 
-    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        columns = self.shape[1]
-        first, last = start // columns, -(-stop // columns)
-        decoded = torch.empty((last - first, columns), dtype=self.dtype)
-        step = max(1, _PIECE // columns)
-        for row in range(first, last, step):
-            end = min(row + step, last)
-            decoded[row - first : end - first] = self._rows(read, row, end)
-        return decoded.view(-1)[start - first * columns : stop - first * columns]
-
-    def _rows(self, read: ReadStored, first: int, last: int) -> torch.Tensor:
-        """Rows [first, last), decoded, float32."""
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
+        """Rows [begin, end), float32."""
         weight, scale = self.parts
         columns = self.shape[1]
-        values = read(weight, first * columns, last * columns).view(last - first, columns)
+        values = read(weight, begin * columns, end * columns).view(end - begin, columns)
         width = -(-columns // self.block_columns)
-        above, below = first // self.block_rows, (last - 1) // self.block_rows + 1
+        above, below = begin // self.block_rows, (end - 1) // self.block_rows + 1
         scales = read(scale, above * width, below * width).view(-1, width).float()
-        of_row = torch.arange(first, last) // self.block_rows - above
+        of_row = torch.arange(begin, end) // self.block_rows - above
         of_column = torch.arange(columns) // self.block_columns
         return values.float().mul_(scales[of_row][:, of_column])
 
@@ -184,33 +190,24 @@ def _mxfp4_experts(blocks: str, entries: Mapping[str, StoredTensor], folder: Pat
     if not fits or entries[scales].shape != shape[:3]:
         raise UserError(f"{folder}: {blocks} {list(shape)} does not hold experts in MXFP4. {_ADVICE}")
     experts, rows, groups, _ = shape
-    return _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * 32, rows]), torch.bfloat16)
+    return _Mxfp4Experts([blocks, scales], torch.Size([experts, groups * _MXFP4_VALUES, rows]))
 
 
 class _Mxfp4Experts(DecodedTensor):
     """Each expert is decoded as a whole: it is stored [out, in] and used [in, out]."""
 
-    def read_flat(self, read: ReadStored, start: int, stop: int) -> torch.Tensor:
-        size = math.prod(self.shape[1:])
-        first, last = start // size, -(-stop // size)
-        decoded = torch.empty(stop - start, dtype=self.dtype)
-        for expert in range(first, last):
-            begin, end = max(start, expert * size), min(stop, (expert + 1) * size)
-            values = self._expert(read, expert).view(-1)
-            decoded[begin - start : end - start] = values[begin - expert * size : end - expert * size]
-        return decoded
+    def __init__(self, parts: list[str], shape: torch.Size) -> None:
+        super().__init__(parts, shape, torch.bfloat16, unit=math.prod(shape[1:]))
 
-    def _expert(self, read: ReadStored, expert: int) -> torch.Tensor:
+    def _decode(self, read: ReadStored, begin: int, end: int) -> torch.Tensor:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         blocks, scales = self.parts
         groups, rows = self.shape[1] // _MXFP4_VALUES, self.shape[2]
-        count = rows * groups
-        codes = read(blocks, expert * count * 16, (expert + 1) * count * 16)
-        exponents = read(scales, expert * count, (expert + 1) * count)
+        count, size = rows * groups, _MXFP4_VALUES // 2
         return convert_moe_packed_tensors(
-            codes.view(1, rows, groups, 16),
-            exponents.view(1, rows, groups),
+            read(blocks, begin * count * size, end * count * size).view(-1, rows, groups, size),
+            read(scales, begin * count, end * count).view(-1, rows, groups),
             dtype=self.dtype,
             rows_per_chunk=_PIECE // _MXFP4_VALUES,
         )

@@ -47,10 +47,11 @@ class TensorSlice(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """A concatenation of tensors of the files. ends: where each part ends, in elements of the whole."""
+    """A concatenation of tensors. ends: where each part ends, in elements of the whole."""
 
     parts: list[str]
     ends: list[int]
+    dtype: torch.dtype
     shape: torch.Size
 
 
@@ -74,8 +75,7 @@ class WeightFiles:
         self._descriptors: dict[Path, int] = {}
         entries = _read_header(folder / file) if file else self._index()
         self._entries = _as_bytes(entries, entries if as_bytes else _packed_names(entries))
-        self._joined: dict[str, _Joined] = {}
-        self._decoded: dict[str, DecodedTensor] = {}
+        self._tensors: dict[str, _Entry | DecodedTensor | _Joined] = {**self._entries}
         self.files = {name: entry.file for name, entry in self._entries.items()}
 
     def __del__(self) -> None:
@@ -86,7 +86,7 @@ class WeightFiles:
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file():
             single = self.folder / "model.safetensors"
-            files = [single] if single.is_file() else self._all_files()
+            files = [single] if single.is_file() else sorted(filter(Path.is_file, self.folder.glob("*.safetensors")))
             if not files:
                 raise UserError(f"{self.folder} has no .safetensors file. {self._other_weights()}")
             return _merge_headers(files)
@@ -105,9 +105,6 @@ class WeightFiles:
             if tensor not in headers[name]:
                 raise UserError(f"{self.folder / name}: tensor {tensor} is not in it. {_DOWNLOAD_AGAIN}")
         return {tensor: headers[name][tensor] for tensor, name in weight_map.items()}
-
-    def _all_files(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("*.safetensors") if path.is_file())
 
     def _other_weights(self) -> str:
         pickled = sorted(path.name for path in self.folder.glob("*.bin"))
@@ -128,7 +125,7 @@ class WeightFiles:
             raise UserError(f"The parts of {name} in {self.folder} have different types: {sorted(map(str, dtypes))}.")
         ends = list(itertools.accumulate(self.shape(part).numel() for part in parts))
         assert ends[-1] == shape.numel(), name
-        self._joined[name] = _Joined(list(parts), ends, shape)
+        self._tensors[name] = _Joined(list(parts), ends, self.dtype(parts[0]), shape)
         self.files[name] = self.files[parts[0]]
 
     def decode(self, stored: StoredFormat) -> None:
@@ -137,35 +134,33 @@ class WeightFiles:
         Raises:
             UserError: the tensors do not have this format.
         """
-        self._decoded, unknown = find_decoded(stored, self._entries, self.folder)
-        self.files.update({name: self._entries[tensor.parts[0]].file for name, tensor in self._decoded.items()})
+        decoded, unknown = find_decoded(stored, self._entries, self.folder)
+        self._tensors |= decoded
+        self.files |= {name: self._entries[tensor.parts[0]].file for name, tensor in decoded.items()}
         for name in unknown:
             del self.files[name]
 
     def round_doubles(self) -> None:
         """Let tensors in float64 be float32, to which they are rounded as they are read."""
         doubles = {name: entry for name, entry in self._entries.items() if entry.dtype == torch.float64}
-        self._decoded |= {name: RoundedDouble(name, entry.shape) for name, entry in doubles.items()}
+        self._tensors |= {name: RoundedDouble(name, entry.shape) for name, entry in doubles.items()}
 
     def shape(self, name: str) -> torch.Size:
-        if name in self._joined:
-            return self._joined[name].shape
-        return self._decoded[name].shape if name in self._decoded else self._entries[name].shape
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        name = self._joined[name].parts[0] if name in self._joined else name
-        return self._decoded[name].dtype if name in self._decoded else self._entries[name].dtype
+        return self._tensors[name].dtype
 
     def form(self, name: str) -> TensorForm:
         return TensorForm(self.dtype(name), tuple(self.shape(name)))
 
     def origins(self, name: str) -> dict[str, Path]:
         """The tensors of the files that make up `name` -> their files."""
-        parts = self._joined[name].parts if name in self._joined else [name]
-        stored = [
-            origin for part in parts for origin in (self._decoded[part].parts if part in self._decoded else [part])
-        ]
-        return {origin: self._entries[origin].file for origin in stored}
+        tensor = self._tensors[name]
+        if isinstance(tensor, _Joined):
+            return {origin: file for part in tensor.parts for origin, file in self.origins(part).items()}
+        origins = [name] if isinstance(tensor, _Entry) else tensor.parts
+        return {origin: self._entries[origin].file for origin in origins}
 
     def parts(self, name: str) -> list[TensorSlice]:
         """The tensors of the files, decoded, whose concatenation is the flattened tensor `name`."""
@@ -187,8 +182,8 @@ class WeightFiles:
         filled = 0
         for source, first, last in self._whole_tensors(name, start, stop):
             piece = part[filled : filled + last - first]
-            if source in self._decoded:
-                piece.copy_(self._decoded[source].read_flat(self.read_stored, first, last))
+            if isinstance(tensor := self._tensors[source], DecodedTensor):
+                piece.copy_(tensor.read_flat(self.read_stored, first, last))
             else:
                 self._read_into(source, first, piece)
             filled += last - first
@@ -202,10 +197,11 @@ class WeightFiles:
 
     def _whole_tensors(self, name: str, start: int, stop: int) -> Iterator[TensorSlice]:
         """The non-empty slices of tensors of the files that make up elements [start, stop) of `name`."""
-        if name not in self._joined:
+        tensor = self._tensors[name]
+        if not isinstance(tensor, _Joined):
             yield from [TensorSlice(name, start, stop)] * (start < stop)
             return
-        parts, ends, _ = self._joined[name]
+        parts, ends = tensor.parts, tensor.ends
         index = bisect.bisect_right(ends, start)
         while start < stop:
             begin = ends[index - 1] if index else 0
