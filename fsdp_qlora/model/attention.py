@@ -1,8 +1,9 @@
 """Attention: torch's kernel on a GPU, chosen before a run, and attention within documents concatenated to a row.
 
 For documents a model calls functions that are registered with transformers by name, with what
-`data.batches.describe_documents` says. transformers makes masks only for the names that it has a mask function for, and
-so none here: nothing of size T x T is made, and no value of a GPU tensor is asked for.
+`data.batches.describe_documents` says; transformers' own function for flash-attn takes that too. transformers makes
+masks only for the names that it has a mask function for, and so none here: nothing of size T x T is made, and no value
+of a GPU tensor is asked for.
 
 Shapes: query [1, H, T, D], key [1, G, T, D], value [1, G, T, V] as transformers has them, for H heads of queries and G
 of keys and values; what a kernel here returns is [T, H, V].
@@ -26,11 +27,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 REPEATED = "sdpa_repeated"  # our name for SDPA with a head of keys and values for each head of queries
-# transformers' name of an implementation -> our name of the one that does the same for documents.
-SDPA, SDPA_REPEATED, VARLEN, FLASH, EAGER = (
-    f"documents_{name}" for name in ("sdpa", REPEATED, "varlen", "flash_attention_2", "eager")
-)
-_SAME = {"sdpa": SDPA, REPEATED: SDPA_REPEATED, "flash_attention_2": FLASH, "eager": EAGER}
+FLASH = "flash_attention_2"
+# transformers' name of an implementation -> the name of the one that does the same for documents.
+SDPA, SDPA_REPEATED, VARLEN, EAGER = (f"documents_{name}" for name in ("sdpa", REPEATED, "varlen", "eager"))
+_SAME = {"sdpa": SDPA, REPEATED: SDPA_REPEATED, FLASH: FLASH, "eager": EAGER}
 _TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # since torch 2.13
 
 
@@ -94,7 +94,9 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
     own = config._attn_implementation
     name = _SAME.get(own)
     replaces = requested == "auto" and device.type == "cuda" and name in (SDPA, SDPA_REPEATED, FLASH)
-    if replaces and not (_soft_cap(config) or _dropout(config)):  # neither of which torch's kernel has
+    text = config.get_text_config()
+    needs_more = any(getattr(text, setting, None) for setting in ("attn_logit_softcapping", "attention_dropout"))
+    if replaces and not needs_more:  # neither of which torch's kernel has
         # SDPA pads heads for its flash kernel; the operator itself takes multiples of 8 only.
         takes_heads = head_size(config) % 8 == 0
         name = VARLEN if takes_heads and find_kernel(config, dtype, device, repeated=True) == "flash" else name
@@ -151,15 +153,6 @@ def describe_kernel(
     return f"Attention: torch's {kernel} kernel{repeated}{', a row at a time' if implementation else ''}"
 
 
-def _soft_cap(config: PretrainedConfig) -> float | None:
-    cap: float | None = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return cap
-
-
-def _dropout(config: PretrainedConfig) -> float:
-    return getattr(config.get_text_config(), "attention_dropout", 0.0) or 0.0
-
-
 class Call(NamedTuple):
     """What a model tells its attention function, and `describe_documents` told the model.
 
@@ -206,58 +199,24 @@ def _attention(
     return kernel(query, key, value, call)[None], None
 
 
-# --- kernels for documents of any lengths ---
+# --- documents of any lengths ---
 
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """torch's flash kernel; 16 bits, Ampere and newer."""
-    query, key, padded = _as_rows(query, key, value)
+    kind, missing = query.device.type, query.shape[-1] - value.shape[-1]
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    padded = F.pad(value, (0, missing)) if missing else value  # V is filled up to D
+    query, key, padded = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, padded))  # [T, H, D]
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not _TAKES_GROUPS:
         key, padded = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, padded))
     places = (call.ends, call.ends, call.longest, call.longest)
+    sides = (call.window - 1, 0) if call.window else (-1, 0)  # tokens to the left and right; -1 for all
     options: dict[str, Any] = {"enable_gqa": groups > 1} if _TAKES_GROUPS else {}
-    result = varlen_attn(query, key, padded, *places, scale=call.scaling, window_size=_sides(call), **options)
+    result = varlen_attn(query, key, padded, *places, scale=call.scaling, window_size=sides, **options)
     assert isinstance(result, torch.Tensor)
     return result[..., : value.shape[-1]]
-
-
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-    """The same of the package flash-attn, which also has a soft cap and dropout."""
-    from flash_attn import flash_attn_varlen_func
-
-    query, key, padded = _as_rows(query, key, value)
-    result: torch.Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        padded,
-        call.ends,
-        call.ends,
-        call.longest,
-        call.longest,
-        dropout_p=call.dropout,
-        softmax_scale=call.scaling,
-        causal=True,
-        window_size=_sides(call),
-        softcap=call.softcap or 0.0,
-    )
-    return result[..., : value.shape[-1]]
-
-
-def _as_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[1, H, T, D] -> [T, H, D] in the dtype of the computation, the value's last dimension filled up to D."""
-    kind, missing = query.device.type, query.shape[-1] - value.shape[-1]
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    value = F.pad(value, (0, missing)) if missing else value
-    query, key, value = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    return query, key, value
-
-
-def _sides(call: Call) -> tuple[int, int]:
-    """Tokens to the left and to the right that a token sees besides itself; -1 for all."""
-    return (call.window - 1, 0) if call.window else (-1, 0)
 
 
 # --- one document, or several of equal length, at a time ---
@@ -337,6 +296,5 @@ _KERNELS: dict[str, Kernel] = {
     SDPA: _sdpa,
     SDPA_REPEATED: partial(_sdpa, repeat=True),
     VARLEN: _varlen,
-    FLASH: _flash,
     EAGER: _eager,
 }

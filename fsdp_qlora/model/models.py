@@ -108,13 +108,12 @@ def _check_model_type(path: Path, name: str, *, trust_remote_code: bool) -> None
             "written by `save_pretrained` or downloaded from the hub."
         )
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"model_name {name}: {path} is not valid JSON ({error}). Download it again.") from error
-    model_type = content.get("model_type") if isinstance(content, dict) else None
+    model_type, has_code = content.get("model_type"), bool(content.get("auto_map"))
     if str(model_type) in CONFIG_MAPPING:
         return
-    has_code = bool(content.get("auto_map")) if isinstance(content, dict) else False
     if has_code and not trust_remote_code:
         raise _needs_own_code(name, path.parent)
     if not has_code:
@@ -241,9 +240,8 @@ def find_blocks(model: nn.Module) -> nn.ModuleList:
 
 def block_linears(model: nn.Module) -> list[str]:
     """Paths of all linear layers inside the decoder blocks, in the order of the model."""
-    blocks = find_blocks(model)
-    inside = {id(module) for module in blocks.modules() if isinstance(module, nn.Linear)}
-    return [name for name, module in model.named_modules() if id(module) in inside]
+    inside = {*find_blocks(model).modules()}
+    return [name for name, module in model.named_modules() if module in inside and isinstance(module, nn.Linear)]
 
 
 def new_blocks(config: PretrainedConfig, model_name: str) -> list[int]:
