@@ -1,4 +1,4 @@
-"""Head and loss over chunks of tokens: the same as whole logits, for every model, and never with whole logits."""
+"""Head and loss over chunks of tokens, and a vocabulary that ranks share: the same as whole logits, never with them."""
 
 import copy
 from collections.abc import Callable
@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdp_qlora.model.models import has_tied_embeddings
+from fsdp_qlora.sharding import vocabulary
 from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss, learned_rows
+from tests.layers.shards import LargestTensor
 from tests.tiny import on_ranks
 
 Models = Callable[..., Path]
@@ -63,33 +65,6 @@ def test_loss_and_gradients_are_those_of_whole_logits(
         assert (part.grad - reference.grad).norm() / reference.grad.norm() < tolerance
 
 
-def test_autocast_multiplies_in_16_bits_and_gives_gradients_of_the_weights_own_dtype() -> None:
-    hidden, weight, bias = parts_of_a_head()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        whole_loss(hidden, weight, bias, LogitForm()).backward()
-        expected = [part.grad for part in (hidden, weight, bias)]
-        hidden.grad = weight.grad = bias.grad = None
-        chunked_loss(hidden, weight, bias, targets_of_tokens(), LogitForm()).backward()
-    for part, reference in zip((hidden, weight, bias), expected, strict=True):
-        assert part.grad is not None and reference is not None and part.grad.dtype == torch.float32
-        assert (part.grad - reference).norm() / reference.norm() < 8e-3
-
-
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes the most elements of a tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return result
-
-
 def test_no_tensor_is_larger_than_a_chunk_of_logits_and_only_gradients_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,23 +75,23 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_and_only_gradients_are_kept(
     assert tokens < HIDDEN  # the weight's transpose is larger than a chunk
     kept: list[int] = []
     with (
-        Largest() as most,
+        LargestTensor() as largest,
         torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t),
     ):
         loss = chunked_loss(hidden, weight, bias, targets_of_tokens(), LogitForm())
         loss.backward()
-    assert most.elements <= max(tokens, HIDDEN) * VOCABULARY < TOKENS * VOCABULARY
+    assert largest.elements <= max(tokens, HIDDEN) * VOCABULARY < TOKENS * VOCABULARY
     assert sum(kept) == 0  # besides the gradient of the hidden states
     assert head_loss.tokens_at_a_time(VOCABULARY, torch.float32) == tokens
     assert head_loss.logits_bytes(TOKENS, VOCABULARY, torch.float32) == tokens * VOCABULARY * 4
 
 
 def test_a_chunk_of_a_large_vocabulary_is_bounded_and_of_whole_tiles() -> None:
-    for vocabulary in (32_000, 151_936, 262_144):
+    for words in (32_000, 151_936, 262_144):
         for dtype in (torch.bfloat16, torch.float32):
-            tokens = head_loss.tokens_at_a_time(vocabulary, dtype)
+            tokens = head_loss.tokens_at_a_time(words, dtype)
             assert tokens % 128 == 0
-            assert head_loss.logits_bytes(10**6, vocabulary, dtype) <= head_loss.MAX_CHUNK_BYTES
+            assert head_loss.logits_bytes(10**6, words, dtype) <= head_loss.MAX_CHUNK_BYTES
 
 
 def test_rows_with_a_target_are_those_before_it_in_the_same_row() -> None:
@@ -127,19 +102,59 @@ def test_rows_with_a_target_are_those_before_it_in_the_same_row() -> None:
     assert rows.tolist() == [0] and targets.tolist() == [-100]
 
 
-# ---- whole models, sharded over two ranks
+# ---- embeddings and heads that ranks share
 
-IDS = torch.arange(2, 50).view(2, 24)
+WORDS = 320  # of a model's vocabulary; three ranks have 107, 107 and 106 rows
+LENGTHS = (24, 7, 1)  # tokens of each rank
 CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, trained head": {"trained": True},
+    "llama, tied": {"tie_word_embeddings": True, "pad_token_id": 300},
     "llama, tied and trained": {"tie_word_embeddings": True, "trained": True},
     "gemma2": {"final_logit_softcapping": 2.0, "trained": True},
+    "gemma3_text": {"final_logit_softcapping": 3.0},  # tied, and its embedding scales
     "granite": {"logits_scaling": 3.0},  # a divisor
     "hyperclovax": {"logits_scaling": 3.0},  # a factor
     "cohere": {"logit_scale": 0.25},
     "phi": {"trained": True},  # its head has a bias
 }
+
+
+def test_every_rank_gets_each_row_of_its_tokens_once() -> None:
+    tokens = [torch.tensor([5, 0, 5, 319, 107]), torch.tensor([106, 106]), torch.tensor([214, 320 - 106])]
+    weight = torch.randn(WORDS, 4)
+    starts = [0, 107, 214]
+    wanted = [vocabulary.find_wanted(tokens, WORDS, rank) for rank in range(3)]
+    for rank, own in enumerate(wanted):
+        taken = []
+        for other, start in zip(wanted, starts, strict=True):
+            parts = (weight[start : start + 107][other.rows]).split(other.given)
+            taken.append(parts[rank])
+        assert own.taken == [len(part) for part in taken]
+        assert torch.equal(torch.cat(taken)[own.places], weight[tokens[rank]])
+    assert [sum(own.taken) for own in wanted] == [4, 1, 1]
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * 3
+
+
+class Masked(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * (ids != 0)[..., None]
+
+
+def test_an_embedding_is_shared_if_a_token_gives_what_follows_from_its_row() -> None:
+    with torch.device("meta"):
+        modules = [nn.Embedding(50, 8, padding_idx=40), Scaled(50, 8, dtype=torch.bfloat16), Masked(50, 8)]
+    modules.append(nn.Embedding(50, 8, max_norm=1.0))
+    assert [vocabulary._only_looks_up(module) for module in modules] == [True, True, False, False]
+    assert all(module.weight.is_meta for module in modules[:3])
+
+
+def ids_of(rank: int) -> torch.Tensor:
+    return (torch.arange(LENGTHS[rank]) * 37 + 100 * rank).remainder(WORDS)[None]
 
 
 class _OwnLogits(LlamaForCausalLM):
@@ -153,79 +168,83 @@ class _OwnLogits(LlamaForCausalLM):
 
 def _compare(folders: dict[str, str]) -> int:
     from fsdp_qlora.model.precision import PRECISIONS
-    from fsdp_qlora.ranks.distributed import (
-        build_mesh,
-        read_ranks,
-        set_up_logging,
-        start_process_group,
-        stop_process_group,
-    )
+    from fsdp_qlora.ranks import distributed
     from fsdp_qlora.sharding.model_parts import ModelParts
-    from fsdp_qlora.sharding.parallelize import shard_model
+    from fsdp_qlora.sharding.parallelize import reshard_all, shard_model
     from fsdp_qlora.training.probes import few_tokens, probe_head_loss
 
-    ranks = read_ranks()
-    set_up_logging(ranks, verbose=False)
-    start_process_group(ranks)
-    mesh = build_mesh(ranks, sharding_strategy="full_shard")
-    head_loss.MAX_CHUNK_BYTES = 5 * 320 * 4
-    fp32 = PRECISIONS["fp32"]
-    labels = IDS.clone()
-    labels[:, :9] = -100
+    ranks = distributed.read_ranks()
+    distributed.set_up_logging(ranks, verbose=False)
+    distributed.start_process_group(ranks)
+    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    head_loss.MAX_CHUNK_BYTES = 5 * WORDS * 4
+    ids = ids_of(ranks.rank)
+    labels = torch.cat([torch.full((1, 3), -100), ids[:, 3:]], dim=1)[:, : ids.shape[1]]
+    learned = learned_rows(labels, at_least=max(LENGTHS) - 1)
 
     def sharded(model: Any) -> tuple[Any, Any]:
+        fp32 = PRECISIONS["fp32"]
         shard_model(ModelParts.of(model), mesh, sharding_strategy="full_shard", precision=fp32)
         return model, probe_head_loss(model, {"input_ids": few_tokens(model)})
 
     for case, folder in folders.items():
-        own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         if not CASES[case].get("trained"):
+            own.get_input_embeddings().requires_grad_(False)
             own.get_output_embeddings().requires_grad_(False)
         model, loss_of = sharded(copy.deepcopy(own))
         assert loss_of is not None, case
-        logits = own.eval()(input_ids=IDS, use_cache=False).logits
-        expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        expected.backward()
-        loss = loss_of({"input_ids": IDS}, *learned_rows(labels))
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6), case
+        seen: list[torch.Tensor] = []
+        model.get_input_embeddings().register_forward_hook(lambda *call, seen=seen: seen.append(call[-1]))
+        # The ranks ask each other for their tokens, or know them.
+        logits = model(input_ids=ids, use_cache=False).logits
+        reshard_all(model)
+        with vocabulary.tokens_known(model, [ids_of(rank)[0] for rank in range(3)]):
+            loss = loss_of({"input_ids": ids}, *learned)
         # The backward pass does not need the head: it is freed before it, and not gathered again.
         is_of_root = has_tied_embeddings(model) and "trained" in CASES[case]
         assert isinstance(model.get_output_embeddings().weight, DTensor) != is_of_root
+        assert all(torch.equal(each, own.get_input_embeddings()(ids)) for each in seen) and len(seen) == 2
+        expected = own(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        whole = F.cross_entropy(expected[0, :-1], labels[0, 1:], reduction="sum")
+        assert loss.item() == pytest.approx(whole.item(), rel=1e-6, abs=1e-6), case
         loss.backward()
-        gradients = {name: parameter.grad for name, parameter in own.named_parameters() if parameter.grad is not None}
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad is None) == (name not in gradients), (case, name)
-            if parameter.grad is not None:
-                found = parameter.grad.full_tensor()
-                assert (found - gradients[name]).norm() <= 2e-6 * gradients[name].norm(), (case, name)
-        print(f"same: {case}")
-    model = _OwnLogits.from_pretrained(folders["llama"], dtype=torch.float32)
-    model, loss_of = sharded(model)
+        whole.backward()
+        for (name, parameter), own_parameter in zip(model.named_parameters(), own.parameters(), strict=True):
+            assert isinstance(parameter, DTensor) and (parameter.grad is None) != parameter.requires_grad, (case, name)
+            if not parameter.requires_grad:
+                assert len(parameter.to_local()) < WORDS
+                continue
+            gradient = torch.zeros_like(own_parameter) if own_parameter.grad is None else own_parameter.grad
+            torch.distributed.all_reduce(gradient)
+            found = parameter.grad.full_tensor() * 3
+            assert (found - gradient).norm() <= 2e-6 * gradient.norm(), (case, name)
+    model, loss_of = sharded(_OwnLogits.from_pretrained(folders["llama"], dtype=torch.float32))
     assert loss_of is None
-    model(input_ids=IDS, use_cache=False).logits.sum().backward()  # with the head, in forward and backward
-    head = nn.Sequential(model.get_output_embeddings())
-    model = LlamaForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
-    model.lm_head = head
-    assert probe_head_loss(model, {"input_ids": IDS}) is None
-    model = LlamaForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
-    model.config.logit_temperature = 2.0
-    assert probe_head_loss(model, {"input_ids": IDS}) is None
-    stop_process_group()
+    model(input_ids=ids, use_cache=False).logits.sum().backward()  # with the head, in forward and backward
+    for change in ("lm_head", "logit_temperature"):
+        model = LlamaForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
+        if change == "lm_head":
+            model.lm_head = nn.Sequential(model.lm_head)
+        else:
+            model.config.logit_temperature = 2.0
+        assert probe_head_loss(model, {"input_ids": ids}) is None
+    distributed.stop_process_group()
     return 0
 
 
-def test_sharded_models_have_the_losses_and_gradients_of_their_own_logits(models: Models, tmp_path: Path) -> None:
+def test_ranks_with_other_tokens_have_the_losses_and_gradients_of_whole_logits(models: Models, tmp_path: Path) -> None:
     folders = {}
     for case, options in CASES.items():
         overrides = {name: value for name, value in options.items() if name != "trained"}
         folders[case] = str(models(case.split(",")[0], **overrides))
-    statuses, output = on_ranks(2, _compare, (folders,), tmp_path / "logs")
-    assert statuses == [0, 0], output[-4000:]
-    assert [line for line in output.splitlines() if line.startswith("The loss is computed from whole logits")] == [
-        "The loss is computed from whole logits, which takes more memory: its logits are not its head's outputs, "
-        "scaled or capped as its config says.",
-        "The loss is computed from whole logits, which takes more memory: the head of LlamaForCausalLM is a "
-        "Sequential.",
-        "The loss is computed from whole logits, which takes more memory: its config has logit_temperature, which may "
-        "change logits.",
-    ]
+    statuses, output = on_ranks(3, _compare, (folders,), tmp_path / "logs")
+    assert statuses == [0, 0, 0], output[-4000:]
+    reasons = [line for line in output.splitlines() if line.startswith("The loss is computed from whole logits")]
+    said = (
+        "its logits are not its head's outputs",
+        "the head of LlamaForCausalLM is a Sequential",
+        "logit_temperature",
+    )
+    assert all(words in reason for words, reason in zip(said, reasons, strict=True))

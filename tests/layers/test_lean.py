@@ -20,8 +20,7 @@ from fsdp_qlora.model.fused import (
     fuse_modules,
     set_save_inputs_only,
 )
-from tests.layers.shards import relative_error
-from tests.layers.test_lora_product import IN, adapted, results
+from tests.layers.test_lora_product import IN, adapted, assert_near, results
 
 pytestmark = pytest.mark.quick
 
@@ -48,7 +47,8 @@ def logits_and_gradient(model: PreTrainedModel) -> list[torch.Tensor]:
     embedded = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
     logits = model(inputs_embeds=embedded, use_cache=False).logits
     grad = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
-    return [logits.detach(), *torch.autograd.grad(logits, embedded, grad)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [logits.detach(), *torch.autograd.grad(logits, [embedded, *trained], grad)]
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
@@ -56,6 +56,7 @@ def logits_and_gradient(model: PreTrainedModel) -> list[torch.Tensor]:
 def test_a_model_computes_what_it_did_with_the_same_roundings(model_type: str, recomputes: bool) -> None:
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         model = model_of(model_type, dtype)
+        model.model.layers[0].post_attention_layernorm.requires_grad_(True)
         lean = copy.deepcopy(model)
         fuse_modules(lean)
         set_save_inputs_only(lean, recomputes)
@@ -64,21 +65,7 @@ def test_a_model_computes_what_it_did_with_the_same_roundings(model_type: str, r
         assert len(of_kind(lean, GatedMlp)) == 1
         assert "1 gated MLPs by one function" in describe_fused(lean)
         assert [name for name, _ in lean.named_parameters()] == [name for name, _ in model.named_parameters()]
-        for own, expected in zip(logits_and_gradient(lean), logits_and_gradient(model), strict=True):
-            assert own.dtype == expected.dtype and relative_error(own.float(), expected.double()) < tolerance
-
-
-def test_a_norm_that_trains_gets_its_gradient() -> None:
-    found = []
-    for lean in (False, True):
-        model = model_of("qwen3")
-        if lean:
-            fuse_modules(model)
-            set_save_inputs_only(model, True)
-        norm = model.model.layers[0].post_attention_layernorm.requires_grad_(True)
-        model(input_ids=TOKENS).logits.square().sum().backward()
-        found.append(norm.weight.grad)
-    assert relative_error(found[1], found[0].double()) < 1e-5
+        assert_near(logits_and_gradient(lean), logits_and_gradient(model), tolerance)
 
 
 class OtherNorm(nn.Module):
@@ -138,37 +125,27 @@ def test_a_lean_block_keeps_neither_what_follows_a_norm_nor_what_is_gated(kind: 
     y, kept = kept_by(model, x)
     # The norm's input, the outputs of gate and up, and three products of rank 4.
     assert sum(tensor.numel() for tensor in kept) == 18 * (3 * IN + 3 * 4)
-    for own, reference in zip(results(y, x, down), expected, strict=True):
-        assert relative_error(own, reference.double()) < 1e-6
+    assert_near(results(y, x, down), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_compiled_gates_compute_the_same_for_any_number_of_tokens(recomputes: bool) -> None:
-    model = model_of("gemma2")
-    fuse_modules(model)
-    set_save_inputs_only(model, recomputes)
-    expected = logits_and_gradient(model)
-    # Without a C++ compiler's half a minute: the graph is captured whole, and runs as it was captured.
-    assert compile_gates(model, torch.device("cpu"), torch.float32, backend="eager") == ""
-    assert "1 gated MLPs by one compiled function" in describe_fused(model)
-    for own, reference in zip(logits_and_gradient(model), expected, strict=True):
-        assert relative_error(own, reference.double()) < 1e-6
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_long_rows_are_computed_in_pieces_with_the_same_bits(
-    recomputes: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+def test_compiled_gates_and_pieces_of_long_rows_change_nothing(
+    recomputes: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of("qwen3", torch.bfloat16)
+    model = model_of("gemma2", dtype)
     fuse_modules(model)
     set_save_inputs_only(model, recomputes)
-    if is_compiled:
-        assert compile_gates(model, torch.device("cpu"), torch.bfloat16, backend="eager") == ""
-    expected = logits_and_gradient(model)
-    monkeypatch.setattr(functions, "PIECE", 5 * SIZES["intermediate_size"] + 7)  # five of 24 tokens
-    for own, reference in zip(logits_and_gradient(model), expected, strict=True):
-        assert torch.equal(own, reference)
+    expected = eager = logits_and_gradient(model)
+    for is_compiled in (False, True):
+        if is_compiled:  # without a C++ compiler's half a minute: the graph is captured whole, and runs as captured
+            assert compile_gates(model, torch.device("cpu"), dtype, backend="eager") == ""
+            assert "1 gated MLPs by one compiled function" in describe_fused(model)
+            expected = logits_and_gradient(model)
+            assert_near(expected, eager, 1e-6 if dtype == torch.float32 else 1e-2)
+        with monkeypatch.context() as short:
+            short.setattr(functions, "PIECE", 5 * SIZES["intermediate_size"] + 7)  # five of 24 tokens
+            assert_near(logits_and_gradient(model), expected, 1e-6)
 
 
 def test_where_nothing_can_be_compiled_the_reason_is_given() -> None:

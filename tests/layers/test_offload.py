@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.sharding import weight_stream
-from fsdp_qlora.sharding.host_memory import InputStore, SideStream, split_arena
+from fsdp_qlora.sharding.host_memory import InputStore, split_arena
 from fsdp_qlora.sharding.model_parts import ModelParts
 from fsdp_qlora.sharding.recompute import RecomputedBlock, set_recompute, wrap_blocks
 
@@ -90,27 +90,6 @@ def test_inputs_on_the_host_give_the_same_gradients_in_memory_that_is_used_again
     set_recompute(model, 0)
     monkeypatch.setattr(store, "keep", None)
     assert all(map(torch.equal, gradients(model), expected))
-
-
-class FakeStream:
-    """Notes what waits for what."""
-
-    def __init__(self, *_: object) -> None:
-        self.waited: list[object] = []
-
-    def wait_event(self, event: object) -> None:
-        self.waited.append(event)
-
-
-@pytest.mark.quick
-def test_memory_freed_under_another_stream_is_waited_for_by_the_compute_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute, other = FakeStream(), FakeStream()
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: compute)
-    side = SideStream(torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: other)
-    side.compute_waits("copied")  # type: ignore[arg-type]
-    assert (compute.waited, other.waited) == (["copied"], [])
 
 
 @pytest.mark.quick

@@ -53,29 +53,32 @@ class FakeMemory:
 
 
 @pytest.mark.parametrize(
-    ("total", "head", "block", "recomputing", "tried"),
+    ("memory", "too_few", "recomputing", "tried"),
     [
-        (150, 50, 0, 8, [0]),  # no room to probe one
-        (185, 50, 0, 5, [0, 1, 3]),
-        (1000, 50, 0, 0, [0, 1, 8]),
-        (185, 20, 60, 3, [0, 1, 3, 5]),  # the room that a block needs for recomputing hides some
+        ({"total": 150, "head": 50, "block": 0}, None, 8, [0]),  # no room to probe one
+        ({"total": 185, "head": 50, "block": 0}, None, 5, [0, 1, 3]),
+        ({"total": 1000, "head": 50, "block": 0}, None, 0, [0, 1, 8]),
+        # The room that a block needs for recomputing hides some.
+        ({"total": 185, "head": 20, "block": 60}, None, 3, [0, 1, 3, 5]),
+        # The allocator loses some for each block: what the trial did not foresee is taken back.
+        ({"total": 185, "head": 50, "block": 0, "grows": 4}, None, 6, None),
+        # More than when memory ran out in an earlier run.
+        *(
+            ({"total": 1000, "head": 50, "block": 0}, too_few, number, None)
+            for too_few, number in ((0, 4), (4, 6), (6, 7), (7, 8), (8, 8))
+        ),
     ],
 )
-def test_as_few_blocks_recompute_as_fit(total: int, head: int, block: int, recomputing: int, tried: list[int]) -> None:
+def test_as_few_blocks_recompute_as_fit(
+    memory: dict[str, int], too_few: int | None, recomputing: int, tried: list[int] | None
+) -> None:
     model = _model()
-    memory = FakeMemory(model, total=total, head=head, block=block)
-    number = fit_recompute(model, memory.try_step, lambda value: value, block_bytes=EACH)
-    assert number == recomputing and memory.tried == tried
+    fake = FakeMemory(model, **memory)
+    number = fit_recompute(model, fake.try_step, lambda value: value, block_bytes=EACH, too_few=too_few)
+    assert number == recomputing and tried in (None, fake.tried)
     # The last ones keep theirs: their memory is free before another block recomputes.
     assert [block.is_on for block in recomputed_blocks(model)] == [True] * number + [False] * (BLOCKS - number)
-    assert memory.room() >= 0
-
-
-def test_what_the_trial_did_not_foresee_is_taken_back() -> None:
-    model = _model()
-    memory = FakeMemory(model, total=185, head=50, block=0, grows=4)  # the allocator loses some for each block
-    number = fit_recompute(model, memory.try_step, lambda value: value, block_bytes=EACH)
-    assert number == 6 and memory.room() >= 0
+    assert fake.room() >= 0
 
 
 def test_the_rank_with_the_least_memory_decides() -> None:
@@ -93,14 +96,6 @@ def test_a_step_that_comes_near_the_end_lets_more_blocks_recompute() -> None:
     for reserved, number in ((19.9, 6), (20.1, 7), (20.2, 8), (21.0, 8)):
         watch.stepped(reserved)
         assert sum(block.is_on for block in recomputed_blocks(model)) == number
-
-
-@pytest.mark.parametrize(("too_few", "number"), [(0, 4), (4, 6), (6, 7), (7, 8), (8, 8)])
-def test_more_blocks_recompute_than_when_memory_ran_out(too_few: int, number: int) -> None:
-    model = _model()
-    memory = FakeMemory(model, total=1000, head=50, block=0)  # room for all
-    found = fit_recompute(model, memory.try_step, lambda value: value, block_bytes=EACH, too_few=too_few)
-    assert found == number == sum(block.is_on for block in recomputed_blocks(model))
 
 
 def test_only_blocks_that_are_switched_on_run_twice() -> None:

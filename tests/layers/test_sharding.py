@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
+from fsdp_qlora.ranks.distributed import local_part
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]
@@ -24,46 +25,24 @@ def options(model: Path, folder: Path, **changed: object) -> list[str]:
     return flags(model_name=model, dataset=rows, output_dir=folder / "out", **{**chosen, **changed})
 
 
-def _train_with_arguments(argv: list[str]) -> int:
+def _train_and_look(argv: list[str], frozen_is_sharded: bool) -> int:
     import train
 
-    calls = []
-
-    def look(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if isinstance(module, FSDPModule) and not isinstance(module, PreTrainedModel):
-            calls.append(bool(args))
-
-    register_module_forward_pre_hook(look)
-    status = train.main(argv)
-    return 9 if not calls or not all(calls) else status
-
-
-@pytest.mark.parametrize("train_type", ["bnb_dora", "experts"])
-def test_every_module_that_fsdp2_gathers_is_called_with_an_argument(
-    models: Models, tmp_path: Path, train_type: str
-) -> None:
-    # FSDP2 of torch 2.11 moves the first argument to the GPU, and fails where there is none.
-    if train_type == "experts":
-        model = models("mixtral", num_local_experts=4, num_experts_per_tok=2)
-        argv = options(model, tmp_path, train_type="qlora", lora_target_parameters="gate_up_proj,down_proj")
-    else:
-        argv = options(models("llama"), tmp_path, train_type=train_type)
-    statuses, output = on_ranks(1, _train_with_arguments, (argv,), tmp_path / "logs")
-    assert statuses == [0], output[-3000:]
-
-
-def _train_with_kinds(argv: list[str], expected: set[tuple[bool, bool]]) -> int:
-    import train
-
-    kinds = set()
+    has_arguments, kinds = set(), set()
 
     def look(module: nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(module, FSDPModule) and isinstance(module, PreTrainedModel):
-            kinds.update((each.requires_grad, isinstance(each, DTensor)) for each in module.parameters())
+            named = [each for name, each in module.named_parameters() if "magnitude" not in name]
+            kinds.update((each.requires_grad, isinstance(each, DTensor)) for each in named)
+        elif isinstance(module, FSDPModule):
+            has_arguments.add(bool(args))
 
     register_module_forward_pre_hook(look)
     status = train.main(argv)
-    return 9 if kinds != expected else status
+    return status if kinds == {(True, True), (False, frozen_is_sharded)} and has_arguments == {True} else 9
+
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize(
@@ -75,50 +54,19 @@ def _train_with_kinds(argv: list[str], expected: set[tuple[bool, bool]]) -> int:
         (2, {"use_cpu_offload": True}, True),
         (2, {}, True),
         (2, {"sharding_strategy": "ddp"}, False),
+        (1, {"train_type": "bnb_dora"}, False),
+        (1, {"lora_target_parameters": "gate_up_proj,down_proj"}, False),
     ],
 )
-def test_frozen_weights_that_a_rank_has_whole_are_not_kept_twice(
+def test_whole_frozen_weights_are_not_kept_twice_and_gathered_modules_get_arguments(
     models: Models, tmp_path: Path, ranks: int, changed: dict[str, object], frozen_is_sharded: bool
 ) -> None:
-    # FSDP2 keeps a gathered copy beside the shard, even where that is all of the weight.
-    argv = options(models("llama"), tmp_path, **{"train_type": "qlora", "max_steps": 1, **changed})
-    expected = {(True, True), (False, frozen_is_sharded)}
-    statuses, output = on_ranks(ranks, _train_with_kinds, (argv, expected), tmp_path / "logs")
+    # FSDP2 keeps a gathered copy beside the shard, even where that is all of the weight. Before a forward pass it moves
+    # the first argument to the GPU; in torch 2.11 it fails where there is none.
+    model = models("mixtral", **EXPERTS) if "lora_target_parameters" in changed else models("llama")
+    argv = options(model, tmp_path, **{"train_type": "qlora", "max_steps": 1, **changed})
+    statuses, output = on_ranks(ranks, _train_and_look, (argv, frozen_is_sharded), tmp_path / "logs")
     assert statuses == [0] * ranks, output[-3000:]
-
-
-def _train_and_count_gathers(argv: list[str], gathers: dict[str, int]) -> int:
-    import train
-    from fsdp_qlora.training import trainer
-
-    counts, train_step = {}, trainer.Trainer.train_step
-
-    def step(self: Any, number: int, rows: Any) -> dict[str, Any]:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            record = train_step(self, number, rows)
-        counts.update({e.key: e.count for e in profile.key_averages() if "FSDP::all_gather (" in e.key})
-        return record
-
-    trainer.Trainer.train_step = step  # type: ignore[method-assign]
-    status = train.main(argv)
-    print(counts)
-    return status if all(counts.get(f"FSDP::all_gather ({name})", 0) == count for name, count in gathers.items()) else 9
-
-
-@pytest.mark.parametrize(
-    ("trained", "gathers"),
-    [("nothing", {"model.embed_tokens": 0, "lm_head": 0}), ("lm_head", {"model.embed_tokens": 0, "lm_head": 1})],
-)
-def test_what_no_gradient_passes_through_is_not_gathered_for_the_backward_pass(
-    models: Models, tmp_path: Path, trained: str, gathers: dict[str, int]
-) -> None:
-    # In one step. FSDP2 gathers the group before the one at work, and nothing uses the embeddings then; frozen ones
-    # are not gathered at all. With padding nothing is tried before. The head's gradients are computed with the loss.
-    changed = {} if trained == "nothing" else {"modules_to_save": trained}
-    argv = options(models("llama"), tmp_path, train_type="qlora", max_steps=1, padding=True, **changed)
-    gathers = {"model.layers.1": 2, **gathers}
-    statuses, output = on_ranks(2, _train_and_count_gathers, (argv, gathers), tmp_path / "logs")
-    assert statuses == [0, 0], output[-3000:]
 
 
 def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
@@ -130,32 +78,52 @@ def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
     def step(self: Any, number: int, rows: Any) -> dict[str, Any]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             record = train_step(self, number, rows)
-        events.extend(profile.events())
+        events[:] = sorted(profile.events(), key=lambda event: event.time_range.start)
         return record
 
     trainer.Trainer.train_step = step  # type: ignore[method-assign]
     status = train.main(argv)
+    kinds = {"all_gather": "gather", "pre_forward": "forward", "pre_backward": "backward"}
     seen = []
-    for event in sorted(events, key=lambda event: event.time_range.start):
-        found = re.match(r"FSDP::(all_gather|pre_forward|pre_backward) \(model\.layers\.(\d)(.*)\)", event.name)
-        if found and not (found[3] and found[1] != "all_gather"):
-            kind = {"all_gather": "gather", "pre_forward": "forward", "pre_backward": "backward"}[found[1]]
-            seen.append(f"{kind} {'adapters' if found[3] else 'block'} {found[2]}")
+    for event in events:
+        found = re.match(r"FSDP::(\w+) \((?:model\.)?(embed_tokens|lm_head|layers\.\d)(.*)\)", event.name)
+        if found and found[1] in kinds and (not found[3] or found[1] == "all_gather"):
+            name = found[2].replace("layers.", "adapters " if found[3] else "block ")
+            seen.append(f"{kinds[found[1]]} {name}")
     print(seen)
     return status if seen == expected else 9
 
 
-def test_the_next_blocks_weights_are_gathered_when_a_block_starts_its_adapters_first(
-    models: Models, tmp_path: Path
+FORWARD = ["gather adapters 0", "gather block 0", "forward block 0", "gather adapters 1", "gather block 1"]
+BACKWARD = ["gather block 1", "backward block 1", "gather block 0", "backward block 0"]
+HEAD = ["gather lm_head", "forward lm_head", "backward lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "order"),
+    [
+        ({}, [*FORWARD, "forward block 1", *BACKWARD]),
+        ({"modules_to_save": "lm_head"}, [*FORWARD, "forward block 1", *HEAD, *BACKWARD]),
+    ],
+)
+def test_the_next_block_is_gathered_when_one_starts_and_only_what_a_gradient_needs_again(
+    models: Models, tmp_path: Path, changed: dict[str, object], order: list[str]
 ) -> None:
-    argv = options(models("llama"), tmp_path, train_type="qlora", max_steps=1, lora_target_modules="q_proj,v_proj")
-    order = ["gather adapters 0", "gather block 0", "forward block 0", "gather adapters 1", "gather block 1"]
-    order += ["forward block 1", "gather block 1", "backward block 1", "gather block 0", "backward block 0"]
+    # In one step. FSDP2 gathers the group before the one at work, and nothing uses the embeddings then; frozen ones
+    # are not gathered at all. With padding nothing is tried before. The head's gradients are computed with the loss.
+    changed = {
+        "train_type": "qlora",
+        "max_steps": 1,
+        "padding": True,
+        "lora_target_modules": "q_proj,v_proj",
+        **changed,
+    }
+    argv = options(models("llama"), tmp_path, **changed)
     statuses, output = on_ranks(2, _train_and_order_gathers, (argv, order), tmp_path / "logs")
     assert statuses == [0, 0], output[-3000:]
 
 
-def _train_with_wrong_expert(argv: list[str], where: float) -> int:
+def _train_with_wrong_expert(argv: list[str], where: float | None) -> int:
     import train
     from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
 
@@ -163,55 +131,45 @@ def _train_with_wrong_expert(argv: list[str], where: float) -> int:
 
     def load_wrongly(self: Bnb4bitExperts, values: torch.Tensor, mesh: Any) -> None:
         load(self, values, mesh)
-        local = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        local.view(torch.uint8).view(-1)[int(local.numel() * local.element_size() * where)] ^= 1
+        local = local_part(self.weight).view(torch.uint8).view(-1)
+        local[int(local.numel() * where)] ^= 1
 
-    Bnb4bitExperts.load_shard = load_wrongly  # type: ignore[method-assign]
+    if where is not None:
+        Bnb4bitExperts.load_shard = load_wrongly  # type: ignore[method-assign]
     return train.main(argv)
 
 
 @pytest.mark.parametrize("where", [None, 0.99])
 def test_the_self_test_looks_at_an_expert(models: Models, tmp_path: Path, where: float | None) -> None:
-    model = models("mixtral", num_local_experts=4, num_experts_per_tok=2)
-    argv = options(model, tmp_path, train_type="qlora", max_steps=1)
-    target, args = (_train, (argv,)) if where is None else (_train_with_wrong_expert, (argv, where))
-    statuses, output = on_ranks(2, target, args, tmp_path / "logs")
+    argv = options(models("mixtral", **EXPERTS), tmp_path, train_type="qlora", max_steps=1)
+    statuses, output = on_ranks(2, _train_with_wrong_expert, (argv, where), tmp_path / "logs")
     if where is None:
         assert statuses == [0, 0], output[-3000:]
         assert "Self-test: expert 3 of model.layers.0.mlp.experts.gate_up_proj" in output
     else:
-        assert 0 not in statuses
-        assert "Self-test failed: expert 3 of" in output
-
-
-def _train(argv: list[str]) -> int:
-    import train
-
-    return train.main(argv)
+        assert 0 not in statuses and "Self-test failed: expert 3 of" in output
 
 
 def _train_after_a_trial(argv: list[str]) -> int:
     import train
     from fsdp_qlora.training import trainer
 
-    calls, train_step, loss = [], trainer.Trainer.train_step, trainer.Trainer._loss
+    has_gradients, train_step, loss = [], trainer.Trainer.train_step, trainer.Trainer._loss
 
-    def record(self: Any, micro_batch: Any) -> torch.Tensor:
-        calls.append(any(parameter.grad is not None for parameter in self.model.parameters()))
+    def note(self: Any, micro_batch: Any) -> torch.Tensor:
+        has_gradients.append(any(parameter.grad is not None for parameter in self.model.parameters()))
         return loss(self, micro_batch)
 
     def step(self: Any, number: int, rows: Any) -> dict[str, Any]:
-        trainer.Trainer._loss = record  # type: ignore[method-assign]
         self.try_longest(rows)
-        trainer.Trainer._loss = loss  # type: ignore[method-assign]
+        assert has_gradients[:2] == [False, True]
         return train_step(self, number, rows)
 
-    trainer.Trainer.train_step = step  # type: ignore[method-assign]
-    status = train.main(argv)
-    return status if calls[:2] == [False, True] else 9
+    trainer.Trainer._loss, trainer.Trainer.train_step = note, step  # type: ignore[method-assign]
+    return train.main(argv)
 
 
-def test_what_is_tried_first_adds_up_gradients_as_the_steps_do(models: Models, tmp_path: Path) -> None:
+def test_a_trial_adds_up_gradients_as_a_step_does(models: Models, tmp_path: Path) -> None:
     changed = {"train_type": "full", "gradient_accumulation_steps": 2, "max_steps": 1}
     argv = options(models("llama"), tmp_path, **changed)
     statuses, output = on_ranks(1, _train_after_a_trial, (argv,), tmp_path / "logs")

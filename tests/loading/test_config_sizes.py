@@ -36,12 +36,8 @@ def test_a_config_that_makes_no_model_is_refused_before_anything_is_built(
     shutil.copytree(models(), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(damage(path.read_text()))
+    kind, device = torch.float32, torch.device("cpu")
     with pytest.raises(UserError) as error:
-        build(load_config(path.parent, "m"))
+        config = load_config(path.parent, "m")
+        build_meta_model(config, attn_implementation="auto", dtype=kind, compute_dtype=kind, device=device)
     assert words in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 600
-
-
-def build(config: object) -> None:
-    kind = torch.float32
-    device = torch.device("cpu")
-    build_meta_model(config, attn_implementation="auto", dtype=kind, compute_dtype=kind, device=device)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,18 +69,19 @@ class Hub:
         self.is_asked.set()
         self.may_answer.wait(600)
         path = request.path.partition("?")[0]
+        files: list[dict[str, Any]] = [{"path": name, "rfilename": name, "type": "file"} for name in self.files]
+        for file in files:
+            file |= {"size": len(self.files[file["path"]]), "oid": self.hash(file["path"])}
         if self.gated:
             self.send(request, 403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif path.startswith("/api/models/owner/model/tree/"):
+            self.send(request, 200, json.dumps(files).encode(), {})
         elif path.startswith("/api/models/owner/model"):
             asked = path.partition("/revision/")[2]
             commit = asked if re.fullmatch(r"[0-9a-f]{40}", asked) else self.commit
             if commit == self.commit and self.moves:
                 self.commit = hashlib.sha1(self.commit.encode()).hexdigest()
-            about = {
-                "id": "owner/model",
-                "sha": commit,
-                "siblings": [{"rfilename": name, "size": len(content)} for name, content in self.files.items()],
-            }
+            about = {"id": "owner/model", "sha": commit, "siblings": files}
             self.send(request, 200, json.dumps(about).encode(), {})
         elif found := re.fullmatch(r"/owner/model/resolve/([^/]+)/(.+)", path):
             commit, name = found.groups()
@@ -91,9 +93,7 @@ class Hub:
     def hash(self, name: str) -> str:
         return hashlib.sha1(self.files[name]).hexdigest()
 
-    def send(
-        self, request: http.server.BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]
-    ) -> None:
+    def send(self, request: Any, status: int, body: bytes, headers: dict[str, str]) -> None:
         request.send_response(status)
         for name, value in {"Content-Type": "application/json", "Content-Length": str(len(body)), **headers}.items():
             request.send_header(name, value)

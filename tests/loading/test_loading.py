@@ -114,7 +114,7 @@ def test_nan_that_one_rank_reads_is_named_by_both(train_type: str, models: Calla
     assert statuses == [2, 2] and "Traceback" not in output, output
     assert f"[rank 1] error: Weight {name} has values that are not finite" in output
     assert f"[rank 0] Ended because of rank 1: Weight {name}" in output
-    assert not list(tmp_path.glob("cache/*"))
+    assert not [path for path in tmp_path.glob("cache/*") if path.suffix != ".lock"]
 
 
 def test_float64_weights_are_read_as_float32(models: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Models that bring Python code of their own: it runs when it was asked for, and only then."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +21,7 @@ class {name}(Base):
 
 def make_own(source: Path, folder: Path, marker: Path, *, model: bool) -> Path:
     """A copy of a llama with config and model (or only the tokenizer) in code of its own."""
-    folder.mkdir()
-    for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source, folder)
 
     def edit(file: str, **changes: object) -> None:
         content = json.loads((folder / file).read_text())
