@@ -8,7 +8,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.cli import train
 from fsdp_qlora.cli.launch import relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.config.options import DEFAULTS, TrainConfig
-from fsdp_qlora.config.text import describe_config, shipped_configs, value_text
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import describe_config, shipped_configs
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import folder_error, is_repository
+from fsdp_qlora.storage.files import folder_error
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -43,7 +43,7 @@ class Command(NamedTuple):
 
 
 def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
-    """The options of an adapter's run; those in `words` win.
+    """The options of an adapter's run, as far as its files may say them (config.marks.Mark); those in `words` win.
 
     They are in config.yaml of the run's folder, or in the training.json that goes with the adapter. One without both
     is on an unquantized base, which its own configuration names, unless `words` say otherwise.
@@ -56,9 +56,9 @@ def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False
     if not adapter.is_dir():
         raise UserError(f"--adapter {adapter}: there is no such folder.")
     found = [path for folder in (adapter, adapter.resolve().parent) if (path := folder / "config.yaml").is_file()]
-    given = ["--config", str(found[0])] if found else list(_recorded(adapter))
     own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
-    return parse_train_config([*given, *words, *(own if starts_from_it else ("--adapter", "none"))])
+    words = [*words, *(own if starts_from_it else ("--adapter", "none"))]
+    return parse_train_config(words, found[0] if found else _recorded(adapter))
 
 
 def generation_options(folder: Path | None, words: list[str]) -> TrainConfig:
@@ -67,22 +67,18 @@ def generation_options(folder: Path | None, words: list[str]) -> TrainConfig:
         return parse_train_config(words)
     if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
         return run_options(folder, words, starts_from_it=True)
-    noted = ["--config", str(folder / "config.yaml")] if (folder / "config.yaml").is_file() else []
     given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
     own = ["--model_name", str(folder), "--llama_pro_path", "none", "--adapter", "none"]
-    return parse_train_config([*noted, *words, *given, *own])
+    noted = folder / "config.yaml"
+    return parse_train_config([*words, *given, *own], noted if noted.is_file() else None)
 
 
-def _recorded(adapter: Path) -> Iterator[str]:
+def _recorded(adapter: Path) -> dict[str, Any]:
     """The options of a run without its folder, from the files beside its adapter."""
     config, record = read_config(adapter), read_record(adapter)
     settings = record.get("settings") or {"train_type": "dora" if config.get("use_dora") else "lora"}
     base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
-    if base:
-        yield from ("--model_name", str(base))
-    for name, value in settings.items():
-        if value is not None and hasattr(DEFAULTS, name):
-            yield from (f"--{name}", value_text(tuple(value) if isinstance(value, list) else value))
+    return settings | ({"model_name": base} if base else {})
 
 
 # --- export ---
@@ -92,26 +88,20 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="CHECKPOINT|RUN", help="a checkpoint's folder, or a run's: its newest one")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make")
     parser.add_argument("--best", action="store_true", help="take the run's checkpoint of the lowest held-out loss")
-    parser.add_argument("--model_name", help="where the run's base model is now; only its small files are needed")
-    parser.add_argument("--base_name", metavar="OWNER/NAME", help="the base's name on the hub, as in training")
-    parser.add_argument("--push_to_hub", metavar="OWNER/NAME", help="upload the result there, as in training")
-    parser.add_argument("--push_public", action="store_true", help="make a new repository public (default: private)")
 
 
 def _export(args: argparse.Namespace) -> None:
     """Export a checkpoint as the folder that the run would have saved at that step: an adapter in PEFT's format with
     its tokenizer and card, or for full and the llama_pro types a whole model. It needs no GPU, and of the base only the
-    small files (for the llama_pro types its weights too).
+    small files (for the llama_pro types its weights too). Of the options of training, --model_name says where the base
+    is now, and --base_name, --push_to_hub, --push_public and --trust_remote_code mean what they do there.
     """
-    names = ("best", "model_name", "base_name", "push_to_hub", "push_public")
-    options = {name: getattr(args, name) for name in names}
-    for name in ("base_name", "push_to_hub"):
-        if options[name] is not None and not is_repository(options[name]):
-            raise UserError(f"--{name} is {options[name]!r}, but a name on the hub is OWNER/NAME.")
     _refuse_bad_folder(args.out)
+    parse_train_config(args.training_options)  # wrong ones are said at once
     from fsdp_qlora.commands.export import export_checkpoint
 
-    export_checkpoint(Path(args.source).expanduser(), Path(args.out).expanduser(), **options)
+    source, out = Path(args.source).expanduser(), Path(args.out).expanduser()
+    export_checkpoint(source, out, best=args.best, words=args.training_options)
 
 
 def _refuse_bad_folder(out: str) -> None:
@@ -438,7 +428,7 @@ def _env(args: argparse.Namespace) -> None:
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
-    "export": Command("export a checkpoint as an adapter", _export, _export_options),
+    "export": Command("export a checkpoint as an adapter", _export, _export_options, takes_training_options=True),
     "merge": Command("merge an adapter into its base", _merge, _merge_options, takes_training_options=True),
     "gguf": Command("write a merged model or an adapter for llama.cpp", _gguf, _gguf_options),
     "generate": Command("generate text", _generate, _generate_options, takes_training_options=True),

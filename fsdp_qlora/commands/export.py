@@ -1,10 +1,8 @@
 """Exports a checkpoint as an adapter (or a model) for PEFT and transformers, without a GPU or the base's weights."""
 
-import dataclasses
-import importlib.util
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.commands.model_folder import check_is_new
+from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import hub
@@ -26,22 +25,13 @@ from fsdp_qlora.storage.files import staged_folder
 log = logging.getLogger("fsdp_qlora")
 
 
-def export_checkpoint(
-    source: Path,
-    out: Path,
-    *,
-    best: bool = False,
-    model_name: str | None = None,
-    base_name: str | None = None,
-    push_to_hub: str | None = None,
-    push_public: bool = False,
-) -> None:
+def export_checkpoint(source: Path, out: Path, *, best: bool = False, words: Sequence[str] = ()) -> None:
     """Write the result that the run itself would have saved at a checkpoint's step.
 
     Args:
         source: a checkpoint, or a run: its newest checkpoint, or with `best` the one of the lowest held-out loss.
         out: absent or empty.
-        model_name, base_name: replace the run's.
+        words: options of training that replace the run's.
     Raises:
         UserError: there is no such checkpoint, it is damaged, the model's configuration cannot be found or is not the
             run's, `out` cannot be written, or the upload failed.
@@ -53,11 +43,8 @@ def export_checkpoint(
     except DamagedCheckpoint as error:
         raise UserError(f"{folder} is damaged: {error}. Give another checkpoint.") from error
     about = state["about"]
-    config = stored_config(about)
-    config = dataclasses.replace(
-        config, model_name=model_name or config.model_name, base_name=base_name or config.base_name
-    )
-    form = result_form(config, _plan(config))
+    config = stored_config(about, words)
+    form = result_form(config, _plan(config), about["options"])
     try:
         with staged_folder(out, out.with_name(f"{out.name}.{os.getpid()}.partial")) as partial:
             form.save_checkpoint(folder, state, partial)
@@ -65,7 +52,7 @@ def export_checkpoint(
         raise UserError(f"--out {out} cannot be written: {error}.") from error
     log.info("Step %d of %s: %s", state["progress"]["step"], source, out)
     form.log_how_to_load(out)
-    if push_to_hub and (failure := upload(out, push_to_hub, public=push_public)):
+    if config.push_to_hub and (failure := upload(out, config.push_to_hub, public=config.push_public)):
         raise UserError(failure)
 
 
@@ -85,32 +72,23 @@ def find_checkpoint(source: Path, *, best: bool) -> Path:
     return folders[step]
 
 
-def stored_config(about: Mapping[str, Any]) -> TrainConfig:
-    """The options of the run that a checkpoint belongs to, for this machine's CPU.
+def stored_config(about: Mapping[str, Any], words: Sequence[str] = ()) -> TrainConfig:
+    """The options of the run that a checkpoint belongs to, for this machine's CPU; those in `words` win.
 
     Raises:
-        UserError: this version does not have the run's optimizer.
+        UserError: as parse_train_config, or this version does not have the run's optimizer.
     """
-    fields = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    given = {name: value for name, value in about["options"].items() if name in fields}
-    if given.get("optimizer", "adamw") not in OPTIMIZERS:
+    if (optimizer := about["options"].get("optimizer", "adamw")) not in OPTIMIZERS:
         raise UserError(
-            f"The run was trained with --optimizer {given['optimizer']}, which is gone: export it with the version "
-            "that trained it."
+            f"The run was trained with --optimizer {optimizer}, which is gone: export it with the version that trained "
+            "it."
         )
-    options: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-    }
-    if isinstance(options.get("eval_dataset"), str | None):  # in earlier versions there was one
-        options["eval_dataset"] = tuple(filter(None, [options.get("eval_dataset")]))
-    options |= {"device": "cpu", "attn_implementation": "auto", "precision": about["facts"].get("precision") or "auto"}
-    return TrainConfig(**options)
+    precision = about["facts"].get("precision") or "auto"
+    return parse_train_config(["--device", "cpu", *words], about["options"] | {"precision": precision})
 
 
 def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
-    if config.kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
-        raise UserError(f"The run's train type is {config.train_type}, which needs the package hqq: pip install hqq.")
     needs_weights = config.kind.trains_new_blocks  # the result holds the base's tensors too
     try:
         folder = hub.find_model_folder(config.model, with_weights=needs_weights, with_code=config.trust_remote_code)

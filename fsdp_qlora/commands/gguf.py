@@ -86,7 +86,7 @@ class _Architecture:
 
     def __init__(self, folder: Path) -> None:
         try:
-            config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+            config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise UserError(f"{folder} is no model folder: {str(error).splitlines()[0]}") from error
         if config.model_type not in FAMILIES:

@@ -16,14 +16,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
 from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.data.batches import IGNORE_INDEX
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
+from fsdp_qlora.data.prompts import find_template
+from fsdp_qlora.data.rendering import prompt_record
 from fsdp_qlora.model import models
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -54,7 +58,10 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     folder = merge.adapter.path if (merge.adapter.path / "tokenizer_config.json").is_file() else merge.folder
     tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=merge.run.trust_remote_code)
     options = dataclasses.replace(merge.run.pick(DataOptions), dataset=(rows_file,), dataset_samples=limit)
-    rows, _ = prepare_rows(tokenizer, options, show_progress=True)
+    rows, report = prepare_rows(tokenizer, options, show_progress=True)
+    noted = read_json(merge.adapter.path / RECORD).get("prompt")
+    if noted and noted != prompt_record(report.dataset_format, find_template(options.prompt_template)):
+        log.warning("The prompts of %s are not in the format of the training: see --prompt_template.", rows_file)
     found = []
     for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
         ids = torch.from_numpy(rows.input_ids[start:end].astype(np.int64))

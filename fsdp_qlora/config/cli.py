@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 import yaml
 
 from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
-from fsdp_qlora.config.options import DEFAULTS, TrainConfig, option_types
+from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.text import find_config, option_help, shipped_configs, type_text, value_text
 from fsdp_qlora.errors import UserError
 
@@ -37,11 +37,13 @@ class _Setting(NamedTuple):
     values: list[str]
 
 
-def parse_train_config(argv: list[str]) -> TrainConfig:
+def parse_train_config(argv: list[str], result: Path | Mapping[str, object] | None = None) -> TrainConfig:
     """Read the options of a run.
 
     Args:
         argv: the arguments after the program's name.
+        result: the config.yaml of a result, or the options that another file of it has; those in `argv` win. Only
+            RESULT_OPTIONS are read from it.
     Raises:
         UserError: lists every unknown option, unreadable value and impossible combination at once.
         SystemExit: with status 0, after `--help`.
@@ -50,7 +52,8 @@ def parse_train_config(argv: list[str]) -> TrainConfig:
     flags = vars(namespace)
     path = flags.pop("config", None)
     errors: list[str] = []
-    settings = _read_yaml(find_config(path), errors) if path is not None else []
+    settings = _read_result(result, errors)
+    settings += _read_yaml(find_config(path), errors) if path is not None else []
     settings += [_Setting(f"--{name}", name, values) for name, values in flags.items()]
     errors += _unknown_flags(unknown)
     return _checked(TrainConfig(**(given := _convert(settings, errors))), errors, given)
@@ -74,6 +77,16 @@ def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str,
         settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
     converted = _convert(settings, errors)
     return _checked(TrainConfig(**{**values, **converted}), errors, converted)
+
+
+def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) -> list[_Setting]:
+    if isinstance(result, Path):
+        settings = _read_yaml(result, errors, is_result=True)
+    else:
+        given = {name: value for name, value in (result or {}).items() if name in RESULT_OPTIONS}
+        settings = [_Setting(f"its {name}", name, words) for name in given if (words := _as_words(name, given[name]))]
+    # A template's name, or else a file of this machine.
+    return [one for one in settings if one.name != "prompt_template" or "".join(one.values).isidentifier()]
 
 
 def _checked(config: TrainConfig, errors: list[str], given: Collection[str]) -> TrainConfig:
@@ -274,8 +287,12 @@ def _unknown_flags(unknown: list[str]) -> list[str]:
 # --- the YAML file ---
 
 
-def _read_yaml(path: Path, errors: list[str]) -> list[_Setting]:
-    """The settings of a YAML file; unknown keys and nested values are added to `errors`."""
+def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> list[_Setting]:
+    """The settings of a YAML file; unknown keys and nested values are added to `errors`.
+
+    Args:
+        is_result: only RESULT_OPTIONS count, and other keys are passed over.
+    """
     settings: list[_Setting] = []
     lines: dict[str, int] = {}
     for key, value in _yaml_pairs(path):
@@ -283,6 +300,8 @@ def _read_yaml(path: Path, errors: list[str]) -> list[_Setting]:
         where = f"{path}, line {line}"
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
         words = _words(value)
+        if is_result and name not in RESULT_OPTIONS:
+            continue
         if name not in _HINTS:
             errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key)}')
         elif name in lines:

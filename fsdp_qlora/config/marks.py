@@ -6,9 +6,14 @@ from typing import Any, NamedTuple
 
 
 class Mark(NamedTuple):
-    """A property of an option."""
+    """A property of an option. is_of_result: commands read the option from the files of a result.
+
+    Such a file may be a stranger's. It says what the run was; which code may run, and what is read, written or sent
+    where on this machine, is said by the user alone.
+    """
 
     meaning: str
+    is_of_result: bool = False
 
 
 MAY_DIFFER = Mark("may differ when a run is continued")
@@ -16,13 +21,14 @@ MAY_DIFFER = Mark("may differ when a run is continued")
 compared by content and not by name, the batch by its global size."""
 PER_NODE = Mark("may differ between the nodes of a run")
 """Paths, and how each node was started."""
-OF_ADAPTER = Mark("is for train types with an adapter")
+OF_RESULT = Mark("describes the model or its rows", is_of_result=True)
+OF_ADAPTER = Mark("is for train types with an adapter", is_of_result=True)
 NO_EFFECT = Mark("is accepted for the 2024 program's commands, and does nothing")
 
 
 def of_quantizer(name: str | None) -> Mark:
     """An argument of that quantizer's layers, by the same name; for train types with that quantizer."""
-    return Mark(f"is for the quantizer {name}")
+    return Mark(f"is for the quantizer {name}", is_of_result=True)
 
 
 class Limit(NamedTuple):

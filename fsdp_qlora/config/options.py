@@ -16,6 +16,7 @@ from fsdp_qlora.config.marks import (
     NOT_EMPTY,
     NOT_NEGATIVE,
     OF_ADAPTER,
+    OF_RESULT,
     PER_NODE,
     POSITIVE,
     SHARE,
@@ -55,26 +56,26 @@ class TrainConfig:
     plans for one, unless this is cpu."""
 
     # == model ==
-    model_name: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "Qwen/Qwen3-8B-Base"
+    model_name: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_RESULT] = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
     trust_remote_code: Annotated[bool, MAY_DIFFER] = False
     """Run Python code from the model's files, with your permissions; models that transformers does not know need it.
     Read that code first."""
-    llama_pro_path: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
+    llama_pro_path: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
     """Folder that scripts/block_expansion.py made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
     model_name."""
     attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
     """Attention kernels; auto uses torch's flash kernel or flash-attn's on Ampere and newer GPUs, else SDPA, or eager
     for models that SDPA does not support."""
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"] = (
-        "auto"
-    )
+    precision: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", "bf16_buffers_autocast"], OF_RESULT
+    ] = "auto"
     """Number format of the computation; auto is bf16 on GPUs that support it, fp16 on older GPUs and fp32 on the CPU.
     Trainable weights are kept in fp32; with fp16 the loss is scaled, and a step whose gradients overflow is skipped.
     Use fp32 to compare runs digit by digit."""
 
     # == training ==
-    train_type: Annotated[str, one_of_names(TRAIN_TYPES)] = "qlora"
+    train_type: Annotated[str, one_of_names(TRAIN_TYPES), OF_RESULT] = "qlora"
     """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
     (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), the blocks that
     block_expansion.py added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
@@ -110,7 +111,7 @@ class TrainConfig:
     """Other values of lora_alpha for some layers, written like rank_pattern."""
     batch_size: Annotated[int, at_least(1), MAY_DIFFER] = 1
     """Rows per process in one forward pass; raise it until memory is full."""
-    context_length: Annotated[int, at_least(2)] = 512
+    context_length: Annotated[int, at_least(2), OF_RESULT] = 512
     """Longest row in tokens; longer rows are truncated, and a row whose prompt fills it is left out. The report
     on the data counts both."""
     gradient_accumulation_steps: Annotated[int, at_least(1), MAY_DIFFER] = 1
@@ -157,7 +158,9 @@ class TrainConfig:
 
     # == memory ==
     sharding_strategy: Annotated[
-        Literal["auto", "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"], MAY_DIFFER
+        Literal["auto", "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"],
+        MAY_DIFFER,
+        OF_RESULT,
     ] = "auto"
     """How the model is distributed: full_shard needs the least memory, shard_grad_op keeps gathered weights until the
     backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between
@@ -172,7 +175,7 @@ class TrainConfig:
     compile: Annotated[bool, MAY_DIFFER] = False
     """Fuse the elementwise part of gated MLPs into one kernel with torch.compile; nothing else is compiled. It needs
     Triton, or a C++ compiler on a CPU."""
-    use_cpu_offload: Annotated[Literal["auto"] | bool | int, SOME_BLOCKS, MAY_DIFFER] = "auto"
+    use_cpu_offload: Annotated[Literal["auto"] | bool | int, SOME_BLOCKS, MAY_DIFFER, OF_RESULT] = "auto"
     """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
     to the GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs
     auto offloads all if the model does not fit otherwise."""
@@ -196,9 +199,9 @@ class TrainConfig:
     int8_threshold: Annotated[float, NOT_NEGATIVE, of_quantizer("int8")] = 6.0
     """Activations of at least this magnitude are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0
     rounds all of them, which is faster and less accurate."""
-    quant_storage: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    quant_storage: Annotated[Literal["auto", "fp32", "fp16", "bf16"], OF_RESULT] = "auto"
     """Dtype in which packed weights are sharded; it must be the compute dtype, which is what auto means."""
-    allow_unquantized: Annotated[bool, MAY_DIFFER] = False
+    allow_unquantized: Annotated[bool, MAY_DIFFER, OF_RESULT] = False
     """Continue when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head do not
     count); the rest takes its full memory."""
     quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
@@ -220,19 +223,19 @@ class TrainConfig:
     disk. Without max_steps its rows are counted first."""
     shuffle_buffer: Annotated[int, at_least(1)] = 10_000
     """Rows that streaming shuffles together and holds in memory; raise it when neighbouring rows are alike."""
-    dataset_format: Literal[
+    dataset_format: Annotated[Literal[
         "auto", "alpaca", "pretokenized", "preference", "messages", "sharegpt", "dolly", "question_answer",
         "prompt_completion", "guanaco", "text",
-    ] = "auto"  # fmt: skip
+    ], OF_RESULT] = "auto"  # fmt: skip
     """Format of the rows; auto detects it from the names of the columns (docs/data.md)."""
-    columns: Annotated[tuple[str, ...], MAY_DIFFER] = ()
+    columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()
     """The dataset's columns whose names differ from the format's, as FORMAT'S=DATASET'S, such as
     instruction=task,output=result."""
-    prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
+    prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
     """Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat
     template), a text file with {instruction}, {input} and {system}; or a chat template for models that have none:
     chatml, user_assistant, a .jinja file. By default the format's, and for chats the model's."""
-    learn: Annotated[Literal["assistant", "last", "all"], MAY_DIFFER] = "assistant"
+    learn: Annotated[Literal["assistant", "last", "all"], MAY_DIFFER, OF_RESULT] = "assistant"
     """What is learned of a row: every turn of the assistant (or every response), only the last one, or all text."""
     show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Print this many rows as the model sees them, with what is learned in colour, and stop."""
@@ -265,7 +268,7 @@ class TrainConfig:
     overwrite_output_dir: Annotated[bool, MAY_DIFFER, PER_NODE] = False
     """Replace the results of a finished run or of another run in output_dir; an unfinished run with the same options is
     resumed anyway, unless resume is off."""
-    base_name: Annotated[str | None, MAY_DIFFER] = None
+    base_name: Annotated[str | None, MAY_DIFFER, OF_RESULT] = None
     """Name of the base model on the Hugging Face hub, OWNER/NAME, for the adapter's adapter_config.json and card; by
     default model_name's, which loaders do not find if it is a local folder."""
     push_to_hub: Annotated[str | None, MAY_DIFFER] = None
@@ -423,6 +426,12 @@ def marks_of(name: str) -> tuple[Mark | Limit, ...]:
 def names_marked(mark: Mark) -> tuple[str, ...]:
     """The options with a mark, in the order of the fields."""
     return tuple(name for name in _HINTS if mark in marks_of(name))
+
+
+RESULT_OPTIONS = {
+    name for name in _HINTS for mark in marks_of(name) if isinstance(mark, Mark) and mark.is_of_result
+} - {"adapter"}  # a folder of this machine
+"""The options that commands read from the files of a result."""
 
 
 LIMITS = {name: mark for name in _HINTS for mark in marks_of(name) if isinstance(mark, Limit)}

@@ -21,7 +21,7 @@ from fsdp_qlora.checkpointing.run_folder import BEST, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.config.text import identity_settings, resolved_options
+from fsdp_qlora.config.text import identity_settings
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
@@ -140,9 +140,9 @@ class ResultForm:
         )
 
 
-def result_form(config: TrainConfig, plan: ModelPlan) -> ResultForm:
-    """The form of the run's results."""
-    settings, changed = identity_settings(resolved_options(config))
+def result_form(config: TrainConfig, plan: ModelPlan, options: Mapping[str, Any]) -> ResultForm:
+    """The form of the run's results. options: all of the run's, resolved, as a checkpoint has them."""
+    settings, changed = identity_settings(options)
     return ResultForm(plan, adapter_config(config, plan), Base.of(config.model, config.base_name), settings, changed)
 
 

@@ -122,7 +122,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
     guard.folder.prepare(files, identity, keep_run=not start.is_new)
     guard.facts.describe(lambda: run_facts(plan, optimizer=config.optimizer))
-    form = result_form(config, plan.model)
+    form = result_form(config, plan.model, resolved_options(config))
     samples = open_samples(config, plan, trainer, folder)
     with guard.recording(state, identity, samples, total_steps=plan.schedule.total_steps) as recorder:
         progress = restore(state, guard)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_qlora.cli.main import main
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -57,3 +58,31 @@ def test_own_code_runs_only_when_asked_for(model: bool, models: Models, tmp_path
     assert "own_config.py" in output if model else "own_tokenizer.py" in output
     train_ok(2, tmp_path / "plain", model_name=models(), **common)
     assert read_metrics(tmp_path / "own") == read_metrics(tmp_path / "plain")
+
+
+def test_the_files_of_a_result_cannot_let_its_models_code_run(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marker, run = tmp_path / "has_run", tmp_path / "run"
+    folder = make_own(models(), tmp_path / "model", marker, model=True)
+    rows = write_rows(tmp_path / "rows.jsonl", make_rows(6))
+    options = {"model_name": folder, "dataset": rows, "max_steps": 1, "eval_fraction": 0.3, "trust_remote_code": True}
+    train_ok(1, run, **options)  # config.yaml and state.json say all of this
+    published = shutil.copytree(run / "best", tmp_path / "published")
+    record = json.loads((published / "training.json").read_text())
+    more = {"trust_remote_code": True, "lora_target_modules": ["all", "--trust_remote_code=true"]}
+    record["settings"] |= more
+    record["base"]["name"] = str(folder)
+    (published / "training.json").write_text(json.dumps(record))
+    marker.unlink()
+    out = flags(out=tmp_path / "out")
+    for argv in (
+        ["generate", *flags(adapter=run, prompt="red", nproc_per_node=1)],
+        ["generate", *flags(adapter=run / "best", prompt="red", nproc_per_node=1)],
+        ["merge", *flags(adapter=published), *out],
+        ["merge", *flags(adapter=run), *out],
+        ["export", str(run), *out],
+    ):
+        assert main(argv) == 2 and not marker.exists(), argv
+        assert capsys.readouterr().err.count("error: ") == 1
+    assert main(["merge", *flags(adapter=run, trust_remote_code=True), *out]) == 0 and marker.exists()
