@@ -173,14 +173,13 @@ def _gguf_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", metavar="DIR", help="folder of a LoRA adapter")
     parser.add_argument("--base", metavar="DIR", help="the adapter's base; only its config.json is needed")
     parser.add_argument("--out", metavar="FILE", required=True, help="file to make")
-    parser.add_argument("--type", default="f16", help="f16, q8_0 or f32; with --llama_cpp also q4_k_m and the like")
-    parser.add_argument("--llama_cpp", metavar="DIR", help="folder of llama.cpp, whose programs convert then")
+    parser.add_argument("--type", default="f16", help="f16 (the default), q8_0 or f32")
 
 
 def _gguf(args: argparse.Namespace) -> None:
     """Write a merged model as a GGUF file, for llama.cpp and what is built on it. Llama, Mistral, Qwen2, Qwen3 and
-    Gemma models with a BPE tokenizer are converted here, in f16, q8_0 or f32; other models and types by llama.cpp's own
-    programs, in --llama_cpp. With --adapter instead of --model it is the LoRA adapter alone, for a base in GGUF.
+    Gemma models with a BPE tokenizer are converted, in f16, q8_0 or f32; llama.cpp's llama-quantize makes q4_k_m and
+    the like of the first. With --adapter instead of --model it is the LoRA adapter alone, for a base in GGUF.
     """
     if bool(args.model) == bool(args.adapter):
         raise UserError("Give --model DIR or --adapter DIR.")
@@ -189,27 +188,21 @@ def _gguf(args: argparse.Namespace) -> None:
     folder, out = Path(args.model or args.adapter), Path(args.out)
     if out.exists():
         raise UserError(f"--out {args.out} exists already. Give another file.")
-    if args.type not in _GGUF_TYPES and not args.llama_cpp:
-        raise UserError(f"--type {args.type} is made by llama.cpp's programs: give its folder in --llama_cpp.")
+    if args.type not in _GGUF_TYPES:
+        raise UserError(
+            f"--type {args.type} is not made here: write f16, of which llama.cpp's program makes it: "
+            f"llama-quantize F16.gguf OUT.gguf {args.type}"
+        )
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder.")
-    if args.llama_cpp:
-        from fsdp_qlora.commands import llama_cpp
-
-        converter = Path(args.llama_cpp)
-        if args.adapter:
-            llama_cpp.convert_adapter(converter, folder, Path(args.base), out)
-        else:
-            llama_cpp.convert_model(converter, folder, out, args.type)
+    try:
+        from fsdp_qlora.commands.gguf import write_adapter, write_model
+    except ModuleNotFoundError as error:
+        raise UserError('gguf needs the package gguf: pip install "fsdp_qlora[gguf]"') from error
+    if args.adapter:
+        write_adapter(folder, Path(args.base), out)
     else:
-        try:
-            from fsdp_qlora.commands.gguf import write_adapter, write_model
-        except ModuleNotFoundError as error:
-            raise UserError('gguf needs the package gguf: pip install "fsdp_qlora[gguf]"') from error
-        if args.adapter:
-            write_adapter(folder, Path(args.base), out)
-        else:
-            write_model(folder, out, args.type)
+        write_model(folder, out, args.type)
     log.info("Saved: %s (%.2f GB)", out, out.stat().st_size / 1e9)
 
 

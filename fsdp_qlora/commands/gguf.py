@@ -27,7 +27,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.storage.files import staged_file
 
-ADVICE = "Give llama.cpp's folder in --llama_cpp: its own converter knows more."
+ADVICE = "llama.cpp's own converter, convert_hf_to_gguf.py, knows more."
 
 
 class Family(NamedTuple):
@@ -160,7 +160,6 @@ def write_model(folder: Path, out: Path, kind: str) -> None:
     """
     architecture, files = _Architecture(folder), WeightFiles(folder)
     config, (wanted, file_type) = architecture.config, TYPES[kind]
-    vocabulary = read_vocabulary(folder, config.vocab_size)
     tensors = {
         name: _Tensor(values.shape, GGMLQuantizationType.F32, lambda values=values: values)  # type: ignore[misc]
         for name, values in architecture.rope_factors().items()
@@ -182,11 +181,10 @@ def write_model(folder: Path, out: Path, kind: str) -> None:
     def add_keys(writer: GGUFWriter) -> None:
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(folder.resolve().name)
-        writer.add_vocab_size(len(vocabulary.tokens))
         architecture.add_keys(writer)
         writer.add_file_type(file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        add_tokenizer(writer, folder, vocabulary)
+        add_tokenizer(writer, folder, config.vocab_size)
 
     _write(out, architecture.arch_name, add_keys, tensors)
 
@@ -292,23 +290,8 @@ _WORDS = (
 _REGEX_NAMES = {_WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
 
 
-class Vocabulary(NamedTuple):
-    """kind and splits: llama.cpp's names of the algorithm and of how words are split. tokens, types and scores by id.
-
-    merges: "a b", of byte-level BPE; scores: of SentencePiece. puts_space_first: a text begins with a space.
-    """
-
-    kind: str
-    splits: str
-    tokens: list[str]
-    types: list[int]
-    merges: list[str]
-    scores: list[float]
-    puts_space_first: bool
-
-
-def read_vocabulary(folder: Path, size: int) -> Vocabulary:
-    """The tokenizer of a model folder.
+def add_tokenizer(writer: GGUFWriter, folder: Path, size: int) -> None:
+    """Write the keys of a model folder's tokenizer, with its special tokens and chat template.
 
     Args:
         size: rows of the model's embeddings; ids without a token are filled up.
@@ -331,20 +314,23 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         if types.get(added["id"]) != TokenType.UNKNOWN:
             types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
     merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
-    # SentencePiece merges the pair whose token has the highest score, BPE the pair of the lowest rank.
-    ranks: dict[str, int] = {}
-    for rank, pair in enumerate(merges):
-        ranks.setdefault("".join(pair), rank)
     ids = range(max(size, *(index + 1 for index in tokens)))
-    return Vocabulary(
-        kind="llama" if is_sentencepiece else "gpt2",
-        splits=splits,
-        tokens=[tokens.get(index, f"[PAD{index}]") for index in ids],
-        types=[int(types.get(index, TokenType.UNUSED)) for index in ids],
-        merges=[] if is_sentencepiece else [" ".join(pair) for pair in merges],
-        scores=[-float(ranks.get(tokens.get(index, ""), len(merges))) for index in ids] if is_sentencepiece else [],
-        puts_space_first=_puts_space_first(content),
-    )
+    writer.add_vocab_size(len(ids))
+    writer.add_tokenizer_model("llama" if is_sentencepiece else "gpt2")
+    writer.add_tokenizer_pre(splits)
+    writer.add_token_list([tokens.get(index, f"[PAD{index}]") for index in ids])
+    writer.add_token_types([int(types.get(index, TokenType.UNUSED)) for index in ids])
+    if is_sentencepiece:
+        # SentencePiece merges the pair whose token has the highest score, BPE the pair of the lowest rank.
+        ranks: dict[str, int] = {}
+        for rank, pair in enumerate(merges):
+            ranks.setdefault("".join(pair), rank)
+        writer.add_token_scores([-float(ranks.get(tokens.get(index, ""), len(merges))) for index in ids])
+        writer.add_add_space_prefix(_puts_space_first(content))
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # it warns of templates for pairs of texts
+    special = SpecialVocab(folder, n_vocab=len(ids))
+    special.merges = [] if is_sentencepiece else [" ".join(pair) for pair in merges]
+    special.add_to_gguf(writer, quiet=True)
 
 
 def _type_of(token: str, model: Mapping[str, Any]) -> TokenType:
@@ -373,18 +359,3 @@ def _puts_space_first(content: Mapping[str, Any]) -> bool:
     normalizer, splitter = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
     prepends = any(step.get("type") == "Prepend" for step in normalizer.get("normalizers", [normalizer]))
     return prepends or splitter.get("prepend_scheme") in ("first", "always")
-
-
-def add_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: Vocabulary) -> None:
-    """Write the tokenizer's keys, with its special tokens and chat template."""
-    writer.add_tokenizer_model(vocabulary.kind)
-    writer.add_tokenizer_pre(vocabulary.splits)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    if vocabulary.scores:
-        writer.add_token_scores(vocabulary.scores)
-        writer.add_add_space_prefix(vocabulary.puts_space_first)
-    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # it warns of templates for pairs of texts
-    special = SpecialVocab(folder, n_vocab=len(vocabulary.tokens))
-    special.merges = vocabulary.merges
-    special.add_to_gguf(writer, quiet=True)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -133,21 +132,6 @@ def test_an_adapters_file_added_to_the_bases_is_the_merged_one(
         np.testing.assert_allclose(values, wanted[tensor.name], atol=1e-6)
 
 
-def test_other_types_are_made_by_llama_cpps_programs(models: Models, tmp_path: Path) -> None:
-    there = tmp_path / "llama.cpp"
-    (there / "build" / "bin").mkdir(parents=True)
-    script = "import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'w').write(' '.join(sys.argv[1:]))"
-    (there / "convert_hf_to_gguf.py").write_text(script)
-    quantize = there / "build" / "bin" / "llama-quantize"
-    quantize.write_text('#!/bin/sh\n(echo "$3"; cat "$1") > "$2"\n')
-    quantize.chmod(quantize.stat().st_mode | stat.S_IXUSR)
-    argv = ("--model", models("gpt2", n_embd=64, n_head=4, n_layer=2), "--llama_cpp", there)
-    assert convert(*argv, "--out", tmp_path / "q4.gguf", "--type", "q4_k_m") == 0
-    kind, call = (tmp_path / "q4.gguf").read_text().splitlines()
-    assert kind == "q4_k_m" and "--outtype f16" in call
-    assert not list(tmp_path.glob(".gguf_*"))
-
-
 def test_what_cannot_be_converted_is_refused(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,7 +146,7 @@ def test_what_cannot_be_converted_is_refused(
     (odd / "tokenizer.json").write_text(json.dumps(tokenizer | {"pre_tokenizer": {"type": "Metaspace"}}))
     for argv, words in {
         ("--model", models("gpt2", n_embd=64, n_head=4, n_layer=2)): "Models of type gpt2 are not converted here",
-        ("--model", base, "--type", "q4_k_m"): "give its folder in --llama_cpp",
+        ("--model", base, "--type", "q4_k_m"): "llama-quantize F16.gguf OUT.gguf q4_k_m",
         ("--model", odd): "its tokenizer is no BPE of a kind known here",
         ("--model", tmp_path / "absent"): "there is no such folder",
         ("--adapter", dora, "--base", base): "has DoRA, which llama.cpp does not apply",
