@@ -29,20 +29,15 @@ SAMPLES_FILE = "samples.jsonl"
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """Facts about the run for its sinks, which publish them, so they must contain no secrets.
+    """Facts about the run for its sinks, which publish them: without secrets.
 
     output_dir: for metrics.jsonl (appended to) and wandb's files in `wandb/`. total_steps: optimizer steps of the
-    whole run. config: the resolved options, shown in wandb. project_name, name, group, entity: wandb's; None leaves
-    each to wandb and its environment variables. run_id: the same for every start of a run, so that wandb resumes it.
+    whole run. config: the resolved options. run_id: the same for every start of a run, so that wandb resumes it.
     """
 
     output_dir: Path
     total_steps: int
-    config: Mapping[str, object]
-    project_name: str | None
-    name: str | None
-    group: str | None
-    entity: str | None
+    config: Mapping[str, Any]
     run_id: str | None = None
 
 

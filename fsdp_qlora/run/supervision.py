@@ -23,7 +23,6 @@ from fsdp_qlora.generation.generate import Samples
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
-from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.results.report import Facts, write_at_end
 
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
@@ -112,14 +111,7 @@ class Guard:
         config, path, is_rank_0 = self.config, self.folder.path, self.ranks.is_rank_0
         self.status.update(total_steps=total_steps)
         self.presence.on_end = self.status.end
-        sinks = config.pick(
-            SinkOptions,
-            output_dir=path,
-            total_steps=total_steps,
-            config=resolved_options(config),
-            run_id=self.start.run_id,
-            **{name: redact_values(getattr(config, name)) for name in ("project_name", "name", "group", "entity")},
-        )
+        sinks = SinkOptions(path, total_steps, resolved_options(config), self.start.run_id)
         saver = Saver(
             self.folder.checkpoints,
             state,

@@ -24,10 +24,6 @@ def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object) 
         "output_dir": tmp_path / "out",
         "total_steps": total_steps,
         "config": {"lr": 2e-4, "output_dir": Path("some/where"), "lora_target_modules": ("q_proj", "v_proj")},
-        "project_name": "a_project",
-        "name": "a_name",
-        "group": "a_group",
-        "entity": "an_entity",
     }
     return open_metric_log(sinks, SinkOptions(**{**options, **more}), is_rank_0=is_rank_0)  # type: ignore[arg-type]
 

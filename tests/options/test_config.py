@@ -328,12 +328,15 @@ def test_a_group_of_options_is_a_dataclass_with_fields_of_their_names():
 def test_every_option_is_read():
     """An option that nothing reads is a promise that is not kept."""
     read = set(names_marked(NO_EFFECT))  # by needless_lines
-    users = [path for path in (ROOT / "fsdp_qlora").rglob("*.py") if "TrainConfig" in path.read_text()]
+    sources = {path: path.read_text() for path in (ROOT / "fsdp_qlora").rglob("*.py")}
+    users = [path for path, text in sources.items() if "TrainConfig" in text or "options.config[" in text]
     for path in (path for path in users if path.parent.name != "config"):
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config"):
                 read.add(node.attr)
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "options.config":
+                read.add(ast.literal_eval(node.slice))
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("config.pick", "self.config.pick"):
                 read |= picked(node, module)
             if isinstance(node, ast.Call) and ast.unparse(node) == "names_marked(of_quantizer(quantizer))":
