@@ -47,34 +47,21 @@ class LineHandler(logging.StreamHandler[Any]):
 
 
 def shorten(text: str, *, num_lines: int, heading: str) -> str:
-    """Cut a text to `num_lines` lines, none wider than the terminal; the parts under headings get equal shares.
+    """Cut a text to `num_lines` lines, none wider than the terminal; of a long part its first and last lines stay.
 
     Args:
         heading: the beginning of the first line of each part.
     """
     width = shutil.get_terminal_size((120, 24)).columns
-    parts: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if line.startswith(heading):
-            parts.append([])
-        parts[-1].append(line)
-    shares = [n for n in range(3, num_lines) if sum(min(len(part), n) for part in parts) <= num_lines]
-    share = max(shares, default=2)
-    lines = [line for part in parts for line in _ends(part, share)]
-    if len(lines) > num_lines:
-        lines = [*lines[: num_lines - 1], "[...]"]
+    parts = [part.splitlines() for part in re.split(rf"\n(?={re.escape(heading)})", text)]
+    share = max(3, num_lines // len(parts))
+    short = [
+        line
+        for part in parts
+        for line in (part if len(part) <= share else [*part[:2], "[...]", *part[len(part) - share + 3 :]])
+    ]
+    lines = short if len(short) <= num_lines else [*short[: num_lines - 1], "[...]"]
     return "\n".join(line if len(line) <= width else f"{line[: width - 6]} [...]" for line in lines)
-
-
-def _ends(lines: list[str], count: int) -> list[str]:
-    """The first two of some lines and the last ones, `count` in all; empty ones are the first to go."""
-    if len(lines) <= count:
-        return lines
-    lines = [line for line in lines if line.strip()]
-    if len(lines) <= count:
-        return lines
-    last = max(0, count - 3)
-    return [*lines[: count - 1 - last], "[...]", *lines[len(lines) - last :]]
 
 
 def quiet_libraries() -> None:

@@ -135,7 +135,7 @@ def test_a_long_sample_is_cut_to_a_dozen_lines_and_each_part_is_seen(monkeypatch
     sample = ["Sample: row 3", "--- masked (90 tokens) ---", *(f"line {i}" for i in range(30)), *learned]
     lines = shorten("\n".join(sample), num_lines=12, heading="---").splitlines()
     assert len(lines) <= 12 and max(map(len, lines)) <= 80
-    last = [f"line {i}" for i in range(24, 30)]
+    last = ["line 29"]
     assert lines == [*sample[:3], "[...]", *last, learned[0], "x" * 74 + " [...]"]
     short = "Sample: row 3\n--- masked\na\n--- learned\nb"
     assert shorten(short, num_lines=12, heading="---") == short
