@@ -20,9 +20,7 @@ from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.commands.merging import (
     Changes,
-    DequantizedBase,
     MergedModel,
-    OriginalBase,
     PeftFolder,
     open_adapter,
     split_ends,
@@ -33,7 +31,7 @@ from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
-from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
+from fsdp_qlora.loading.load_weights import load_quantized, match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import open_weight_files
 from fsdp_qlora.model import models
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
@@ -77,14 +75,20 @@ class Merge:
         if base == "original" or not self.layers:
             return dataclasses.replace(self.original, dtype=dtype)
         assert mesh is not None
-        changes, halves = self.original.changes, reduces_base(self.run.init_lora_weights)
+        is_reduced = reduces_base(self.run.init_lora_weights)
+        weights, changes, device = self.original.weights, self.original.changes, ranks.device
 
-        def first_updates(name: str) -> Any:
-            change = changes.low_rank(name) if halves else None
-            return change.reduced if change else None
+        def dequantize(name: str) -> torch.Tensor | None:
+            if name not in self.layers:
+                return None
+            layer, change = self.layers[name], changes.low_rank(name) if is_reduced else None
+            layer.to_empty(device=device)
+            load_quantized(name, layer, weights, mesh, device, change.reduced if change else None)
+            whole: torch.Tensor = layer.dequantize().cpu().flatten()
+            layer.to("meta")
+            return whole
 
-        quantized = DequantizedBase(self.original.weights, self.layers, mesh, ranks.device, first_updates)
-        return dataclasses.replace(self.original, dtype=dtype, base=quantized, is_reduced=halves)
+        return dataclasses.replace(self.original, dtype=dtype, dequantize=dequantize, is_reduced=is_reduced)
 
 
 def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
@@ -111,7 +115,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     parts = {source for name, source in weights.sources.items() if name not in kept}  # statistics of packed weights
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     merged = MergedModel(
-        weights, adapter, changes, OriginalBase(weights), shapes, [name for name in names if name not in parts],
+        weights, adapter, changes, shapes, [name for name in names if name not in parts],
         None, split_ends(model, changes),
     )  # fmt: skip
     layers = quantized_layers(quantized) if quantized is not None else {}
@@ -176,7 +180,7 @@ def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
     targets = sorted(config.target_modules) if isinstance(config.target_modules, set) else config.target_modules
     settings = {"train_type": "dora" if config.use_dora else "lora", "lora_rank": config.r}
     settings |= {"lora_alpha": config.lora_alpha, "use_rslora": config.use_rslora, "lora_target_modules": targets}
-    into = "dequantized" if isinstance(merged.base, DequantizedBase) else "original"
+    into = "dequantized" if merged.dequantize else "original"
     about = {"adapter": path.resolve().name, "kind": "dora" if config.use_dora else "lora", "into": into}
     return merged_documents(read_json(path / RECORD), Base.of(merge.run.model), settings, about)
 

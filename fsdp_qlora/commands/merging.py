@@ -4,7 +4,6 @@ PEFT's own layers tell what an adapter changes. Shapes: a weight is [.., rows, c
 experts; A [rank, in], B [out, rank].
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,20 +15,13 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, tensor_differences, weights_file
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.load_weights import load_quantized
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
-from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.storage.safetensors_files import TensorForm
-
-# (start, stop) -> those elements of a row-major flattened weight, floats on the CPU.
-ReadFlat = Callable[[int, int], torch.Tensor]
-RowChange = Callable[[torch.Tensor, int], torch.Tensor]  # (rows [n, columns], number of the first) -> new rows
 
 _NAME = "default"  # PEFT's, of the only adapter
 _PIECE = 2**23  # weights changed at a time, in float32
@@ -95,12 +87,16 @@ class LowRank:
             done += len(part)
         return values
 
-    def reduced(self, values: torch.Tensor, first: int) -> torch.Tensor:
-        """`values` + s L0 R0 in float64, where L0 and R0 are the second half of L and R: a base that an adapter of
-        doubled rank was trained on, which is W without its first values (adapters/first_values.py)."""
-        half = self.left.shape[2] // 2
-        update = self.left[0, first : first + len(values), half:].double() @ self.right[0, half:].double()
-        return (values.double() + update * self.scaling).float()
+    def reduced(self, values: torch.Tensor) -> torch.Tensor:
+        """A whole weight, flat, + s L0 R0 in float64, where L0 and R0 are the second half of L and R: a base that an
+        adapter of doubled rank was trained on, which is W without its first values (adapters/first_values.py)."""
+        half, columns = self.left.shape[2] // 2, self.right.shape[2]
+        left, right = self.left[0, :, half:].double(), self.right[0, half:].double()
+        parts = []
+        for start, stop in _spans(len(values), columns):
+            update = left[start // columns : stop // columns] @ right
+            parts.append((values[start:stop].double() + update.flatten() * self.scaling).float())
+        return torch.cat(parts)
 
     def trained(self) -> "LowRank":
         """The first half of L and R: what was trained on that base."""
@@ -200,57 +196,6 @@ def _low_rank(path: str, layer: LoraLayer, adapter: PeftFolder) -> LowRank:
     return LowRank(all_A.mT, all_B.mT, scaling, lengths)
 
 
-class OriginalBase:
-    """The weights in the files."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-
-    def open(self, name: str) -> ReadFlat:
-        """A way to read the weight `name` of the model."""
-        source = self.weights.sources[name]
-        return lambda start, stop: self.weights.files.read_flat(source, start, stop)
-
-
-class DequantizedBase(OriginalBase):
-    """The weights after the run's quantizer, which the adapter was trained on; one whole weight in memory at a time.
-
-    Args:
-        layers: name of a weight -> its layer, on the meta device.
-        mesh, device: of this one process.
-        first_updates: name of a weight -> changes its rows to those that were quantized (PiSSA, OLoRA).
-    """
-
-    def __init__(
-        self,
-        weights: Weights,
-        layers: Mapping[str, QuantizedWeight],
-        mesh: DeviceMesh,
-        device: torch.device,
-        first_updates: Callable[[str], RowChange | None],
-    ) -> None:
-        super().__init__(weights)
-        self._layers, self._mesh, self._device, self._first_updates = layers, mesh, device, first_updates
-
-    def open(self, name: str) -> ReadFlat:
-        if name not in self._layers:
-            return super().open(name)
-        layer = self._layers[name]
-        layer.to_empty(device=self._device)
-        change = self._first_updates(name)
-
-        def reduce(values: torch.Tensor) -> torch.Tensor:
-            assert change is not None
-            columns = layer.shape[-1]
-            parts = [(values[start:stop].view(-1, columns), start) for start, stop in _spans(len(values), columns)]
-            return torch.cat([change(rows, start // columns) for rows, start in parts]).flatten()
-
-        load_quantized(name, layer, self.weights, self._mesh, self._device, reduce if change else None)
-        whole = layer.dequantize().cpu().flatten()
-        layer.to("meta")
-        return lambda start, stop: whole[start:stop]
-
-
 @dataclass(frozen=True)
 class MergedModel:
     """A base with an adapter's changes.
@@ -258,17 +203,19 @@ class MergedModel:
     weights: of the base. names: the tensors of the base's files that belong to the merged model. parameters: names of
     the model's parameters. dtype: of the merged parameters; None for that of each in the base's files.
     copies: a parameter that the base does not have -> the one it is made from: a head that shared the embeddings.
-    is_reduced: the base is one without the adapter's first values, so only what was trained is added (PiSSA, OLoRA).
+    dequantize: weight -> its values after the run's quantizer, flat on the CPU, or None if it is not quantized; without
+        it, all are as in the base's files.
+    is_reduced: these are without the adapter's first values, so only what was trained is added (PiSSA, OLoRA).
     """
 
     weights: Weights
     adapter: PeftFolder
     changes: Changes
-    base: OriginalBase
     parameters: Mapping[str, torch.Size]
     names: list[str]
     dtype: torch.dtype | None
     copies: Mapping[str, str]
+    dequantize: Callable[[str], torch.Tensor | None] | None = None
     is_reduced: bool = False
 
     def forms(self) -> dict[str, TensorForm]:
@@ -339,11 +286,14 @@ class MergedModel:
         change, replaced = self.changes.low_rank(name), self.changes.replaced(name)
         if self.is_reduced and change:
             change = change.trained()
-        read: ReadFlat
-        if replaced:
-            read = functools.partial(self.adapter.files.read_flat, replaced.name)
-        else:
-            read = self.base.open(self.copies.get(name, name))
+        dequantize = None if replaced else self.dequantize
+        whole = dequantize(self.copies.get(name, name)) if dequantize else None
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            if replaced:
+                return self.adapter.files.read_flat(replaced.name, start, stop)
+            return self.weights.files.read_flat(self._source(name), start, stop) if whole is None else whole[start:stop]
+
         columns = self.parameters[name][-1] if self.parameters[name] else 1
         before = 0
         for part, first, last in self._parts(name):
