@@ -55,18 +55,13 @@ class SidecarFiles:
                 shutil.copyfile(self.base_folder / name, folder / name)
 
 
-class _LargeResult:
-    """A result whose files rank 0 writes one by one, while every rank takes part in gathering them.
-
-    staging: where it is until it is published.
-
-    A failed write is raised by `publish`, after all has been gathered: until then the other ranks need this one.
-    """
+class _Writer:
+    """Writes on rank 0 while every rank takes part in gathering: a failure waits until all has been gathered."""
 
     def __init__(self, output_dir: Path, *, is_rank_0: bool) -> None:
-        self.output_dir, self.staging = output_dir, output_dir / ".saving_weights"
-        self.is_rank_0 = is_rank_0
-        self.error: Exception | None = None
+        self.staging = output_dir / ".saving_weights"
+        self._output_dir, self._is_rank_0 = output_dir, is_rank_0
+        self._error: Exception | None = None
         self.write(self._begin)
 
     def _begin(self) -> None:
@@ -76,32 +71,18 @@ class _LargeResult:
     @property
     def writes(self) -> bool:
         """Whether this rank is to write more."""
-        return self.is_rank_0 and self.error is None
+        return self._is_rank_0 and self._error is None
 
     def write(self, write: Callable[[], object]) -> None:
         """Call `write`, possibly several times, if this rank is to write."""
         if self.writes:
-            self.error = write_with_room(self.output_dir, write)
+            self._error = write_with_room(self._output_dir, write)
 
-    def publish(self, write: Callable[[Path], object]) -> None:
-        """Publish the staged files, with those that `write` adds.
-
-        Raises:
-            TrainingError: it could not be written, on rank 0.
-        """
-        if self.error:
+    def check(self) -> None:
+        """Raise TrainingError, on rank 0, if something could not be written."""
+        if self._error:
             shutil.rmtree(self.staging, ignore_errors=True)
-            raise cannot_save(self.output_dir, self.error) from self.error
-
-        def write_all(folder: Path) -> None:
-            write(folder)
-            record_result(folder, self.staging.iterdir())
-            for path in self.staging.iterdir():  # last: what is moved is lost where there is no room for another file
-                path.replace(folder / path.name)
-            self.staging.rmdir()
-
-        if self.is_rank_0:
-            publish_files(self.output_dir, write_all)
+            raise cannot_save(self._output_dir, self._error) from self._error
 
 
 def save_adapter(
@@ -148,6 +129,8 @@ def save_model(
     Args:
         base: the model that was trained, from which what was not trained is taken as it is, and its configuration;
             None saves all of the model, and `config`. dtype: of the model's floats.
+    Raises:
+        TrainingError: it could not be written, on rank 0.
     """
     gathered = [(name, tensor) for name, tensor in _state(model) if tensor.requires_grad or base is None]
     forms: dict[str, TensorForm] = {}
@@ -156,7 +139,7 @@ def save_model(
         forms |= {part: TensorForm(value.dtype, tuple(value.shape)) for part, value in stored.items()}
     assert base is None or forms.keys() <= base.files.keys()
     kept = {name: base.form(name) for name in base.files if name not in forms} if base else {}
-    result = _LargeResult(output_dir, is_rank_0=values.keeps)
+    result = _Writer(output_dir, is_rank_0=values.keeps)
     files = PackedFiles(result.staging, forms | kept)
     result.write(files.create)
     for name in kept:
@@ -169,6 +152,7 @@ def save_model(
             result.write(functools.partial(files.write, part, 0, value))
     result.write(files.sync)
     files.close()
+    result.check()
 
     def write(folder: Path) -> None:
         sidecar.write(folder)
@@ -176,8 +160,13 @@ def save_model(
             saved = type(config).from_dict({**config.to_dict(), "dtype": str(dtype).removeprefix("torch.")})
             saved.architectures = [type(model).__name__.removeprefix("FSDP")]
             saved.save_pretrained(folder)
+        record_result(folder, result.staging.iterdir())
+        for path in result.staging.iterdir():  # last: what is moved is lost where there is no room for another file
+            path.replace(folder / path.name)
+        result.staging.rmdir()
 
-    result.publish(write)
+    if values.keeps:
+        publish_files(output_dir, write)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
