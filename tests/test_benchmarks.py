@@ -96,30 +96,10 @@ def test_gpu_benchmarks_report_hides_secrets_folders_and_names(monkeypatch: pyte
     assert "| context | no time left |" in text and "`python benchmarks/gpu.py --parts offload speed`" in text
 
 
-def test_time_in_which_several_kernels_run_counts_once() -> None:
-    assert gpu.covered([(50, 60), (10, 30), (20, 25), (25, 40), (60, 70)]) == 50
-
-
-def test_gpu_benchmark_keeps_what_a_part_found_before_its_time_was_up(tmp_path: Path) -> None:
-    args = gpu.parse_args(["--one_part", "context", "--output", str(tmp_path / "result.json")])
-    gpu.note(args, {"rows": [gpu.row("longest context, 8B", "tokens", {"longest": 80_000.0})]})
-    assert "tokens: longest 80,000" in gpu.describe(json.loads((tmp_path / "result.json").read_text()))[0]
-
-
 def test_gpu_benchmark_ends_a_part_that_takes_too_long_and_goes_on() -> None:
     result = gpu.run_apart("box", ["--tiny"], seconds=0.2)
     assert result["error"] == "not done after 0 s"
     assert result["part_seconds"] < 60
-
-
-@pytest.mark.parametrize(("visible", "seen"), [(None, "0"), ("2,3", "2"), ("", "")])
-def test_a_part_of_the_gpu_benchmark_sees_one_card(
-    visible: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu.variables_of_a_part()["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_gpu_benchmark_says_so_where_there_is_no_gpu(
@@ -139,14 +119,6 @@ def test_random_weights_are_the_same_however_they_are_read(monkeypatch: pytest.M
     assert torch.equal(source.read_rows(name, 3, 77), whole[3:77])
     assert torch.equal(source.read_flat(name, 999, 2001), whole.view(-1)[999:2001])
     assert not torch.equal(whole, source.read_rows(name.replace("up", "gate"), 0, 512))
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA GeForce RTX 3090", 71.0), ("NVIDIA L40S", 362.0), ("NVIDIA A100-SXM4-80GB", 312.0), ("RTX A1000", None)],
-)
-def test_the_peak_is_that_of_the_longest_name_that_fits(name: str, peak: float | None) -> None:
-    assert gpu_steps.peak_tflops(name) == peak
 
 
 def test_flops_of_a_7b_step_are_those_counted_by_hand() -> None:
