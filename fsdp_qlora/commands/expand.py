@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +26,6 @@ from fsdp_qlora.quantizers.bnb_4bit import take_settings
 from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
 
 log = logging.getLogger("fsdp_qlora")
-
-
-class _Copy(NamedTuple):
-    """A tensor of the expanded model. zero: it is left at 0 instead of copied."""
-
-    source: str
-    zero: bool
 
 
 def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
@@ -54,16 +47,16 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     added: list[int] = getattr(expanded_config, models.NEW_BLOCKS)
     zeros = {index: _output_weights(models.find_blocks(expanded)[index], config) for index in added}
     weight_files = WeightFiles(folder)
-    copies = _plan_copies(model, expanded, weight_files, origins, zeros)
+    copies, empty = _plan_copies(model, expanded, weight_files, origins, zeros)
     for index in {tuple(names): index for index, names in zeros.items()}.values():
         _check_identity(build_plain_model(expanded_config, torch.bfloat16), index, zeros[index])
-    forms = {name: weight_files.form(copy.source) for name, copy in copies.items()}
+    forms = {name: weight_files.form(source) for name, source in copies.items()}
     with (
         new_model_folder(out, folder, json.loads(expanded_config.to_json_string())) as partial,
         new_weights(partial, forms) as files,
     ):
-        sources = {name: copy.source for name, copy in copies.items() if not copy.zero}
-        for name, part, content in read_pieces(weight_files, sources, "Copying"):
+        filled = {name: source for name, source in copies.items() if name not in empty}
+        for name, part, content in read_pieces(weight_files, filled, "Copying"):
             files.write(name, part.start * content.element_size(), content)
     log.info("It has %d blocks; new: %s", len(origins), ", ".join(map(str, added)))
 
@@ -131,36 +124,34 @@ def _plan_copies(
     weight_files: WeightFiles,
     origins: Sequence[int],
     zeros: dict[int, list[str]],
-) -> dict[str, _Copy]:
-    """Name in the expanded model's files -> its source."""
+) -> tuple[dict[str, str], set[str]]:
+    """Name in the expanded model's files -> its source in the model's; and the names of those that stay at 0."""
     blocks = models.find_blocks(model)
     path = next(path for path, module in model.named_modules() if module is blocks)
-    sources = match_tensors(model, weight_files).sources
-    copies: dict[str, _Copy] = {}
-    shapes = {name: tensor.shape for name, tensor in expanded.state_dict().items()}
-    old_shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name, source in sources.items():
+    leaf = path.rpartition(".")[2]
+    shapes, old_shapes = ({name: one.shape for name, one in of.state_dict().items()} for of in (expanded, model))
+    copies: dict[str, str] = {}
+    empty: set[str] = set()
+    for name, source in match_tensors(model, weight_files).sources.items():
+        parts = list(weight_files.origins(source))
+        # Experts are separate tensors in the files, under their own names.
+        names = {part: name if len(parts) == 1 and part == source else part for part in parts}
         block = re.match(rf"{re.escape(path)}\.(\d+)\.(.*)", name)
-        places: list[int | None] = [None]
-        if block:
-            places = [index for index, origin in enumerate(origins) if origin == int(block[1])]
-        for index in places:
-            target = f"{path}.{index}.{block[2]}" if block else name
+        if block is None:
+            copies |= {new: part for part, new in names.items()}
+            continue
+        for index in (index for index, origin in enumerate(origins) if origin == int(block[1])):
+            target = f"{path}.{index}.{block[2]}"
             if shapes.get(target) != old_shapes[name]:
                 raise UserError(
                     f"The model's blocks differ, and {target} of the expanded model has another shape than {name} of "
                     "this one. Give an --expansion_rate that keeps the pattern of blocks, or another model."
                 )
-            zero = block is not None and index is not None and block[2] in zeros.get(index, ())
-            parts = list(weight_files.origins(source))
-            for part in parts:
-                # Experts are separate tensors in the files, under their own names.
-                renamed = name if len(parts) == 1 and part == source else part
-                if block:
-                    leaf = path.rpartition(".")[2]
-                    renamed = re.sub(rf"(^|\.){leaf}\.{block[1]}\.", rf"\g<1>{leaf}.{index}.", renamed, count=1)
-                copies[renamed] = _Copy(part, zero)
-    return copies
+            for part, new in names.items():
+                new = re.sub(rf"(^|\.){leaf}\.{block[1]}\.", rf"\g<1>{leaf}.{index}.", new, count=1)
+                copies[new] = part
+                empty |= {new} if block[2] in zeros.get(index, ()) else set()
+    return copies, empty
 
 
 def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
