@@ -56,12 +56,12 @@ def is_from_an_agent(name: str) -> bool:
     return name in _AGENT_VARIABLES or name.startswith("TORCHELASTIC_")
 
 
-def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[str] = ()) -> int | None:
+def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[str] = WORKER) -> int | None:
     """Start the workers and wait for them, if this process is not a worker itself.
 
     Args:
         argv: the arguments after the program's name; the workers get the same.
-        worker: what python is given before them; by default WORKER.
+        worker: what python is given before them.
     Returns:
         None if this process is a worker and should continue, else the status to exit with: the first failed worker's,
         the one in errors.ENDINGS if a signal ended the run, or 0.
@@ -71,13 +71,12 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
     """
     if not _is_lone_by_default(argv):
         _check_started_by_another(config)
-        _end_with_launcher()
-        return None
-    processes, reason = _processes_wanted(config)
-    if processes == 1:
-        _end_with_launcher()
-        return None
-    return _start(processes, reason, [*(worker or WORKER), *argv], config).status
+    else:
+        processes, reason = _processes_wanted(config)
+        if processes > 1:
+            return _start(processes, reason, [*worker, *argv], config).status
+    _end_with_launcher()
+    return None
 
 
 def run_in_workers(config: TrainConfig, argv: list[str]) -> WorkersEnd:

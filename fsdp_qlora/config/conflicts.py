@@ -109,12 +109,7 @@ def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _init_errors(c: TrainConfig) -> Iterator[str]:
     kind, init = c.kind, c.init_lora_weights
-    if init == "eva":
-        yield (
-            "--init_lora_weights eva would need the data to pass through the model before the adapter is made, which "
-            "this program does not do. Take pissa_niter_16, which starts from the weights."
-        )
-    elif re.fullmatch(r"true|pissa|pissa_niter_[1-9]\d*|olora|loftq", init) is None:
+    if re.fullmatch(r"true|pissa|pissa_niter_[1-9]\d*|olora|loftq", init) is None:
         yield f"--init_lora_weights is {init!r}; choices: true, pissa, pissa_niter_N, olora, loftq."
     if init == "true":
         return
@@ -188,46 +183,34 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--sample_prompts are answered at each evaluation: give --eval_fraction (such as 0.05) or --eval_dataset."
     if c.early_stopping and not c.eval_steps:
         yield "--early_stopping counts the evaluations during training: it needs --eval_steps (such as 50)."
-
-
-def _streaming_conflicts(c: TrainConfig) -> Iterator[str]:
-    if not c.streaming:
-        if _changed(c, "shuffle_buffer"):
-            yield "--shuffle_buffer is for --streaming true; otherwise all rows are shuffled together."
-        return
-    if len(c.dataset) > 1:
+    if not c.streaming and _changed(c, "shuffle_buffer"):
+        yield "--shuffle_buffer is for --streaming true; otherwise all rows are shuffled together."
+    if c.streaming and len(c.dataset) > 1:
         yield "--streaming true takes one dataset: put the files into one folder."
-    if c.eval_fraction > 0:
+    if c.streaming and c.eval_fraction > 0:
         yield "--streaming true cannot choose rows to hold out: give --eval_dataset instead of --eval_fraction."
-    if c.dataset_samples is not None:
+    if c.streaming and c.dataset_samples is not None:
         yield "--streaming true reads the whole dataset: leave out --dataset_samples, or give --max_steps."
 
 
-def _budget_conflicts(c: TrainConfig) -> Iterator[str]:
-    if (c.max_cost_usd is None) != (c.price_per_hour is None):
-        yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
-
-
-def _location_errors(c: TrainConfig) -> Iterator[str]:
+def _place_errors(c: TrainConfig) -> Iterator[str]:
     """A URL would silently become a folder of this machine, with a password as its name."""
-    for name in ("output_dir", "resume", "quant_cache", "profiling_output", "adapter"):
-        yield from filter(None, [folder_error(name, getattr(c, name) or "")])
-    if c.mirror is not None:
-        yield from filter(None, [mirror_error(c.mirror)])
-
-
-def _hub_errors(c: TrainConfig) -> Iterator[str]:
+    folders = ("output_dir", "resume", "quant_cache", "profiling_output", "adapter")
+    found = [folder_error(name, getattr(c, name) or "") for name in folders]
+    yield from filter(None, [*found, mirror_error(c.mirror or "")])
     for name in ("base_name", "push_to_hub"):
         value = getattr(c, name)
         if value is not None and not is_repository(value):
             yield f"--{name} is {value!r}, but a name on the hub is OWNER/NAME."
+
+
+def _run_conflicts(c: TrainConfig) -> Iterator[str]:
+    if (c.max_cost_usd is None) != (c.price_per_hour is None):
+        yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
     if c.push_public and c.push_to_hub is None:
         yield "--push_public says how --push_to_hub uploads: give that too."
     if c.push_to_hub and not c.save_model:
         yield "--push_to_hub uploads what is saved: it needs --save_model true."
-
-
-def _profiling_conflicts(c: TrainConfig) -> Iterator[str]:
     steps = c.profiling_warmup_steps + c.active_steps
     if c.profile and c.repeat == 0 and c.profiling_frequency < steps:
         yield (
@@ -256,11 +239,8 @@ _RULES = (
     _adapter_conflicts,
     _optimizer_conflicts,
     _data_conflicts,
-    _streaming_conflicts,
-    _budget_conflicts,
-    _location_errors,
-    _hub_errors,
-    _profiling_conflicts,
+    _place_errors,
+    _run_conflicts,
 )
 
 
