@@ -1,14 +1,13 @@
 """`fsdp-qlora COMMAND`, which is also `python -m fsdp_qlora COMMAND`."""
 
-import argparse
 import contextlib
 import difflib
 import logging
 import sys
 from collections.abc import Iterator
-from typing import NoReturn
 
 from fsdp_qlora.cli.commands import COMMANDS, Command
+from fsdp_qlora.config.cli import Parser, with_underscores
 from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, print_error
 from fsdp_qlora.output.redact import guard_output
 from fsdp_qlora.output.text import PrintableFormatter, quiet_libraries
@@ -37,23 +36,23 @@ def main(argv: list[str]) -> int:
         print(f"error: {_explain_unknown(argv)}\n{usage()}", file=sys.stderr)
         return 2
     name, *words = argv
-    if name == "quantize" and {"--list", "--prune"} & set(words):
-        print(f"The cache has a command of its own: {PROGRAM} cache", file=sys.stderr)
-        name = "cache"
     command = COMMANDS[name]
     if command.add_options is None:
         return int(command.run(words) or 0)
-    return _run(command, _Parser(name, command.run.__doc__ or ""), words)
+    return _run(name, command, words)
 
 
-def _run(command: Command, parser: "_Parser", words: list[str]) -> int:
+def _run(name: str, command: Command, words: list[str]) -> int:
+    """Run a command; its arguments have `words`, all of them, and `training_options`, those that it does not know."""
     assert command.add_options is not None
+    parser = Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
     command.add_options(parser)
     quiet_libraries()
     try:
-        args = parser.read(words)
-        if args.training_options and not command.takes_training_options:
-            raise UserError(f"Unknown option {args.training_options[0]}. See --help.")
+        args, others = parser.parse_known_args(with_underscores(words))
+        args.words, args.training_options = words, others
+        if others and not command.takes_training_options:
+            raise UserError(f"Unknown option {others[0]}. See --help.")
         with _logging_to_stdout():
             return int(command.run(args) or 0)
     except (UserError, TrainingError, LostRank) as error:
@@ -61,27 +60,6 @@ def _run(command: Command, parser: "_Parser", words: list[str]) -> int:
         return how_it_ends(error).exit_code
     except KeyboardInterrupt:
         return ENDINGS["interrupted"].exit_code
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with our errors, which leaves the options of training to their own parser."""
-
-    def __init__(self, name: str, description: str) -> None:
-        super().__init__(prog=f"{PROGRAM} {name}", description=description, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[0].upper()}{message[1:]}. See --help.")
-
-    def read(self, words: list[str]) -> argparse.Namespace:
-        """The command's options; `words`: all words; `training_options`: those that are not options of the command."""
-        parts = [word.partition("=") for word in words]
-        names = [
-            name.replace("-", "_").replace("__", "--", 1) if name.startswith("--") else name for name, _, _ in parts
-        ]
-        joined = [name + sep + value for name, (_, sep, value) in zip(names, parts, strict=True)]
-        args, others = self.parse_known_args(joined)
-        args.words, args.training_options = words, others
-        return args
 
 
 @contextlib.contextmanager

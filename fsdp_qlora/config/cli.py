@@ -48,7 +48,7 @@ def parse_train_config(argv: list[str], result: Path | Mapping[str, object] | No
         UserError: lists every unknown option, unreadable value and impossible combination at once.
         SystemExit: with status 0, after `--help`.
     """
-    namespace, unknown = _parser().parse_known_args(_with_underscores(argv))
+    namespace, unknown = _parser().parse_known_args(with_underscores(argv))
     flags = vars(namespace)
     path = flags.pop("config", None)
     errors: list[str] = []
@@ -352,7 +352,7 @@ def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
 # --- the command line ---
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, except that errors are raised to the caller and only rank 0 prints the help."""
 
     def error(self, message: str) -> NoReturn:
@@ -363,9 +363,9 @@ class _Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def _parser() -> _Parser:
+def _parser() -> Parser:
     """A parser that splits the command line into words per option, and knows the help."""
-    parser = _Parser(
+    parser = Parser(
         prog="fsdp-qlora train",
         usage="fsdp-qlora train [--config FILE] [--option value ...]",
         description="Fine-tune a language model with a sharded, 4-bit quantized base on one or more devices.",
@@ -387,12 +387,10 @@ def _parser() -> _Parser:
     return parser
 
 
-def _with_underscores(argv: list[str]) -> list[str]:
+def with_underscores(argv: Iterable[str]) -> list[str]:
     """Spell `--batch-size=8` as `--batch_size=8`."""
-    words = []
-    for word in argv:
-        if word.startswith("--"):
-            flag, equals, value = word[2:].partition("=")
-            word = "--" + flag.replace("-", "_") + equals + value
-        words.append(word)
-    return words
+    parts = [(word, *word[2:].partition("=")) for word in argv]
+    return [
+        f"--{flag.replace('-', '_')}{equals}{value}" if word.startswith("--") else word
+        for word, flag, equals, value in parts
+    ]
