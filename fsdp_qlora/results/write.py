@@ -17,7 +17,7 @@ from peft import LoraConfig
 from fsdp_qlora.adapters.first_values import LiveValues, Values, reduces_base
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.run_folder import BEST, CHECKPOINTS, RESULT
+from fsdp_qlora.checkpointing.run_folder import BEST, CARD, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig
@@ -29,7 +29,7 @@ from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan, adapter_config
 from fsdp_qlora.ranks.distributed import Ranks, first_failure
 from fsdp_qlora.results import save
-from fsdp_qlora.results.card import Base, documents, how_to_load, training_record
+from fsdp_qlora.results.card import Base, documents, training_record
 from fsdp_qlora.storage.files import read_json
 from fsdp_qlora.training.trainer import Trainer
 
@@ -125,19 +125,9 @@ class ResultForm:
                 log.info("Adapter of step %d%s: %s", step, what, target)
 
     def log_how_to_load(self, output_dir: Path) -> None:
-        """Log how to load an adapter whose base is a local folder, which loaders do not find by its name."""
-        if self.peft is None or self.base.is_on_hub:
-            return
-        path = self.plan.folder.resolve()
-        lines = [
-            line.replace(f"PATH_OF/{self.base.name}", str(path)) for line in how_to_load(self.base, str(output_dir))
-        ]
-        log.info(
-            "The base is a local folder, so the adapter names it %s, which no loader can find "
-            "(--base_name OWNER/NAME gives it a name on the hub). It is loaded with:\n  %s",
-            self.base.name,
-            "\n  ".join(filter(None, lines)),
-        )
+        """Say where it is written how to load an adapter whose base is a local folder."""
+        if self.peft is not None and not self.base.is_on_hub:
+            log.info("How to load the adapter and its base, a local folder: %s", output_dir / CARD)
 
 
 def result_form(config: TrainConfig, plan: ModelPlan, options: Mapping[str, Any]) -> ResultForm:
