@@ -197,8 +197,8 @@ class Samples:
         self._prompts = [prompt_format.ids(asked) for asked in questions]
         self._path = folder / SAMPLES_FILE
 
-    def write(self, step: int, beat: Callable[[], object]) -> list[dict[str, Any]]:
-        """Answer all prompts after `step` steps; returns the records on rank 0. Called on every rank.
+    def write(self, step: int, beat: Callable[[], object]) -> None:
+        """Answer all prompts after `step` steps. Called on every rank.
 
         Args:
             beat: called for each token.
@@ -213,10 +213,8 @@ class Samples:
             {"step": step, "prompt": asked.messages[-1]["content"], "text": text}
             for asked, text in zip(self._questions, texts, strict=True)
         ]
-        records = redact_values({"rows": records})["rows"]
         if self._ranks.is_rank_0:
-            self._keep(step, records)
-        return records
+            self._keep(step, redact_values(records))
 
     def _keep(self, step: int, records: list[dict[str, Any]]) -> None:
         """Write the records after those of earlier steps. Those of later steps, which a killed start wrote, go."""

@@ -40,27 +40,6 @@ log = logging.getLogger("fsdp_qlora")
 # --- the log -------------------------------------------------------------------------------------------
 
 
-class Pace:
-    """Seconds per optimizer step over the last 50, without the first step of the process (warm-up)."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self.elapsed_seconds = 0.0
-        self._recent: deque[float] = deque(maxlen=50)
-
-    def add(self, step_seconds: object) -> None:
-        if not isinstance(step_seconds, (int, float)):
-            return
-        self.num_steps += 1
-        self.elapsed_seconds += step_seconds
-        if self.num_steps > 1:
-            self._recent.append(step_seconds)
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        return sum(self._recent) / len(self._recent) if self._recent else None
-
-
 class MetricLog:
     """Passes each record to every sink. Without sinks (on all ranks but 0) every call does nothing.
 
@@ -70,7 +49,8 @@ class MetricLog:
     def __init__(self, sinks: Sequence[Sink], *, total_steps: int) -> None:
         self._sinks = list(sinks)
         self._total_steps = total_steps
-        self._pace = Pace()
+        self._num_steps, self._elapsed = 0, 0.0
+        self._recent: deque[float] = deque(maxlen=50)  # seconds of the last steps, without the process's first: warm-up
 
     def __enter__(self) -> MetricLog:
         return self
@@ -83,17 +63,17 @@ class MetricLog:
         if not self._sinks:
             return
         record = plain(record)
-        self._pace.add(record.get("step_seconds"))
-        num_left = max(self._total_steps - record["step"], 0)
-        seconds_per_step = self._pace.seconds_per_step
-        eta_seconds = None if seconds_per_step is None else num_left * seconds_per_step
+        seconds, num_left = record.get("step_seconds") or 0.0, max(self._total_steps - record["step"], 0)
+        self._num_steps, self._elapsed = self._num_steps + 1, self._elapsed + seconds
+        if self._num_steps > 1:
+            self._recent.append(seconds)
+        eta_seconds = num_left * sum(self._recent) / len(self._recent) if self._recent else None
         for sink in self._sinks:
             sink.step(record, eta_seconds)
-        if self._pace.num_steps == 3 and num_left and seconds_per_step and eta_seconds:
+        if self._num_steps == 3 and eta_seconds:
             self.say(
-                f"Estimated time: {_clock(self._pace.elapsed_seconds + eta_seconds)} in total, "
-                f"{_clock(eta_seconds)} left ({num_left:,} steps of {seconds_per_step:.2f} s; "
-                f"evaluation and saving not included)."
+                f"Estimated time: {_clock(self._elapsed + eta_seconds)} in total, {_clock(eta_seconds)} left "
+                f"({num_left:,} steps of {eta_seconds / num_left:.2f} s; evaluation and saving not included)."
             )
 
     def evaluation(self, record: Record) -> None:
@@ -106,11 +86,6 @@ class MetricLog:
         self.say(_line(record, ("step", *EVALUATION_COLUMNS)))
         for name, result in record.get("eval_sets", {}).items():
             self.say(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
-
-    def samples(self, records: Sequence[Record]) -> None:
-        """Log texts that were generated: each with step, prompt and text."""
-        for sink in self._sinks:
-            sink.samples(records)
 
     def say(self, text: str) -> None:
         """Print a line without breaking the progress bar. Rank 0 only."""

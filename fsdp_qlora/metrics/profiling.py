@@ -70,10 +70,7 @@ def open_profiler(config: TrainConfig, *, rank: int) -> Profiler:
     warmup, active = config.profiling_warmup_steps, config.active_steps
     wait = config.wait_steps if config.repeat else config.profiling_frequency - warmup - active
     output = Path(config.profiling_output)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"profiling_output {output} cannot be made: {error}. Give another folder.") from error
+    output.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

@@ -58,9 +58,6 @@ class Sink:
     def evaluation(self, record: Record) -> None:
         """Log one evaluation's record."""
 
-    def samples(self, records: Sequence[Record]) -> None:
-        """Log texts that were generated: each with step, prompt and text."""
-
     def flush(self) -> None:
         """Make all records so far survive a power cut, as far as the sink can."""
 
@@ -92,7 +89,7 @@ class QueuedSink(Sink):
         self._calls: queue.Queue[Callable[[], object]] = queue.Queue(self.most_waiting)
         try:
             earlier = read_records(options.output_dir / METRICS_FILE)
-            self.client = within(self.start_seconds, partial(self.open, options, earlier))
+            self.client = within(self.start_seconds, partial(self.open, options))
         except Exception as error:
             self.fail(error)
         if self.client is not None:
@@ -104,8 +101,8 @@ class QueuedSink(Sink):
         name = cls.name
         return None if importlib.util.find_spec(name) else f"{name} is not installed. Run `pip install {name}`"
 
-    def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
-        """Start the library's run, and return its object. earlier: the records of earlier starts."""
+    def open(self, options: SinkOptions) -> Any:
+        """Start the library's run, and return its object."""
         raise NotImplementedError
 
     def catch_up(self, earlier: Sequence[Record]) -> None:
@@ -179,26 +176,21 @@ class QueuedSink(Sink):
 class TensorBoardSink(QueuedSink):
     """Scalars by step in `tensorboard/` of the run's folder, in float32.
 
-    A resumed run continues where metrics.jsonl does: TensorBoard discards what came after it.
+    Each start writes the records of earlier ones again, so that the curves are those of metrics.jsonl.
     """
 
     name = "tensorboard"
 
-    def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
+    def open(self, options: SinkOptions) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = options.output_dir / "tensorboard"
-        self._is_new = not folder.exists() or not any(folder.iterdir())
-        next_step = 1 + max((record["step"] for record in earlier), default=-1)
-        writer = SummaryWriter(str(folder), purge_step=None if self._is_new else next_step)
-        if self._is_new:
-            writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in options.config.items()), 0)
+        for path in folder.glob("events.out.tfevents.*"):
+            path.unlink()
+        writer = SummaryWriter(str(folder))
+        writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in options.config.items()), 0)
         log.info("tensorboard: run `tensorboard --logdir %s` to see it", folder)
         return writer
-
-    def catch_up(self, earlier: Sequence[Record]) -> None:
-        if self._is_new:
-            super().catch_up(earlier)
 
     def log(self, record: Record) -> None:
         for name, number in curves(record).items():

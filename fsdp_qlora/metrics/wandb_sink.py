@@ -16,13 +16,11 @@ from urllib.parse import urlsplit
 from packaging.version import Version
 
 from fsdp_qlora.metrics.sinks import (
-    SAMPLES_FILE,
     QueuedSink,
     Record,
     SinkOptions,
     named_numbers,
     plain,
-    read_records,
     reason,
     within,
 )
@@ -49,8 +47,6 @@ class WandbSink(QueuedSink):
     start_seconds = 2 * INIT_SECONDS
 
     def __init__(self, options: SinkOptions) -> None:
-        self._samples_file = options.output_dir / SAMPLES_FILE
-        self._sends_samples = True
         self._last_eval_step = -1  # the server's last when the run was resumed
         super().__init__(options)
 
@@ -65,7 +61,7 @@ class WandbSink(QueuedSink):
             return f"wandb {version} is installed and is too old: it can stall training. {advice}"
         return None
 
-    def open(self, options: SinkOptions, earlier: Sequence[Record]) -> Any:
+    def open(self, options: SinkOptions) -> Any:
         run, line = _start_wandb(options, finish_seconds=self.finish_seconds)
         log.info(line)
         if run is not None:
@@ -89,9 +85,6 @@ class WandbSink(QueuedSink):
         is_there = step < first_step - is_evaluation or (is_evaluation and step <= self._last_eval_step)
         if not is_there:
             self.client.log(named_numbers(record), step=max(step, first_step))
-
-    def samples(self, records: Sequence[Record]) -> None:
-        self.post(partial(self._log_samples, records))
 
     def summary(self, values: Record) -> None:
         self.post(lambda: self.client.summary.update(values))
@@ -118,25 +111,6 @@ class WandbSink(QueuedSink):
         terminal = logging.Logger("wandb")
         terminal.addFilter(read)
         wandb.termsetup(run.settings, terminal)
-
-    def _log_samples(self, records: Sequence[Record]) -> None:
-        """Send a table with all samples of the run so far, because wandb shows only the last table.
-
-        A table is an artifact too, for which wandb asks its server for more than for numbers: if it fails, only the
-        tables end.
-        """
-        import wandb
-
-        step, columns = records[0]["step"], ["step", "prompt", "text"]
-        if not self._sends_samples:
-            return
-        rows = [row for row in read_records(self._samples_file) if row["step"] < step] + list(records)
-        try:
-            table = wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
-            self.client.log({"samples": table}, step=max(step, self.client.starting_step))
-        except Exception as error:
-            self._sends_samples = False
-            log.info("wandb: the samples are not sent there (%s). They are in %s.", reason(error), SAMPLES_FILE)
 
 
 def _start_wandb(options: SinkOptions, *, finish_seconds: float) -> tuple[Any, str]:

@@ -192,7 +192,7 @@ class Recorder:
         self.metrics.evaluation(record)
         if self.samples:
             beat = partial(self.control.heartbeat.beat, progress.step, "evaluate")
-            self.metrics.samples(self.samples.write(progress.step, beat))
+            self.samples.write(progress.step, beat)
         self.facts.mark("evaluation")
 
     def is_save_due(self, step: int) -> bool:

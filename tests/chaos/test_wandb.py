@@ -15,8 +15,6 @@ from fsdp_qlora.metrics import wandb_sink
 from fsdp_qlora.metrics.metric_log import MetricLog, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.sinks import SinkOptions, numbers_in, reason
 from fsdp_qlora.metrics.wandb_sink import WandbSink
-from fsdp_qlora.storage.files import staged_file
-from tests.chaos import wandb_server
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer
@@ -110,36 +108,6 @@ def test_every_number_arrives_as_it_is_in_the_record_and_the_key_is_in_no_file(
     assert {name: server.run.config[name]["value"] for name in expected} == expected
     assert server.run.names == ["an_entity", "a_project", "a_group", "a_name"]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
-
-
-def test_the_table_of_samples_is_that_of_the_file_in_every_start(server: WandbServer, tmp_path: Path) -> None:
-    written: list[dict[str, object]] = []
-    for steps in (range(2), range(2, 4)):
-        with open_log(tmp_path) as log:
-            for step in steps:
-                log_steps(log, range(step + 1, step + 2), eval_steps=(step + 1,))
-                made = [{"step": step + 1, "prompt": text, "text": f"{text} {step}\n"} for text in ("red", "blue")]
-                written += made
-                with staged_file(tmp_path / "samples.jsonl") as partial:
-                    partial.write_text("".join(json.dumps(row) + "\n" for row in written))
-                log.samples(made)
-    assert [row["_step"] for row in server.run.rows if "samples" in row] == [1, 2, 3, 4]
-    place = server.run.rows[-1]["samples"]
-    assert (place["_type"], place["nrows"], place["ncols"]) == ("table-file", 8, 3)
-    table = json.loads(server.uploads[place["path"]])
-    assert [dict(zip(table["columns"], row, strict=True)) for row in table["data"]] == written
-
-
-def test_a_table_that_wandb_refuses_is_said_once_and_the_numbers_go_on(
-    server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wandb_server, "VIEWER", None)  # so it asks for a login before it makes a table
-    with open_log(tmp_path) as log:
-        for step in (1, 2):
-            log_steps(log, range(step, step + 1))
-            log.samples([{"step": step, "prompt": "red", "text": "blue"}])
-    assert_complete(server.run, tmp_path)
-    assert len([line for line in lines if line.startswith("wandb: the samples are not sent there (")]) == 1
 
 
 # The checkpoint to resume from is of step 4, and was saved before its evaluation where that has to be done again.
