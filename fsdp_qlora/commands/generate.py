@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits
@@ -51,12 +50,17 @@ class LoadedModel:
             load_model(dataclasses.replace(config, use_gradient_checkpointing=False), plan, weights, ranks)
         distributed.release_loading_memory(ranks.device)
         self.ranks, self.sampling = ranks, sampling
-        self.tokenizer = _tokenizer_of(folder, config) or plan.tokenizer
-        self.format = PromptFormat(self.tokenizer, _prompt_record(folder, config, self.tokenizer))
+        tokenizer, noted = plan.tokenizer, None
+        if folder is not None and (folder / "tokenizer_config.json").is_file():
+            tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
+        if folder is not None and config.prompt_template is None:
+            noted = read_json(folder / "training.json").get("prompt")
+        record = noted or chosen_format(config.dataset_format, config.prompt_template, tokenizer)
+        self.format = PromptFormat(tokenizer, record)
         model = plan.meta.model
         if (plan.folder / "generation_config.json").is_file():
             model.generation_config = type(model.generation_config).from_pretrained(plan.folder)
-        self.stops = Stops(self.tokenizer, model, self.format.stop_text)
+        self.stops = Stops(tokenizer, model, self.format.stop_text)
         self._generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
 
     def stream(self, asked: Question, number: int, output: Any) -> str:
@@ -92,18 +96,6 @@ class LoadedModel:
     def _result(self, answer: Answer) -> dict[str, Any]:
         finish = "stop" if answer.is_done else "length"
         return {"completion": self.stops.text_of(answer), "num_tokens": len(answer.tokens), "finish": finish}
-
-
-def _tokenizer_of(folder: Path | None, config: TrainConfig) -> PreTrainedTokenizerBase | None:
-    if folder is None or not (folder / "tokenizer_config.json").is_file():
-        return None
-    return models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
-
-
-def _prompt_record(folder: Path | None, config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The format that training noted, or else that of the options."""
-    noted = read_json(folder / "training.json").get("prompt") if folder and config.prompt_template is None else None
-    return dict(noted) if noted else chosen_format(config.dataset_format, config.prompt_template, tokenizer)
 
 
 def answer_file(
