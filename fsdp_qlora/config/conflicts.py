@@ -207,7 +207,7 @@ def _place_errors(c: TrainConfig) -> Iterator[str]:
 def _run_conflicts(c: TrainConfig) -> Iterator[str]:
     if (c.max_cost_usd is None) != (c.price_per_hour is None):
         yield "--max_cost_usd and --price_per_hour are needed together: the one is reached at the other."
-    if c.push_public and c.push_to_hub is None:
+    if c.push_public and c.push_to_hub is None and not (c.mirror or "").startswith("hf:"):
         yield "--push_public says how --push_to_hub uploads: give that too."
     if c.push_to_hub and not c.save_model:
         yield "--push_to_hub uploads what is saved: it needs --save_model true."

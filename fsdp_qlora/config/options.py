@@ -275,7 +275,8 @@ class TrainConfig:
     """Upload the result to this repository on the Hugging Face hub, OWNER/NAME, which is made if it is not there, at
     the end of the run or of its budget; it is kept in output_dir even if the upload fails."""
     push_public: Annotated[bool, MAY_DIFFER] = False
-    """Make the repository of push_to_hub public; by default it is private."""
+    """Make a new repository of push_to_hub public, and let push_to_hub and mirror write to a public one; by default a
+    new one is private, and a public one is refused."""
     log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "tensorboard", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = (
         "tqdm",
     )

@@ -3,6 +3,7 @@
 An upload to the Hugging Face hub that fails does not change the result on disk.
 """
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,8 @@ from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import identity_settings
-from fsdp_qlora.errors import TrainingError, UserError
-from fsdp_qlora.loading.hub import ask_hub, first_line, hub_reason
+from fsdp_qlora.errors import RankError, TrainingError, UserError
+from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan, adapter_config
@@ -176,35 +177,74 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks, *, best: bool
 # --- the upload ---
 
 
-def login_advice(repo: str) -> str | None:
-    """A line for the start of a run whose upload cannot succeed; None if there is a login."""
-    if get_token():
-        return None
-    return (
-        f"--push_to_hub {repo}: there is no login on this machine (`hf auth login`, or HF_TOKEN). Without one the "
-        "upload at the end fails, and the result is only in output_dir."
-    )
+def check_uploads(config: TrainConfig) -> None:
+    """Refuse repositories of --push_to_hub and --mirror that cannot be written to, or are public; for rank 0.
+
+    Raises:
+        RankError: as `check_repository`.
+    """
+    if config.push_to_hub:
+        check_repository("--push_to_hub", config.push_to_hub, may_be_public=config.push_public)
+    if config.mirror and config.mirror.startswith("hf:"):
+        name = config.mirror.removeprefix("hf:").removeprefix("//")
+        check_repository("--mirror hf:", name, may_be_public=config.push_public)
+
+
+def check_repository(option: str, repo: str, *, may_be_public: bool) -> None:
+    """Refuse a repository on the hub that this login cannot write to, or that everybody can read.
+
+    A hub that does not answer now may do so at the end, so that is only a warning.
+
+    Raises:
+        RankError: there is no login, it has no right to write there, or the repository is public.
+    """
+    if get_token() is None:
+        raise RankError(
+            f"{option} {repo}: there is no login on this machine. Log in with `hf auth login`, or set HF_TOKEN."
+        )
+    api, is_public = HfApi(), False
+    try:
+        with contextlib.suppress(RepositoryNotFoundError):  # it will be made
+            is_public = not api.repo_info(repo, timeout=HUB_TIMEOUT_SECONDS).private
+        login = api.whoami()
+    except Exception as error:  # of the HTTP library or the hub's client
+        if getattr(getattr(error, "response", None), "status_code", None) == 401:
+            raise RankError(
+                f"{option} {repo}: the hub refuses this machine's login. Log in with `hf auth login`."
+            ) from error
+        log.warning("%s %s could not be checked: %s.", option, repo, hub_reason(error))
+        return
+    names = [login["name"], *(one["name"] for one in login.get("orgs", []))]
+    role = login.get("auth", {}).get("accessToken", {}).get("role")
+    if repo.partition("/")[0].lower() not in map(str.lower, names) or role == "read":
+        raise RankError(
+            f"{option} {repo}: the login {login['name']} may not write there. Give a name of {' or '.join(names)}, and "
+            "a token that may write."
+        )
+    if is_public and not may_be_public:
+        raise RankError(f"{option} {repo} is public. Give a private one, or --push_public true.")
 
 
 def upload(folder: Path, repo: str, *, public: bool) -> str | None:
     """Upload a result's files, and those of best/ in it, in one commit.
 
     Args:
-        public: whether a repository that is not there yet is made public.
+        public: whether a new repository is made public, and an old one may be.
     Returns:
         None, or in a sentence why it could not be done.
     """
-    refusal = ask_hub(repo, "model")
-    if refusal is not None and not isinstance(refusal, RepositoryNotFoundError):
-        return _failure(folder, repo, hub_reason(refusal))
     try:
+        check_repository("--push_to_hub", repo, may_be_public=public)
         HfApi().create_repo(repo, private=not public, exist_ok=True)
         operations = [CommitOperationAdd(name, path) for name, path in _files(folder)]
         HfApi().create_commit(repo, operations, commit_message="Add the result of a training run")
     except Exception as error:  # of the HTTP library, the hub's client or the file system
-        return _failure(folder, repo, first_line(error))
-    visibility = "its visibility is as it was" if refusal is None else "public" if public else "private"
-    log.info("Uploaded to the hub: %s (%d files, %s)", repo, len(operations), visibility)
+        reason = str(error) if isinstance(error, UserError) else f"{first_line(error)}."
+        return redact(
+            f"The upload to {repo} failed: {reason} The result is in {folder}. `fsdp-qlora export RUN --out DIR "
+            f"--push_to_hub {repo}` uploads it without training again."
+        )
+    log.info("Uploaded to the hub: %s (%d files)", repo, len(operations))
     return None
 
 
@@ -224,10 +264,3 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
         if result.is_file():
             for name in json.loads(result.read_text())["files"]:
                 yield prefix + name, folder / prefix / name
-
-
-def _failure(folder: Path, repo: str, reason: str) -> str:
-    return redact(
-        f"The upload to {repo} failed: {reason}. The result is in {folder}. `fsdp-qlora export RUN --out DIR "
-        f"--push_to_hub {repo}` uploads it without training again."
-    )

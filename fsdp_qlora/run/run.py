@@ -36,7 +36,7 @@ from fsdp_qlora.planning.plan import (
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.results.write import leave_result, login_advice, push_result, result_form, save_result
+from fsdp_qlora.results.write import check_uploads, leave_result, push_result, result_form, save_result
 from fsdp_qlora.run.identity import agree, known_facts, start_request
 from fsdp_qlora.run.load_model import build_trainer, load_model
 from fsdp_qlora.run.supervision import Guard
@@ -78,11 +78,11 @@ def run(config: TrainConfig) -> None:
         presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
         with exits.aborting_others(presence):
             with distributed.kept_until_all_connect(store, ranks):
+                if ranks.is_rank_0:
+                    check_uploads(config)
                 plan = make_plan(config, ranks, store)
                 folder.check_contents(known_facts(plan), plan.model.folder)
                 check_resources(config, ranks, plan.model)
-                if config.push_to_hub and ranks.is_rank_0 and (advice := login_advice(config.push_to_hub)):
-                    log.warning(advice)
                 hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
                 weights = open_weights(plan.model)
             distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)

@@ -9,10 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
 
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.results import write
 from tests.tiny import ROOT, flags, make_rows, write_rows
 
 Models = Callable[..., Path]
@@ -49,7 +53,9 @@ class Hub:
         status = 200
         if "blob" not in path:
             self.tokens.add(request.headers.get("Authorization"))
-        if path == "/api/repos/create":
+        if path == "/api/whoami-v2":
+            about = {"name": "owner", "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+        elif path == "/api/repos/create":
             made = json.loads(body)
             self.is_private = made.get("visibility") == "private" or made.get("private") is True
             about = {"url": f"{self.address}/owner/result"}
@@ -79,7 +85,7 @@ class Hub:
         elif self.is_private is None:
             status = 404
         elif path == "/api/models/owner/result":
-            about = {"id": "owner/result"}
+            about = {"id": "owner/result", "private": self.is_private}
         self.send(request, status, json.dumps(about).encode())
 
     def commit(self, lines: list[dict[str, Any]]) -> None:
@@ -145,3 +151,44 @@ def test_a_result_is_uploaded_with_the_best_adapter_and_a_failure_is_one_sentenc
     assert set(hub.files) == names and hub.is_private is True
     assert hub.files["adapter_model.safetensors"] == (out / "adapter_model.safetensors").read_bytes()
     assert hub.tokens - {None} == {f"Bearer {TOKEN}"}
+
+
+@pytest.mark.parametrize(
+    ("repo", "is_public", "more", "says"),
+    [
+        ("owner/result", False, {}, None),
+        ("owner/new", None, {}, None),
+        ("team/new", None, {"orgs": [{"name": "Team"}]}, None),
+        ("owner/result", True, {}, "owner/result is public"),
+        ("other/result", False, {}, "the login owner may not write there"),
+        ("owner/result", False, {"auth": {"accessToken": {"role": "read"}}}, "may not write there"),
+        ("owner/result", False, {"status": 401}, "the hub refuses this machine's login"),
+        ("owner/result", False, {"status": 500}, None),  # it may answer at the end
+        ("owner/result", False, {"token": None}, "there is no login"),
+    ],
+)
+def test_a_repository_is_checked_before_training(
+    repo: str, is_public: bool | None, more: dict[str, Any], says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def repo_info(name: str, timeout: float) -> SimpleNamespace:
+        if is_public is None:
+            response: Any = SimpleNamespace(headers={}, request=None)
+            raise RepositoryNotFoundError("404", response=response)
+        return SimpleNamespace(private=not is_public)
+
+    def whoami() -> dict[str, Any]:
+        if "status" in more:
+            error = OSError("refused")
+            error.response = SimpleNamespace(status_code=more["status"])  # type: ignore[attr-defined]
+            raise error
+        return {"name": "owner", **more}
+
+    monkeypatch.setattr(write, "get_token", lambda: more.get("token", TOKEN))
+    monkeypatch.setattr(write, "HfApi", lambda: SimpleNamespace(repo_info=repo_info, whoami=whoami))
+    if says is None:
+        write.check_repository("--push_to_hub", repo, may_be_public=False)
+        return
+    with pytest.raises(UserError, match=says):
+        write.check_repository("--push_to_hub", repo, may_be_public=False)
+    if is_public:
+        write.check_repository("--push_to_hub", repo, may_be_public=True)
