@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +122,7 @@ def how_to_load(base: Base | None, folder: str) -> list[str]:
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM",
         "",
-        f'base = AutoModelForCausalLM.from_pretrained("PATH_OF/{base.name}", dtype="auto")',
+        f'base = AutoModelForCausalLM.from_pretrained({json.dumps("PATH_OF/" + base.name)}, dtype="auto")',
         f'model = PeftModel.from_pretrained(base, "{folder}")',
     ]
 
@@ -136,8 +137,9 @@ def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any
     )
     what, losses, prompt = _KINDS.get(kind or "", "model"), record["losses"], record["prompt"]
     eval_loss = losses.get("eval_loss")
-    template = jinja2.Template(_TEMPLATE.read_text(), trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    return template.render(
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters["name"] = _escape
+    return environment.from_string(_TEMPLATE.read_text()).render(
         {"merged": None, **record},
         metadata=metadata.to_yaml(),
         base=base,
@@ -151,6 +153,11 @@ def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any
     )
 
 
+def _escape(name: object) -> str:
+    """A name from outside in Markdown: one line, and no markup."""
+    return re.sub(r"([\\`*\[\]<>])", r"\\\1", " ".join(str(name).split()))
+
+
 def _origin(record: Mapping[str, Any], what: str | None) -> str:
     """How an adapter of the kind `what`, or a model (None), was made."""
     trained = f", trained with fsdp_qlora as `{record['settings'].get('train_type')}` to step {record['step']}"
@@ -158,4 +165,4 @@ def _origin(record: Mapping[str, Any], what: str | None) -> str:
         return f"{f'A {what}' if what else 'The model'}{trained}."
     into = "weights after the quantization of the training" if merged["into"] == "dequantized" else "own weights"
     known = trained if record["step"] is not None else ""
-    return f"The {_KINDS[merged['kind']]} `{merged['adapter']}`{known}, merged into the base's {into}."
+    return f"The {_KINDS[merged['kind']]} {_escape(merged['adapter'])}{known}, merged into the base's {into}."

@@ -25,7 +25,7 @@ from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import clock
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE, numbers_in, plain, read_records
-from fsdp_qlora.output.redact import redact_values
+from fsdp_qlora.output.redact import redact, redact_values
 from fsdp_qlora.storage.files import read_json, staged_file, write_json
 from fsdp_qlora.version import VERSION
 
@@ -115,7 +115,7 @@ def read_run(folder: Path) -> RunRecord:
     steps = [record for record in records if "loss" in record]
     evaluations = [record for record in records if "eval_loss" in record]
     return RunRecord(
-        name=folder.name or str(folder),
+        name=redact(folder.name or str(folder)),
         status=read_json(folder / STATUS),
         steps=_step_columns(steps),
         evaluations={key: [record.get(key) for record in evaluations] for key in _keys(evaluations)},
@@ -247,7 +247,7 @@ def write_report(folders: Sequence[Path], out: Path, *, state: str | None = None
     """
     runs = [read_run(folder) for folder in folders]
     if len({run.name for run in runs}) < len(runs):
-        runs = [dataclasses.replace(run, name=str(folder)) for run, folder in zip(runs, folders, strict=True)]
+        runs = [dataclasses.replace(run, name=redact(str(folder))) for run, folder in zip(runs, folders, strict=True)]
     if state is not None:
         runs = [dataclasses.replace(run, status=run.status | {"state": state}) for run in runs]
     page = make_page(runs)

@@ -77,6 +77,13 @@ def test_what_a_run_has_left_stays_text_and_the_page_loads_nothing(tmp_path: Pat
     assert "innerHTML" not in script and "http" not in script.replace("http://www.w3.org/2000/svg", "")
 
 
+def test_a_secret_in_the_folders_name_is_hidden(tmp_path: Path) -> None:
+    token = "hf_" + "s" * 34
+    folders = [make_run(tmp_path / token), make_run(tmp_path / "other" / token)]
+    write_report(folders, tmp_path / "report.html")
+    assert token not in (tmp_path / "report.html").read_text()
+
+
 def test_a_long_run_is_thinned_and_keeps_its_peaks_and_totals(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "long", steps=20_000))
     assert 300 < len(run.steps["step"]) < 1500
