@@ -64,6 +64,14 @@ def test_torchs_allocator_is_set_unless_the_user_has_set_it(
     assert os.environ.get("PYTORCH_ALLOC_CONF") == found and os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
 
 
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "fsdp_qlora", "configs", "demo"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 141)
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"fsdp-qlora {fsdp_qlora.__version__}\n"
