@@ -3,13 +3,15 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args
 
-from fsdp_qlora.checkpointing.mirror import Store
 from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, is_finished
+from fsdp_qlora.config.options import option_types
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.optimizers.sharded import OPTIMIZERS
+
+if TYPE_CHECKING:  # options are compared before torch is imported
+    from fsdp_qlora.checkpointing.mirror import Store
 
 # Properties of a run that are compared by content -> their names in messages.
 FACTS = {
@@ -38,7 +40,7 @@ class StartRequest:
     resume: str = "auto"
     overwrite: bool = False
     is_unattended: bool = False
-    mirror: Store | None = None
+    mirror: "Store | None" = None
 
     @property
     def origin(self) -> Path | None:
@@ -85,7 +87,11 @@ def _rows_per_step(options: Mapping[str, Any], world_size: int) -> int:
 
 
 def _removed(name: str, value: object) -> str:
-    return ", and this version cannot resume it" if name == "optimizer" and value not in OPTIMIZERS else ""
+    return (
+        ", and this version cannot resume it"
+        if name == "optimizer" and value not in get_args(option_types()["optimizer"])
+        else ""
+    )
 
 
 def _shown(value: object) -> str:

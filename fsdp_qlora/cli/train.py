@@ -6,10 +6,18 @@ the optimizer step is in training/trainer.py.
 
 import faulthandler
 import os
+import re
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+from fsdp_qlora.checkpointing.run_folder import is_run, read_run
+from fsdp_qlora.checkpointing.same_run import StartRequest, find_differences, refuse
 from fsdp_qlora.cli.launch import relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.marks import MAY_DIFFER
+from fsdp_qlora.config.options import TrainConfig, names_marked
+from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import (
     ENDINGS,
@@ -25,6 +33,11 @@ from fsdp_qlora.errors import (
 from fsdp_qlora.output.redact import guard_output, redact_values
 from fsdp_qlora.output.text import quiet_libraries
 
+# A path, and not a name on the hub: it begins as one, or ends as a file of rows or prompts.
+_PATH = re.compile(r"(~|\.{0,2})/.*|.*\.(jsonl?|csv|tsv|parquet|txt|jinja)(\.gz)?", re.DOTALL)
+
+_FILES = ("sample_prompts", "prompt_template")
+
 
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0 only when the run is finished, else as in errors.ENDINGS."""
@@ -36,6 +49,7 @@ def main(argv: list[str]) -> int:
         return status
     try:
         config = parse_train_config(argv)
+        refuse_early(config)
         if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
             return status_of_workers
         sys.argv = redact_values(sys.argv)  # wandb keeps a copy
@@ -67,3 +81,35 @@ def set_torch_variables() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # We report a lost rank in one sentence; torch would add pages of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+# --- what needs no torch ---
+
+
+def refuse_early(config: TrainConfig) -> None:
+    """Refuse missing files, and other options than those of the run in output_dir, before torch is imported.
+
+    Raises:
+        UserError: all that is missing, or all that differs.
+    """
+    if missing := list(_missing(config)):
+        raise UserError("\n  ".join(missing))
+    folder = Path(config.output_dir).expanduser()
+    if not config.is_preview and config.resume == "auto" and not config.overwrite_output_dir and is_run(folder):
+        request = StartRequest(resolved_options(config), names_marked(MAY_DIFFER), world_size=-1)
+        if differences := find_differences(read_run(folder), {}, request):
+            refuse(folder, differences)
+
+
+def _missing(config: TrainConfig) -> Iterator[str]:
+    """A sentence for each path that leads nowhere."""
+    folders, files = {"model_name": config.model}, {name: getattr(config, name) for name in _FILES}
+    named = [(option, word, word) for option, word in {**folders, **files}.items() if word]
+    for option in ("dataset", "eval_dataset"):
+        for word in getattr(config, option):  # name=PATH:weight, PATH[split]
+            path = word if Path(word).exists() else word.rpartition("=")[2]
+            named.append((option, word, re.sub(r"(:[\d.]+|\[[^/]*\])+$", "", path)))
+    for option, word, path in named:
+        if _PATH.fullmatch(path) and not Path(path).expanduser().exists():
+            what = "folder" if option in folders else "file or folder"
+            yield f"{option} {word}: there is no such {what}. Check the path."

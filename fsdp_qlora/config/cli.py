@@ -11,6 +11,7 @@ dataclass in `--help`, and gives errors no name of file and key.)
 import argparse
 import contextlib
 import difflib
+import itertools
 import os
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -26,6 +27,7 @@ from fsdp_qlora.config.text import find_config, option_help, shipped_configs, ty
 from fsdp_qlora.errors import UserError
 
 _HINTS = option_types()
+_MOST_UNKNOWN = 50  # keys of a file that are named
 
 
 class _Setting(NamedTuple):
@@ -48,7 +50,8 @@ def parse_train_config(argv: list[str], result: Path | Mapping[str, object] | No
         UserError: lists every unknown option, unreadable value and impossible combination at once.
         SystemExit: with status 0, after `--help`.
     """
-    namespace, unknown = _parser().parse_known_args(with_underscores(argv))
+    asked = next((after for word, after in itertools.pairwise(argv) if word in ("--help", "-h")), "")
+    namespace, unknown = _parser(asked).parse_known_args(with_underscores(argv))
     flags = vars(namespace)
     path = flags.pop("config", None)
     errors: list[str] = []
@@ -295,6 +298,7 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
     """
     settings: list[_Setting] = []
     lines: dict[str, int] = {}
+    unknown = 0
     for key, value in _yaml_pairs(path):
         line = key.start_mark.line + 1
         where = f"{path}, line {line}"
@@ -303,7 +307,9 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         if is_result and name not in RESULT_OPTIONS:
             continue
         if name not in _HINTS:
-            errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key)}')
+            unknown += 1
+            if unknown <= _MOST_UNKNOWN:  # each is compared with all options
+                errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key)}')
         elif name in lines:
             errors.append(f"{where}: {name} is already given in line {lines[name]}.")
         elif words is None:
@@ -311,6 +317,8 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         elif value.tag != "tag:yaml.org,2002:null":  # which leaves the option at its default
             settings.append(_Setting(f"{where}: {name}", name, words))
         lines.setdefault(name, line)
+    if unknown > _MOST_UNKNOWN:
+        errors.append(f"{path}: {unknown - _MOST_UNKNOWN:,} more unknown keys.")
     return settings
 
 
@@ -352,6 +360,17 @@ def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
 # --- the command line ---
 
 
+_FIRST = ("model", "data", "output")
+_DESCRIPTION = """\
+Fine-tune a language model with a sharded, 4-bit quantized base on one or more devices.
+
+  fsdp-qlora train --model_name Qwen/Qwen3-8B-Base --dataset rows.jsonl
+  fsdp-qlora train --config qlora_8b_2x24gb --dataset alpaca --dry_run true
+  fsdp-qlora train --model_name ./my_model --dataset chats.jsonl --eval_fraction 0.05 --output_dir runs/1
+
+--help GROUP shows the options of one group: %s."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, except that errors are raised to the caller and only rank 0 prints the help."""
 
@@ -363,20 +382,26 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def _parser() -> Parser:
-    """A parser that splits the command line into words per option, and knows the help."""
+def _parser(asked: str = "") -> Parser:
+    """A parser that splits the command line into words per option, and knows the help.
+
+    Args:
+        asked: the heading whose options are shown; all if there is none of this name.
+    """
+    groups = option_help()
+    shown = [heading for heading in groups if asked and heading.startswith(asked)] or [*_FIRST, *groups]
     parser = Parser(
         prog="fsdp-qlora train",
         usage="fsdp-qlora train [--config FILE] [--option value ...]",
-        description="Fine-tune a language model with a sharded, 4-bit quantized base on one or more devices.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
+        description=_DESCRIPTION % ", ".join(heading for heading in groups if len(heading.split()) == 1),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of options, or a name that `fsdp-qlora configs` lists; flags win"
     )
-    for heading, options in option_help().items():
+    for heading, options in {heading: groups[heading] for heading in shown}.items():
         group = parser.add_argument_group(heading)
         for name, text in options.items():
             help_text = f"{text} (default: {value_text(getattr(DEFAULTS, name))})".replace("%", "%%")

@@ -172,6 +172,11 @@ def test_a_place_elsewhere_is_no_folder_and_its_password_is_not_shown(place, tmp
         assert "PaSs" not in error_of("--mirror", unknown)
 
 
+def test_of_very_many_unknown_keys_some_are_named(yaml_file):
+    message = error_of("--config", yaml_file("".join(f"kkey_{number}: 1\n" for number in range(20_000))))
+    assert message.count("unknown key") == 51 and "19,950 more unknown keys" in message
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -247,6 +252,14 @@ def test_help_lists_every_option_without_importing_torch():
     assert "imported: set()" in result.stdout
     assert [name for name in NAMES if f"  --{name} " not in result.stdout] == []
     assert result.stdout.count("(default:") == len(NAMES)
+
+
+def test_help_of_a_group_shows_its_options_alone(capsys):
+    with pytest.raises(SystemExit):
+        parse_train_config(["--help", "data"])
+    shown = capsys.readouterr().out
+    groups = option_help()
+    assert [name for name in NAMES if f"  --{name} " in shown] == [name for name in NAMES if name in groups["data"]]
 
 
 def test_every_option_has_help():

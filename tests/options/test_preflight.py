@@ -1,0 +1,50 @@
+"""What is wrong with files and folders is said before torch is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_qlora.cli.train import refuse_early
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.errors import UserError
+from tests.tiny import ROOT, flags
+
+pytestmark = pytest.mark.quick
+
+
+def test_missing_files_are_named_without_torch() -> None:
+    options = {
+        "model_name": "./absent",
+        "dataset": "rows.jsonl:0.5",
+        "eval_dataset": "chat=../x",
+        "sample_prompts": "p.txt",
+    }
+    code = "import sys, train; print(train.main(sys.argv[1:]), {'torch', 'transformers'} & set(sys.modules))"
+    command = [sys.executable, "-c", code, *flags(**options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 set()\n"
+    for option, value in options.items():
+        assert f"{option} {value}: there is no such " in done.stderr
+
+
+def test_names_of_the_hub_and_files_that_are_there_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    Path("a=b.jsonl").touch()
+    words = "owner/model --dataset owner/rows:main[train][:100] rows.jsonl[test]:0.5 a=b.jsonl alpaca"
+    refuse_early(parse_train_config(["--model_name", *words.split()]))
+
+
+def test_other_options_of_an_unfinished_run_are_named(tmp_path: Path) -> None:
+    config = TrainConfig(output_dir=str(tmp_path))
+    record = {"run_id": "1", "facts": {}, "world_size": 2, "global_batch_size": 2}
+    (tmp_path / "run.json").write_text(json.dumps({**record, "options": resolved_options(config)}))
+    refuse_early(config)
+    with pytest.raises(UserError, match=r"unfinished run with other settings:\n  --lora_rank was 16 and is 8"):
+        refuse_early(TrainConfig(output_dir=str(tmp_path), lora_rank=8))
+    refuse_early(TrainConfig(output_dir=str(tmp_path), lora_rank=8, overwrite_output_dir=True))
