@@ -56,7 +56,7 @@ def train(config: TrainConfig | str | Path | None = None, **options: Any) -> Tra
     Args:
         config: options that the keywords replace: a YAML file, a name that `fsdp-qlora configs` lists, or a
             TrainConfig, whose fields editors complete and type checkers check.
-        options: the options of docs/options.md. Lists may be lists.
+        options: the options of `fsdp-qlora train --help`. Lists may be lists.
     Raises:
         UserError: bad input.
         TrainingError: the run cannot continue, or a process of it has died.

@@ -1,4 +1,4 @@
-"""The ways in which a run may end: exceptions, and train.py's exit status for each."""
+"""The ways in which a run may end: exceptions, and the exit status of training for each."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from fsdp_qlora.output.text import printable
 
 
 class UserError(ValueError):
-    """Bad input. `train.py` prints the message and exits with status 2."""
+    """Bad input. The message is printed, and the exit status is 2."""
 
 
 class RankError(UserError):
@@ -20,7 +20,7 @@ class RankError(UserError):
 
 
 class TrainingError(RuntimeError):
-    """The run cannot continue, and a restart would fail again. `train.py` exits with status 1."""
+    """The run cannot continue, and a restart would fail again. The exit status is 1."""
 
 
 class NotFinite(TrainingError):
@@ -32,11 +32,11 @@ class OutOfMemory(TrainingError):
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended or does not answer. `train.py` exits with status 1; a restart resumes the run."""
+    """Another rank has ended or does not answer. The exit status is 1; a restart resumes the run."""
 
 
 class Crashed(RuntimeError):
-    """An unexpected error, already printed. `train.py` exits with status 1; a restart resumes the run."""
+    """An unexpected error, already printed. The exit status is 1; a restart resumes the run."""
 
 
 class Ending(NamedTuple):

@@ -133,7 +133,7 @@ def _check_started_by_another(config: TrainConfig) -> None:
         started = f"{local} process{'es' if local > 1 else ''}"
         raise UserError(
             f"torchrun has started {started} on this machine, but the options of the training ask for "
-            f"{config.requested_processes}. Leave out --world_size and --nproc_per_node after train.py."
+            f"{config.requested_processes}. Leave out --world_size and --nproc_per_node of the training."
         )
 
 

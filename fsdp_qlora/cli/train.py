@@ -1,4 +1,4 @@
-"""`fsdp-qlora train`, which is also `train.py` of a clone: options, then one process per GPU, then the run itself.
+"""`fsdp-qlora train`: options, then one process per GPU, then the run itself.
 
 The run is `run` in fsdp_qlora/run/run.py. It calls `train` in fsdp_qlora/training/loop.py;
 the optimizer step is in training/trainer.py.

@@ -41,13 +41,13 @@ def quantize_model(
         log.info(stored.describe_use(quantizes=True))
     weight_files = open_weight_files(folder, stored)
     if take_settings(config, model_name):
-        raise UserError(f"model_name {model_name} is quantized to 4 bits already; train.py can load it as it is.")
+        raise UserError(f"model_name {model_name} is quantized to 4 bits already; training can load it as it is.")
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
     options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}
     if quantize_layers(model, linears, experts, "bnb_4bit", **options):
         log.info(
-            "The experts are in 4 bits too, for which bitsandbytes has no format: train.py can load the saved model, "
+            "The experts are in 4 bits too, for which bitsandbytes has no format: training can load the saved model, "
             "transformers cannot."
         )
     weights = match_tensors(model, weight_files)

@@ -1,4 +1,4 @@
-"""Every option of train.py, once: its name, type, default, limit, marks and help.
+"""Every option of training, once: its name, type, default, limit, marks and help.
 
 A field of `TrainConfig` is the flag, the YAML key and the attribute. Its type is annotated with its limit and its marks
 (marks.py). The sentence under it is its help (help.py), and the `== ... ==` comments are the headings of `--help`.
@@ -62,7 +62,7 @@ class TrainConfig:
     """Run Python code from the model's files, with your permissions; models that transformers does not know need it.
     Read that code first."""
     llama_pro_path: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
-    """Folder that scripts/block_expansion.py made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
+    """Folder that `fsdp-qlora expand` made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
     model_name."""
     attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
     """Attention kernels; auto uses torch's flash kernel or flash-attn's on Ampere and newer GPUs, else SDPA, or eager
@@ -78,7 +78,7 @@ class TrainConfig:
     train_type: Annotated[str, one_of_names(TRAIN_TYPES), OF_RESULT] = "qlora"
     """What trains: an adapter on a 4-bit base (qlora), on an HQQ base of 8 to 2 bits (hqq_lora), on an 8-bit base
     (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), the blocks that
-    block_expansion.py added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
+    `expand` added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
     names of the 2024 program mean the same as those without it."""
     adapter: Annotated[str | None, OF_ADAPTER, MAY_DIFFER, PER_NODE] = None
     """Folder of a PEFT adapter to train further, from an earlier run or another trainer. Its rank, scale and layers are
@@ -227,7 +227,7 @@ class TrainConfig:
         "auto", "alpaca", "pretokenized", "preference", "messages", "sharegpt", "dolly", "question_answer",
         "prompt_completion", "guanaco", "text",
     ], OF_RESULT] = "auto"  # fmt: skip
-    """Format of the rows; auto detects it from the names of the columns (docs/data.md)."""
+    """Format of the rows; auto detects it from the names of the columns."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()
     """The dataset's columns whose names differ from the format's, as FORMAT'S=DATASET'S, such as
     instruction=task,output=result."""

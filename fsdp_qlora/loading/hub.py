@@ -159,7 +159,7 @@ def _snapshot(
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
         raise UserError(
             f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
-            "path of a model folder, or make one with `python scripts/demo_model.py --output_dir demo/model`."
+            "path of a model folder."
         ) from error
 
 

@@ -32,7 +32,7 @@ from fsdp_qlora.storage.files import why_not_writable
 log = logging.getLogger("fsdp_qlora")
 
 _MOST_BLOCKS = 1000  # largest known: 126 (Llama 3.1 405B); building a damaged number of them would not end
-NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that block_expansion.py added
+NEW_BLOCKS = "new_blocks"  # in config.json: indices of the decoder blocks that `expand` added
 # Module names that wrappers add to a parameter's path and that weight files do not have.
 _WRAPPERS = ("_checkpoint_wrapped_module", "base_layer")
 

@@ -1,7 +1,9 @@
 """The installed program: its table of commands, its settings by name, what it says of itself."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +64,15 @@ def test_torchs_allocator_is_set_unless_the_user_has_set_it(
         monkeypatch.setenv(name, value)
     set_torch_variables()
     assert os.environ.get("PYTORCH_ALLOC_CONF") == found and os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+
+
+def test_installed_users_are_sent_to_no_file_of_the_clone() -> None:
+    clone = re.compile(r"\b(?:scripts|docs|benchmarks|tests)/|\b(?:train|block_expansion|demo_model)\.py\b")
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "fsdp_qlora").rglob("*.py")}
+    texts = [
+        (path, node.value) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Constant)
+    ]
+    assert not [(path, text) for path, text in texts if isinstance(text, str) and clone.search(text)]
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:

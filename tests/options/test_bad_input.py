@@ -35,7 +35,7 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     ),
     "hub model without a network": (
         {"model_name": "owner/model"},
-        ["model_name owner/model", "no such local folder", "out of reach", "scripts/demo_model.py"],
+        ["model_name owner/model", "no such local folder", "out of reach", "path of a model folder"],
     ),
     "folder without config.json": ({"model_name": "data"}, ["model_name data", "no config.json"]),
     "no tokenizer": (
