@@ -399,6 +399,19 @@ def _configs(args: argparse.Namespace) -> None:
         raise UserError(f"No settings are named {args.name!r}. There are: {', '.join(configs)}.")
 
 
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="THEIRS.yaml", help="config of axolotl, LLaMA-Factory, TRL or torchtune")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    """Print the config of another trainer as one for --config: what is known, and the rest as comments with a reason.
+    fsdp-qlora convert theirs.yaml > mine.yaml; then fsdp-qlora train --config mine.yaml --dry_run true.
+    """
+    from fsdp_qlora.commands.convert import convert
+
+    print(convert(Path(args.config).expanduser()), end="")
+
+
 def _env_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -430,5 +443,6 @@ COMMANDS = {
     "expand": Command("add identity blocks (LLaMA Pro)", _expand, _expand_options),
     "cache": Command("list and prune the cache of quantized weights", _cache, _cache_options),
     "configs": Command("list the settings that come with the program", _configs, _configs_options),
+    "convert": Command("convert a config of another trainer", _convert, _convert_options),
     "env": Command("print what a bug report needs", _env, _env_options),
 }

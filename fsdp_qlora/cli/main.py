@@ -18,6 +18,7 @@ from fsdp_qlora.version import VERSION
 log = logging.getLogger("fsdp_qlora")
 
 PROGRAM = "fsdp-qlora"
+_SAME = {"chat": ["generate"], "inference": ["generate"], "sft": ["train"], "finetune": ["train"]}  # as others call it
 
 
 def program() -> int:
@@ -94,7 +95,7 @@ def usage() -> str:
 def _explain_unknown(argv: list[str]) -> str:
     if not argv:
         return "a command is needed."
-    close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+    close = _SAME.get(argv[0]) or difflib.get_close_matches(argv[0], COMMANDS, n=1)
     if argv[0].startswith("--") and not close:
         return f"the command comes first: {PROGRAM} train {argv[0]} ..."
     return f"no command is named {argv[0]!r}." + (f" Did you mean {close[0]}?" if close else "")

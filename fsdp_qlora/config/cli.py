@@ -23,6 +23,7 @@ import yaml
 
 from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
+from fsdp_qlora.config.other_programs import OTHER_NAMES, Advice, advise
 from fsdp_qlora.config.text import find_config, option_help, shipped_configs, type_text, value_text
 from fsdp_qlora.errors import UserError
 
@@ -57,7 +58,8 @@ def parse_train_config(argv: list[str], result: Path | Mapping[str, object] | No
     errors: list[str] = []
     settings = _read_result(result, errors)
     settings += _read_yaml(find_config(path), errors) if path is not None else []
-    settings += [_Setting(f"--{name}", name, values) for name, values in flags.items()]
+    settings += [_Setting(f"--{name}", name, values) for name, values in flags.items() if values]
+    errors += [f"--{name}: expected a value." for name, values in flags.items() if not values]
     errors += _unknown_flags(unknown)
     return _checked(TrainConfig(**(given := _convert(settings, errors))), errors, given)
 
@@ -69,7 +71,8 @@ def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str,
         base: options that those in `given` replace: a YAML file, a name of `shipped_configs`, or made before.
     Raises: as `parse_train_config`.
     """
-    errors = [f"Unknown option {name}{_advice(name, _as_keyword)}" for name in given if name not in _HINTS]
+    others = {name: str(value) for name, value in given.items() if name not in _HINTS}
+    errors = [f"Unknown option {name}{_advice(name, _as_keyword, value)}" for name, value in others.items()]
     known = {name: value for name, value in given.items() if name in _HINTS}
     settings = [_Setting(name, name, words) for name, value in known.items() if (words := _as_words(name, value))]
     # An empty list has no words; None leaves an option that is never None at its default.
@@ -182,53 +185,6 @@ _CONVERTERS: dict[type, Callable[[str], object]] = {
 
 # --- unknown names ---
 
-# Option of another program -> the option here, with its value if the name implies one. Names that are spelled almost
-# as ours (lora_r, target_modules, optim) are found without a row.
-OTHER_NAMES = {
-    # the Hugging Face trainer, PEFT and TRL
-    "learning_rate": "lr",
-    "per_device_train_batch_size": "batch_size",
-    "weight_decay": "wd",
-    "max_seq_length": "context_length",
-    "model": "model_name",
-    "model_name_or_path": "model_name",
-    "report_to": "log_to",
-    "resume_from_checkpoint": "resume",
-    "dataset_name": "dataset",
-    "load_in_4bit": "train_type qlora",
-    "load_in_8bit": "train_type int8_lora",
-    "use_peft": "train_type qlora",
-    "use_dora": "train_type bnb_dora",
-    "padding_free": "padding false",
-    "bf16": "precision bf16",
-    "fp16": "precision fp16",
-    # axolotl
-    "base_model": "model_name",
-    "lora_model_dir": "adapter",
-    "hub_model_id": "push_to_hub",
-    "sequence_len": "context_length",
-    "sample_packing": "packing true",
-    "lora_target_linear": "lora_target_modules all",
-    "wandb_project": "project_name",
-    "wandb_name": "name",
-    "flash_attention": "attn_implementation flash_attention_2",
-    # LLaMA-Factory
-    "adapter_name_or_path": "adapter",
-    "finetuning_type": "train_type qlora",
-    "cutoff_len": "context_length",
-    "neat_packing": "packing true",
-    "lora_target": "lora_target_modules",
-    "quantization_bit": "train_type qlora",
-    "max_samples": "dataset_samples",
-    "val_size": "eval_fraction",
-    "flash_attn": "attn_implementation",
-}
-
-# Option of another program -> why there is none here.
-UNSUPPORTED = {
-    "logging_steps": "every step is logged",
-}
-
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     """The end of a sentence that suggests the name nearest to a misspelled one, where one is near."""
@@ -236,21 +192,21 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else "."
 
 
-def _advice(name: str, write: Callable[[str, str], str]) -> str:
+def _advice(name: str, write: Callable[[str, str], str], value: str = "") -> str:
     """The end of a sentence on an option that does not exist: what to give instead, where that is known.
 
     Args:
         write: puts an option and its value, or "", as it is given there.
+        value: that was given; "" for none.
     """
-    if name in UNSUPPORTED:
-        return f": {UNSUPPORTED[name]}."
     if (turned_off := name.removeprefix("no_")) != name and _is_switch(turned_off):
         return f"; give {write(turned_off, 'false')}."
-    close = difflib.get_close_matches(name.lower(), [*_HINTS, *OTHER_NAMES], n=1, cutoff=0.6)
-    if not close:
-        return "."
-    option, _, value = OTHER_NAMES.get(close[0], close[0]).partition(" ")
-    return f"; did you mean {write(option, value)}?"
+    if not (found := advise(name, value)):
+        close = difflib.get_close_matches(name.lower(), [*_HINTS, *OTHER_NAMES], n=1, cutoff=0.6)
+        if not close:
+            return "."
+        found = advise(close[0], value) or Advice(close[0])
+    return f": {found.reason}." if found.reason else f"; did you mean {write(found.option, found.value)}?"
 
 
 def _as_flag(option: str, value: str) -> str:
@@ -281,10 +237,18 @@ def _is_switch(name: str) -> bool:
 
 def _unknown_flags(unknown: list[str]) -> list[str]:
     """One message per flag that does not exist; the words after one are taken for its value."""
-    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-    if not flags and unknown:
-        return [f"Unexpected argument {unknown[0]!r}: options are given as --name value."]
-    return [f"Unknown option {flag}{_advice(flag.lstrip('-'), _as_flag)}" for flag in flags]
+    errors = []
+    for place, word in enumerate(unknown):
+        flag, _, value = word.partition("=")
+        if not value and place + 1 < len(unknown) and not unknown[place + 1].startswith("-"):
+            value = unknown[place + 1]
+        if word.startswith("-"):
+            errors.append(f"Unknown option {flag}{_advice(flag.lstrip('-'), _as_flag, value)}")
+    if not errors and unknown:
+        option = "config" if unknown[0] in shipped_configs() or unknown[0].endswith((".yaml", ".yml")) else "dataset"
+        hint = f" Did you mean --{option} {unknown[0]}?" if option == "config" or "." in unknown[0] else ""
+        return [f"Unexpected argument {unknown[0]!r}: options are given as --name value.{hint}"]
+    return errors
 
 
 # --- the YAML file ---
@@ -309,7 +273,7 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         if name not in _HINTS:
             unknown += 1
             if unknown <= _MOST_UNKNOWN:  # each is compared with all options
-                errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key)}')
+                errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key, "".join((words or [])[:1]))}')
         elif name in lines:
             errors.append(f"{where}: {name} is already given in line {lines[name]}.")
         elif words is None:
@@ -405,9 +369,12 @@ def _parser(asked: str = "") -> Parser:
         group = parser.add_argument_group(heading)
         for name, text in options.items():
             help_text = f"{text} (default: {value_text(getattr(DEFAULTS, name))})".replace("%", "%%")
-            values: dict[str, Any] = {"nargs": "+" if get_origin(_HINTS[name]) is tuple else 1}
-            if _is_switch(name):
-                values = {"nargs": "?", "type": lambda word: [word], "const": ["true"]}
+            # An option without its value is reported with all other errors.
+            values: dict[str, Any] = {"nargs": "?", "type": lambda word: [word], "const": []}
+            if get_origin(_HINTS[name]) is tuple:
+                values = {"nargs": "*"}
+            elif _is_switch(name):
+                values["const"] = ["true"]
             group.add_argument(f"--{name}", metavar=type_text(_HINTS[name]), help=help_text, **values)
     return parser
 

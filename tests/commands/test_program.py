@@ -42,6 +42,7 @@ def test_help_of_every_command_answers_without_torch() -> None:
 def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, said in (
         (["trian"], "no command is named 'trian'. Did you mean train?"),
+        (["chat"], "no command is named 'chat'. Did you mean generate?"),
         ([], "a command is needed."),
         (["--lr", "1"], "the command comes first: fsdp-qlora train --lr ..."),
     ):

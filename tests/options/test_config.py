@@ -13,9 +13,10 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from fsdp_qlora.config.cli import OTHER_NAMES, UNSUPPORTED, parse_train_config
+from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
+from fsdp_qlora.config.other_programs import OTHER_NAMES, advise
 from fsdp_qlora.config.text import needless_lines, option_help, resolved_yaml
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.errors import UserError
@@ -100,7 +101,7 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--lr abc", "--lr: expected a number, got 'abc'"),
         ("--batch_size 1.5", "--batch_size: expected a whole number, got '1.5'"),
         ("--save_model maybe", "--save_model: expected true or false, got 'maybe'"),
-        ("--resume", "--resume: expected 1 argument"),
+        ("--resume", "--resume: expected a value"),
         ("--no-save_model", "Unknown option --no_save_model; give --save_model false."),
         ("--load_in_4bit true", "did you mean --train_type qlora?"),
         ("--sample_packing true", "Unknown option --sample_packing; did you mean --packing true?"),
@@ -198,13 +199,28 @@ def test_bad_input_in_the_yaml_file_names_file_line_and_key(text, says, yaml_fil
 
 
 def test_every_other_name_stands_for_an_option_and_its_value():
-    for other, ours in OTHER_NAMES.items():
-        option, _, value = ours.partition(" ")
-        assert other not in NAMES
+    for other, option in OTHER_NAMES.items():
         assert option in NAMES
-        if value:
-            parse_train_config([f"--{option}", value])
-    assert not set(UNSUPPORTED) & set(NAMES)
+        for value in ("true", "false", "4", "8", "auto", "adamw_torch", "bfloat16"):
+            found = advise(other, value)
+            if found and found.value:
+                parse_train_config([f"--{option}", found.value])
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--load_in_8bit false", "that is the default here"),
+        ("--deepspeed x.json", "the model is sharded without a config"),
+        ("--neftune_noise_alpha 5", "noise on embeddings is not supported"),
+        ("--optim adamw_torch_fused", "did you mean --optimizer fused_adamw?"),
+        ("--push_to_hub --lrr 1", "did you mean --lr?"),
+        ("rows.jsonl", "Did you mean --dataset rows.jsonl?"),
+        ("demo", "Did you mean --config demo?"),
+    ],
+)
+def test_words_of_other_trainers_are_answered(argv, says):
+    assert says in error_of(*argv.split())
 
 
 def test_a_switch_without_a_value_is_on_and_choices_are_found_in_any_case():

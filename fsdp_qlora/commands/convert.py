@@ -1,0 +1,140 @@
+"""Converts a config of another trainer: axolotl's, LLaMA-Factory's, TRL's or torchtune's YAML into ours."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdp_qlora.config.cli import make_train_config
+from fsdp_qlora.config.options import option_types
+from fsdp_qlora.config.other_programs import OTHER_NAMES, advise
+from fsdp_qlora.errors import UserError
+
+# The kind of training and the base's bits there -> the train type here.
+_TRAIN_TYPES = {
+    ("lora", 4): "qlora",
+    ("lora", 8): "int8_lora",
+    ("lora", 0): "lora",
+    ("dora", 4): "bnb_dora",
+    ("dora", 0): "dora",
+    ("full", 0): "full",
+}
+_TYPE_KEYS = (
+    "adapter", "finetuning_type", "use_peft", "use_dora", "peft_use_dora", "load_in_4bit", "load_in_8bit",
+    "quantization_bit",
+)  # fmt: skip
+_TO_GIVE = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}  # refused until they are given
+
+
+def convert(path: Path) -> str:
+    """The text of a config file for --config: what is known of `path`, and the rest as comments with a reason.
+
+    Raises:
+        UserError: it is no YAML file of options.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is no table of options.")
+    entries = dict(_flat(content))
+    taken: dict[str, Any] = {"train_type": _train_type(entries)} if _train_type(entries) else {}
+    left = ""
+    for name, value in entries.items():
+        option, ours, reason = _translate(name, value)
+        if option and option not in taken:
+            reason = _refusal(option, ours)
+            taken |= {} if reason else {option: ours}
+        if reason:
+            left += f"# {name}: {_one_line(value)}  ({reason})\n"
+    if taken.keys() & {"project_name", "entity"}:
+        taken.setdefault("log_to", ["wandb"])
+    taken |= {option: text for option, text in _TO_GIVE.items() if option not in taken}
+    conflicts = _refusal_of_all(taken)
+    return (
+        f"# Made of {path.name} by fsdp-qlora convert.\n"
+        + yaml.safe_dump(taken, sort_keys=False, allow_unicode=True)
+        + (f"\n# Not taken over:\n{left}" if left else "")
+        + (f"\n# To be changed before it starts: {_one_line(conflicts)}\n" if conflicts else "")
+    )
+
+
+def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The entries that have a value; those of torchtune's components one by one."""
+    for name, value in content.items():
+        if isinstance(value, dict) and "_component_" in value:
+            kind = str(value["_component_"]).rpartition(".")[2].lower()
+            if name == "model" and "lora" in kind:
+                yield from (("finetuning_type", "lora"), ("load_in_4bit", "qlora" in kind))
+            elif name == "optimizer":
+                yield name, kind
+            elif name == "lr_scheduler":
+                yield name, next((word for word in ("cosine", "linear", "constant") if word in kind), kind)
+            yield from _flat({key: entry for key, entry in value.items() if name in ("model", "optimizer")})
+        elif value not in (None, "", [], {}) and name != "_component_":
+            yield str(name), value
+
+
+def _train_type(entries: Mapping[str, Any]) -> str | None:
+    given = {name: str(entries[name]).lower() for name in _TYPE_KEYS if name in entries}
+    if not given:
+        return None
+    bits = 4 if "qlora" in given.values() or given.get("load_in_4bit") == "true" else 0
+    bits = 8 if given.get("load_in_8bit") == "true" else int(given.get("quantization_bit", bits))
+    is_lora = bits or {"lora", "true"} & {given.get(name) for name in ("adapter", "finetuning_type", "use_peft")}
+    is_dora = "true" in (given.get("use_dora"), given.get("peft_use_dora"))
+    return _TRAIN_TYPES.get(("dora" if is_dora else "lora" if is_lora else "full", bits))
+
+
+def _translate(name: str, value: Any) -> tuple[str, Any, str]:
+    """(option, its value, "") or ("", None, why there is none)."""
+    if name in _TYPE_KEYS:
+        return "", None, ""
+    if name in ("datasets", "test_datasets"):
+        return _rows(value, OTHER_NAMES[name])
+    if name == "dataset":
+        return "", None, "names of dataset_info.json: give the files of rows"
+    found = advise(name, str(value).lower() if isinstance(value, bool) else str(value))
+    if found is None:
+        return (name, value, "") if name in option_types() else ("", None, "there is no such option")
+    ours: Any = found.value or value
+    if isinstance(ours, float) and ours.is_integer():
+        ours = int(ours)
+    return found.option, {"true": True, "false": False}.get(ours, ours) if isinstance(ours, str) else ours, found.reason
+
+
+def _rows(value: Any, option: str) -> tuple[str, Any, str]:
+    """axolotl's list of datasets."""
+    rows = value if isinstance(value, list) else [value]
+    names = []
+    for row in rows:
+        if not isinstance(row, dict) or not row.get("path"):
+            return "", None, "its rows have no path"
+        config = f":{row['name']}" if row.get("name") else ""
+        split = f"[{row['split']}]" if row.get("split") else ""
+        names.append(f"{row.get('data_files') or row['path']}{config}{split}")
+    return option, names, ""
+
+
+def _refusal(option: str, value: Any) -> str:
+    """Why this program does not take a value, in a sentence; "" if it does."""
+    try:
+        make_train_config(None, {option: value})
+    except UserError as error:
+        said = str(error)
+        return said.rstrip(".") if ": expected" in said or "is not a choice" in said or " must be " in said else ""
+    return ""
+
+
+def _refusal_of_all(taken: Mapping[str, Any]) -> str:
+    try:
+        make_train_config(None, taken)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _one_line(value: Any) -> str:
+    return " ".join(str(value).split())
