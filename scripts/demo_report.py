@@ -93,7 +93,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.output_dir)
     base = AutoModelForCausalLM.from_pretrained(arguments.model_name, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, arguments.output_dir).eval()
-    prompt = TEMPLATES["alpaca"].fill(read_alpaca(QUESTION), learn="assistant")[0].text
+    prompt = TEMPLATES["alpaca"].fill(read_alpaca(QUESTION))[0].text
     inputs = dict(tokenizer(prompt, return_tensors="pt"))
     passed += [check_tensors(model, arguments.output_dir), check_logits(model, inputs)]
 

@@ -58,7 +58,7 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     folder = merge.adapter.path if (merge.adapter.path / "tokenizer_config.json").is_file() else merge.folder
     tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=merge.run.trust_remote_code)
     options = dataclasses.replace(merge.run.pick(DataOptions), dataset=(rows_file,), dataset_samples=limit)
-    rows, report = prepare_rows(tokenizer, options, show_progress=True)
+    rows, report = prepare_rows(tokenizer, options)
     noted = read_json(merge.adapter.path / RECORD).get("prompt")
     if noted and noted != prompt_record(report.dataset_format, find_template(options.prompt_template)):
         log.warning("The prompts of %s are not in the format of the training: see --prompt_template.", rows_file)

@@ -7,6 +7,7 @@ modules of the current folder, and does not end a call that takes too long.
 """
 
 import contextlib
+import copy
 import json
 import re
 import resource
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Span = tuple[int, int]
 Render = Callable[..., tuple[str, Sequence[Span]]]
-"""(messages, add_generation_prompt=False, **variables) -> the text, and what the template marks as generated."""
+"""(messages, add_generation_prompt=False) -> the text, and what the template marks as generated."""
 
 SECONDS_PER_CHAT = 10
 MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
@@ -164,9 +165,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     has_blocks = bool(_GENERATION.search(template))
     fill = partial(render_jinja_template, tools=request["tools"], chat_template=template, **request["variables"])
 
-    def render(part: list[Message], *, add_generation_prompt: bool = False, **options: Any) -> tuple[str, list[Span]]:
+    def render(part: list[Message], add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         texts, blocks = fill(
-            [part], add_generation_prompt=add_generation_prompt, return_assistant_tokens_mask=has_blocks, **options
+            [part], add_generation_prompt=add_generation_prompt, return_assistant_tokens_mask=has_blocks
         )
         return texts[0], blocks[0] if has_blocks else []
 
@@ -176,10 +177,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         except TypeError:  # some templates take the arguments of tool calls as text
             messages = with_arguments_as_text(messages)
             whole = Conversation(render, messages, request["end_tokens"])
-        rows, num_cut, is_apart = learned_rows(whole, request["turns"], apart=request["apart"])
-        notes = [LEFT_OUT.format(what) for what in left_out(messages, request["tools"], whole.text)]
-        return {"rows": rows, "notes": [*notes, *[CUT] * bool(num_cut), *[APART] * is_apart]}
-    except NotSplit as error:
+        rows, notes = learned_rows(whole, request["turns"], apart=request["apart"])
+        return {"rows": rows, "notes": [*left_out(messages, request["tools"], whole.text), *notes]}
+    except BadRow as error:
         return {"error": str(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"fatal": f"it is not valid (line {error.lineno}: {error.message})"}
@@ -219,10 +219,6 @@ def work() -> None:
 
 BEGINS, ENDS = "<think>", "</think>"  # of reasoning within a content, which a template may leave out
 REASONING = ("reasoning_content", "reasoning", "thinking")
-
-
-class NotSplit(ValueError):
-    """What is learned of a turn is unknown from the rendered text. The message is the reason."""
 
 
 class Conversation:
@@ -274,9 +270,9 @@ class Conversation:
         opened = -1 if prompt is None else prompt.find(BEGINS, len(asked))
         return [found for found in (prompt, prompt and prompt[: max(opened, 0)]) if found]
 
-    def _try(self, messages: list[Message], **options: bool) -> str | None:
+    def _try(self, messages: list[Message], add_generation_prompt: bool = False) -> str | None:
         try:
-            return self._render(messages, **options)[0]
+            return self._render(messages, add_generation_prompt)[0]
         except Exception:  # a template can raise anything, and many do where there is no message
             return None
 
@@ -302,7 +298,7 @@ class Conversation:
 
 def learned_rows(
     whole: Conversation, turns: Sequence[int], *, apart: bool
-) -> tuple[list[tuple[str, list[Span]]], int, bool]:
+) -> tuple[list[tuple[str, list[Span]]], list[str]]:
     """The conversation with the spans of these turns, and turns that are rows of their own.
 
     A turn is in a row of its own, which ends with it, if the template renders it differently when others follow:
@@ -311,31 +307,31 @@ def learned_rows(
     Args:
         apart: whether turns may become rows of their own.
     Returns:
-        (text, spans) of each row, how many of the turns the template does not write whole, and whether turns are apart.
+        (text, spans) of each row, and notes.
     Raises:
-        NotSplit: a turn cannot be found, or the template does not write it.
+        BadRow: a turn cannot be found, or the template does not write it.
     """
     rows: list[tuple[str, list[Span]]] = []
     spans: list[Span] = []
-    num_cut = 0
+    notes = []
     for turn in turns:
         message = whole.messages[turn]
         places = [place for place in whole.places(turn) if apart or place[0] == whole.text]
         if not places:
-            raise NotSplit(
+            raise BadRow(
                 f"turn {turn + 1}: the rendered turn does not start with the generation prompt, so what is learned "
                 "of it is unknown. Use another chat template with --prompt_template, or --learn all"
             )
         missing = [_num_missing(message, text[slice(*span)]) for text, span in places]
         text, span = places[missing.index(min(missing))]
         _check_written(turn, message, text[slice(*span)])
-        num_cut += min(missing) > 0
+        notes += [CUT] * (min(missing) > 0)
         if text == whole.text:
             spans.append(span)
         else:
             rows.append((text, [span]))
-    is_apart = bool(rows)
-    return rows + ([(whole.text, spans)] if spans or not rows else []), num_cut, is_apart
+    notes += [APART] * bool(rows)
+    return rows + ([(whole.text, spans)] if spans or not rows else []), list(dict.fromkeys(notes))
 
 
 def _num_missing(message: Message, text: str) -> int:
@@ -351,17 +347,17 @@ def _squeezed(text: str) -> str:
 
 
 def _check_written(turn: int, message: Message, written: str) -> None:
-    """Raise NotSplit where a template writes nothing of what is to be learned."""
+    """Raise BadRow where a template writes nothing of what is to be learned."""
     words = str(message.get("content") or "").rpartition(ENDS)[2].split()
     if words and words[-1] not in written:
-        raise NotSplit(f"turn {turn + 1}: the chat template does not write the text of this turn")
+        raise BadRow(f"turn {turn + 1}: the chat template does not write the text of this turn")
     for call in message.get("tool_calls") or []:
         if call["function"]["name"] not in written:
-            raise NotSplit(f"turn {turn + 1}: the chat template does not write tool calls, so it cannot be learned")
+            raise BadRow(f"turn {turn + 1}: the chat template does not write tool calls, so it cannot be learned")
 
 
 def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> list[str]:
-    """What of a conversation a template leaves out, besides the assistant's turns: roles, and "tools"."""
+    """Notes on what a template leaves out of a conversation besides the assistant's turns."""
     written = _squeezed(text)
     roles = dict.fromkeys(
         message["role"]
@@ -369,21 +365,16 @@ def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: 
         if message["role"] in ("system", "developer", "user")
         and _squeezed(str(message.get("content") or "")) not in written
     )
-    names = [tool.get("function", tool) for tool in tools or []]
-    named = [tool["name"] for tool in names if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
-    return [*roles, *(["tools"] if named and not any(name in text for name in named) else [])]
+    functions = [tool.get("function", tool) for tool in tools or []]
+    names = [tool["name"] for tool in functions if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+    lost_tools = ["tools"] if names and not any(name in text for name in names) else []
+    return [LEFT_OUT.format(what) for what in [*roles, *lost_tools]]
 
 
 def with_arguments_as_text(messages: list[Message]) -> list[Message]:
     """The messages with the arguments of tool calls as JSON."""
-
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
-
-    return [
-        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return messages

@@ -4,25 +4,19 @@ import contextlib
 import csv
 import gzip
 import hashlib
-import io
 import json
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from fsdp_qlora.data.rows import Row
+from fsdp_qlora.data.rows import BadRow, Row
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import first_line
 
-
-class Malformed(ValueError):
-    """An entry that is not a row. The message is the reason, without the place."""
-
-
-NumberedRows = Iterator[tuple[int, Row | Malformed]]
+NumberedRows = Iterator[tuple[int, Row | BadRow]]
 ChooseColumns = Callable[[Sequence[str]], Collection[str]]
 """The columns that are used, of those of a file."""
 
@@ -48,7 +42,7 @@ def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedR
                 if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
                     yield number, parse(text)
                     has_rows = True
-            except Malformed as reason:
+            except BadRow as reason:
                 if has_rows and not line.endswith(b"\n"):
                     raise UserError(
                         f"{path}:{number}: {reason}. The file ends within this line, so it is incomplete. "
@@ -74,22 +68,20 @@ def read_json(path: Path) -> NumberedRows:
     except json.JSONDecodeError as error:
         hint = " A file with one object per line is named .jsonl." if error.msg == "Extra data" else ""
         raise UserError(f"{path}:{error.lineno}: {error.msg} (column {error.colno}).{hint}") from error
-    except Malformed as reason:
+    except BadRow as reason:
         raise UserError(f"{path}: {reason}.") from reason
     if isinstance(values, dict) and len(lists := [name for name in LISTS if isinstance(values.get(name), list)]) == 1:
         values = values[lists[0]]
     if not isinstance(values, list):
-        lists = [name for name, value in values.items() if isinstance(value, list)] if isinstance(values, dict) else []
         named = f" with the keys {', '.join(map(repr, values))}" if isinstance(values, dict) else ""
         raise UserError(
-            f"{path}: expected an array of objects, found {_kind(values)}{named}. "
-            + (f"If the rows are in {lists[0]!r}, call it 'data'. " if lists else "")
-            + "Write [ around the objects, or one object per line into a .jsonl file."
+            f"{path}: expected an array of objects, found {_kind(values)}{named[:300]}. Write [ around the objects, or "
+            f"one object per line into a .jsonl file; an object may hold its rows as one of {', '.join(LISTS)}."
         )
     for number, value in enumerate(values, start=1):
         try:
             yield number, _require_object(value)
-        except Malformed as reason:
+        except BadRow as reason:
             yield number, reason
 
 
@@ -99,40 +91,34 @@ def read_csv(path: Path) -> NumberedRows:
     A row's number is that of its first line.
     """
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is less than a long text
-    with open_file(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
+    with open_file(path) as file:
+        lines = _csv_lines(path, file)
+        first = next(lines, "")
+        delimiter = next((mark for mark in ",;\t" if mark in first), ",")  # Excel writes all of them
+        reader = csv.reader(chain([first], lines), strict=True, delimiter=delimiter)
         try:
             header = next(reader, [])
-            if len(header) == 1 and (marks := [mark for mark in ";\t" if mark in header[0]]):  # as Excel writes it
-                file.seek(0)
-                reader = csv.reader(file, strict=True, delimiter=marks[0])
-                header = next(reader)
             if len(set(header)) < len(header):
                 raise UserError(f"{path}:1: a column name occurs twice: {', '.join(header)}.")
             number = reader.line_num + 1
             for values in reader:
                 if values and len(values) != len(header):
-                    yield number, Malformed(f"{len(values)} values, but the header has {len(header)}")
+                    yield number, BadRow(f"{len(values)} values, but the header has {len(header)}")
                 elif values:
                     yield number, dict(zip(header, values, strict=True))
                 number = reader.line_num + 1
         except csv.Error as error:
             raise UserError(f"{path}:{reader.line_num}: {error}.") from error
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}:{_line_that_is_not_utf8(path)}: not UTF-8 text ({error.reason}). Save the file as CSV UTF-8, "
-                "or convert it: iconv -f cp1252 -t utf-8."
-            ) from error
 
 
-def _line_that_is_not_utf8(path: Path) -> int:
-    with open_file(path) as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return number
-    return 1
+def _csv_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
+    parts = (part for line in file for part in line.splitlines(keepends=True))  # some end with a carriage return
+    for number, part in enumerate(parts, start=1):
+        try:
+            yield _decode(part)
+        except BadRow as reason:
+            advice = "Save the file as CSV UTF-8, or convert it: iconv -f cp1252 -t utf-8."
+            raise UserError(f"{path}:{number}: {reason}. {advice}") from reason
 
 
 def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
@@ -155,7 +141,7 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
                     count += 1
                     yield count, complete(row, schema.names)
         except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
-            place = f"{path} row {count + 1}" if isinstance(error, Malformed) else str(path)
+            place = f"{path} row {count + 1}" if isinstance(error, BadRow) else str(path)
             behind = f"after row {count}, " if count and place == str(path) else ""
             raise UserError(
                 f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it "
@@ -192,7 +178,7 @@ def _may_hold_text(kind: Any) -> bool:
 
 
 def _rows_of(batch: Any) -> Iterator[Row]:
-    """The rows of a batch. Raises Malformed at the first that cannot be read, with the column."""
+    """The rows of a batch. Raises BadRow at the first that cannot be read, with the column."""
     with contextlib.suppress(Exception):  # before the first row is given: to_pylist makes them all
         yield from batch.to_pylist()
         return
@@ -202,7 +188,7 @@ def _rows_of(batch: Any) -> Iterator[Row]:
             try:
                 row[name] = column[index].as_py()
             except Exception as error:
-                raise Malformed(f"column {name!r}: {error}") from error
+                raise BadRow(f"column {name!r}: {error}") from error
         yield row
 
 
@@ -282,26 +268,26 @@ def _decode(data: bytes) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Malformed(f"not UTF-8 text (byte {error.start}: {error.reason})") from error
+        raise BadRow(f"not UTF-8 text (byte {error.start}: {error.reason})") from error
 
 
 def _parse_line(text: str) -> Row:
     try:
         return _require_object(_parse(text))
     except json.JSONDecodeError as error:
-        raise Malformed(f"{error.msg} (column {error.colno}); each line must be one JSON object") from error
+        raise BadRow(f"{error.msg} (column {error.colno}); each line must be one JSON object") from error
 
 
 def _parse(text: str) -> object:
-    """JSON to a value. Raises json.JSONDecodeError with the place, or Malformed."""
+    """JSON to a value. Raises json.JSONDecodeError with the place, or BadRow."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
-    except (json.JSONDecodeError, Malformed):
+    except (json.JSONDecodeError, BadRow):
         raise
     except RecursionError as error:
-        raise Malformed("nested too deeply") from error
+        raise BadRow("nested too deeply") from error
     except ValueError as error:  # Python reads no number of more than 4300 digits
-        raise Malformed(f"a number that cannot be read ({error})") from error
+        raise BadRow(f"a number that cannot be read ({error})") from error
 
 
 def _unique(pairs: list[tuple[str, object]]) -> Row:
@@ -309,13 +295,13 @@ def _unique(pairs: list[tuple[str, object]]) -> Row:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise Malformed(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
+        raise BadRow(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
     return values
 
 
 def _require_object(value: object) -> Row:
     if not isinstance(value, dict):
-        raise Malformed(f"expected an object with columns, found {_kind(value)}")
+        raise BadRow(f"expected an object with columns, found {_kind(value)}")
     return value
 
 

@@ -1,12 +1,12 @@
 """Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of FORMATS."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from fsdp_qlora.data import chats, prompts
-from fsdp_qlora.data.rows import BadRow, Content, Fields, Segment, Text, Tokens, text_of
+from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, text_of
 from fsdp_qlora.errors import UserError
 
 Row = Mapping[str, object]
@@ -86,8 +86,8 @@ def read_question(row: Row) -> Fields:
 # --- text ---
 
 
-def read_text(row: Row) -> Text:
-    return Text((Segment(text_of(row, "text"), learned=True),))
+def read_text(row: Row) -> Rendered:
+    return Rendered([Segment(text_of(row, "text"), learned=True)], is_joint=True)
 
 
 def read_prompt_completion(row: Row) -> Content:
@@ -95,13 +95,14 @@ def read_prompt_completion(row: Row) -> Content:
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
         return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
-    return Text((prompt, Segment(text_of(row, "completion"), learned=True)))
+    return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], is_joint=True)
 
 
-def read_guanaco(row: Row) -> Text:
+def read_guanaco(row: Row) -> Rendered:
     """Turns after ### Human: and ### Assistant:. The assistant's are learned, each from the blank before it."""
     text = text_of(row, "text")
-    segments, rest = [], text
+    segments: list[Segment] = []
+    rest = text
     while ASSISTANT in rest:
         asked, _, rest = rest.partition(ASSISTANT)
         end = rest.find(HUMAN)
@@ -110,7 +111,7 @@ def read_guanaco(row: Row) -> Text:
         rest = rest[len(answer) :]
     if not segments:
         raise BadRow(f"no {ASSISTANT} in the text")
-    return Text((*segments, Segment(rest, learned=False)) if rest.strip() else tuple(segments))
+    return Rendered(segments + [Segment(rest, learned=False)] * bool(rest.strip()), is_joint=True)
 
 
 def is_guanaco(row: Row) -> bool:
@@ -123,7 +124,7 @@ def is_guanaco(row: Row) -> bool:
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 
 
-def read_tokens(row: Row) -> Tokens:
+def read_tokens(row: Row) -> Rendered:
     """Token ids; learned is what `labels` or a mask says, else all of them."""
     ids, labels = _integers(row, "input_ids"), _integers(row, "labels", required=False)
     masks = [mask for name in _MASKS if (mask := _integers(row, name, required=False)) is not None]
@@ -134,7 +135,7 @@ def read_tokens(row: Row) -> Tokens:
     learned = np.ones(len(ids), dtype=np.bool_) if labels is None else np.array(labels) != -100
     for mask in masks:
         learned &= np.array(mask) != 0
-    return Tokens(ids, learned.tolist())
+    return Rendered(ids=ids, learned=learned.tolist())
 
 
 def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | None:
@@ -176,25 +177,30 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def choose_format(columns: Collection[str], *, dataset_format: str, origin: str, first_row: Row | None = None) -> str:
-    """Name the format of a dataset with these columns.
+def name_columns(
+    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str, *, origin: str, first_row: Row
+) -> tuple[dict[str, str], str]:
+    """The columns that are used -> their names in the rows' format, and the format's name.
 
     Args:
+        renames: of `parse_columns`.
         dataset_format: a key of FORMATS, or "auto" for the first format that fits.
         origin: the dataset's path or name, for the message.
         first_row: tells formats apart that have the same columns.
     Raises:
-        UserError: the format is unknown, or the dataset lacks columns that it needs.
+        UserError: the format is unknown, a column to rename is not there, or columns that the format needs are missing.
     """
     if dataset_format != "auto" and dataset_format not in FORMATS:
         raise UserError(f"dataset_format: unknown format {dataset_format!r}. Formats: {', '.join(['auto', *FORMATS])}.")
-    candidates = list(FORMATS) if dataset_format == "auto" else [dataset_format]
-    for name in candidates:
-        found = FORMATS[name]
-        if not found.fits(columns):
-            continue
-        if dataset_format != "auto" or found.recognizes is None or found.recognizes(first_row or {}):
-            return name
+    if missing := [name for name in renames if name not in columns]:
+        raise UserError(
+            f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
+        )
+    for name, names in _fitting(columns, renames, dataset_format):
+        recognizes = FORMATS[name].recognizes if dataset_format == "auto" else None
+        if recognizes is None or recognizes({names[column]: first_row[column] for column in names.keys() & first_row}):
+            return names, name
+    candidates = FORMATS if dataset_format == "auto" else [dataset_format]
     needed = "; ".join(f"{name}: {FORMATS[name].describe_columns()}" for name in candidates)
     raise UserError(
         f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}. Needed ({needed}). "
@@ -202,42 +208,27 @@ def choose_format(columns: Collection[str], *, dataset_format: str, origin: str,
     )
 
 
-def name_columns(
-    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str, *, origin: str, first_row: Row
-) -> tuple[dict[str, str], str]:
-    """The columns that are used -> their names in the rows' format, and the format's name.
-
-    Raises:
-        UserError: a column to rename is not there, or the columns are of no format.
-    """
-    if missing := [name for name in renames if name not in columns]:
-        raise UserError(
-            f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
-        )
-    given = _given_names(columns, renames)
-    first = {given[column]: value for column, value in first_row.items() if column in given}
-    name = choose_format(list(given.values()), dataset_format=dataset_format, origin=origin, first_row=first)
-    wanted = FORMATS[name].renames(given.values())
-    return {column: wanted[named] for column, named in given.items() if named in wanted}, name
-
-
-def _given_names(columns: Sequence[str], renames: Mapping[str, str]) -> dict[str, str]:
-    """A dataset's columns -> their names by --columns. One whose name is given to another column is left out."""
-    return {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
-
-
 def used_columns(columns: Sequence[str], *, dataset_format: str, renames: Mapping[str, str]) -> set[str]:
-    """Those of a dataset's columns that the rows' format uses; all where no format fits, which is said later."""
-    names = _given_names(columns, renames)
-    candidates = FORMATS.values() if dataset_format == "auto" else [FORMATS[dataset_format]]
+    """Those of a dataset's columns that the rows' format may use; all where no format fits, which is said later."""
     used: set[str] = set()
-    for candidate in candidates:
-        if candidate.fits(names.values()):
-            wanted = candidate.renames(names.values())
-            used |= {name for name, given in names.items() if given in wanted}
-            if dataset_format != "auto" or candidate.recognizes is None:
-                break
+    for name, names in _fitting(columns, renames, dataset_format):
+        used |= names.keys()
+        if FORMATS[name].recognizes is None:
+            break
     return used or set(columns)
+
+
+def _fitting(
+    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """(name, the columns that are used -> their names) of each format that fits. A name of --columns is of that column
+    alone.
+    """
+    given = {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
+    for name in FORMATS if dataset_format == "auto" else [dataset_format]:
+        if FORMATS[name].fits(given.values()):
+            wanted = FORMATS[name].renames(given.values())
+            yield name, {column: wanted[named] for column, named in given.items() if named in wanted}
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:

@@ -16,13 +16,22 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data import tokenization
-from fsdp_qlora.data.cache import cache_path, join_cached, locked, read_cache, tokenizer_identity, write_cache
+from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
-from fsdp_qlora.data.files import Malformed
 from fsdp_qlora.data.formats import FORMATS, name_columns, parse_columns, used_columns
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
-from fsdp_qlora.data.rows import NO_ROOM, NO_ROWS, NUMBERS_SHOWN, DataReport, Row, SourceFile, TokenizedRows, join_rows
+from fsdp_qlora.data.rows import (
+    NO_ROOM,
+    NO_ROWS,
+    NUMBERS_SHOWN,
+    BadRow,
+    DataReport,
+    Row,
+    SourceFile,
+    TokenizedRows,
+    join_rows,
+)
 from fsdp_qlora.data.schedule import Mixture, mix, split_eval, split_rows
 from fsdp_qlora.data.sources import (
     DEFAULT_SAMPLES,
@@ -165,7 +174,7 @@ def _prepare_each(
     parts, reports, samples = [], [], options.dataset_samples
     for dataset in datasets:
         one = dataclasses.replace(options, dataset=(dataset,))
-        rows, report = prepare_rows(tokenizer, one, show_progress=True)
+        rows, report = prepare_rows(tokenizer, one)
         if samples is not None and report.num_rows < samples:
             log.warning("dataset_samples is %d, but there are only %d rows.", samples, report.num_rows)
         tokenization.check_vocabulary(rows, vocab_size)
@@ -193,15 +202,11 @@ def _mixture(
     return mixture
 
 
-def prepare_rows(
-    tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, show_progress: bool = False
-) -> tuple[TokenizedRows, DataReport]:
+def prepare_rows(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> tuple[TokenizedRows, DataReport]:
     """Tokenize the one `options.dataset`, or map what an earlier call with the same input left in the cache.
 
     Every rank calls it. The first one on a machine does the work, the others wait and map its file.
 
-    Args:
-        show_progress: may be true on every rank, since only the one that works draws a bar.
     Raises:
         UserError: the dataset is missing, malformed, empty or has too many unusable rows, or the tokenizer has no
             end-of-sequence token.
@@ -209,7 +214,7 @@ def prepare_rows(
     num_workers = min(8, max(1, (os.cpu_count() or 1) // 2))  # the other ranks of the machine wait
     pipeline = DatasetPipeline(tokenizer, options, [TemplateWorker() for _ in range(num_workers)])
     try:
-        rows, report = pipeline.all_rows(show_progress=show_progress)
+        rows, report = pipeline.all_rows()
     finally:
         for worker in pipeline.workers:
             worker.close()
@@ -231,7 +236,7 @@ class DatasetPipeline:
         self._names: dict[str, str] = {}  # of the columns that are used -> in the format
         self._used = partial(used_columns, dataset_format=options.dataset_format, renames=self.renames)
 
-    def all_rows(self, *, show_progress: bool = False) -> tuple[TokenizedRows, DataReport]:
+    def all_rows(self) -> tuple[TokenizedRows, DataReport]:
         """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there."""
         options, samples = self.options, self.options.dataset_samples
         samples = DEFAULT_SAMPLES.get(self.dataset.name) if samples is None else samples
@@ -242,15 +247,10 @@ class DatasetPipeline:
         source = find_source(self.dataset)
         key = [source.identity, tokenizer_identity(self.tokenizer), options.dataset_format, options.context_length]
         key += [samples, self.renames, dataclasses.astuple(self.template), options.learn, self.tokenizer.chat_template]
-        path = cache_path(key)
-        with locked(path):
-            if cached := read_cache(path):
-                log.info("Tokenized rows are read from %s", path)
-                # The same content may be at another path now.
-                return cached[0], dataclasses.replace(cached[1], origin=source.origin)
-            rows, report = self._tokenize(source, source.entries(samples, used=self._used), show_progress)
-            write_cache(path, rows, report)
-            return read_cache(path) or (rows, report)  # mapped, so that all ranks share it
+        rows, report = through_cache(
+            key, lambda: self._tokenize(source, source.entries(samples, used=self._used), show_progress=True)
+        )
+        return rows, dataclasses.replace(report, origin=source.origin)  # the same content may be at another path now
 
     def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:
         """The first rows, which are checked as others are, their report, and the stream of all rows."""
@@ -286,7 +286,7 @@ class DatasetPipeline:
         return block, report
 
     def _tokenize(
-        self, source: Source, entries: Iterable[Entry], show_progress: bool = False
+        self, source: Source, entries: Iterable[Entry], *, show_progress: bool = False
     ) -> tuple[TokenizedRows, DataReport]:
         """Tokenize entries in batches, so that few rows are in memory as text.
 
@@ -322,7 +322,7 @@ class DatasetPipeline:
         for part, offset, number, row in entries:
             if not report.parts or report.parts[-1].offset != offset:
                 report.parts.append(SourceFile(source.parts[part].name, source.parts[part].unit, offset))
-            if isinstance(row, Malformed):
+            if isinstance(row, BadRow):
                 report.reject(offset + number, str(row))
             else:
                 rows.append((offset + number, row))
@@ -330,9 +330,8 @@ class DatasetPipeline:
         known = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row in rows for column in row))
         if rows and (len(self._columns) > known or self._format_name == "auto"):
-            columns, origin = list(self._columns), source.origin
             self._names, self._format_name = name_columns(
-                columns, self.renames, self._format_name, origin=origin, first_row=rows[0][1]
+                list(self._columns), self.renames, self._format_name, origin=source.origin, first_row=rows[0][1]
             )
         report.dataset_format = self._format_name
         report.unused_columns = [column for column in self._columns if column not in self._names]

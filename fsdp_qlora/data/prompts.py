@@ -29,12 +29,8 @@ class PromptTemplate:
     system_without_context: str = ""
     """The value of {system} in rows without a system prompt."""
 
-    def fill(self, fields: Fields, *, learn: str) -> list[Segment]:
-        """The row's text: prompts, responses, and what the template has after a response, which is learned with it.
-
-        Args:
-            learn: "assistant" for all responses, "last" for the last one, "all" for the prompts too.
-        """
+    def fill(self, fields: Fields) -> list[Segment]:
+        """The row's text: prompts, and responses with what the template has after them, which are learned."""
         turns = [(*turn, "") for turn in fields.history] + [(fields.instruction, fields.response, fields.context)]
         system = fields.system or (self.system_with_context if fields.context else self.system_without_context)
         segments: list[Segment] = []
@@ -42,10 +38,9 @@ class PromptTemplate:
             template = self.with_context if context else self.without_context
             values = {"instruction": instruction, "context": context, "response": response, "system": system}
             before, after = self._split(template, values, is_first=number == 1)
-            is_last = number == len(turns)
             segments += [
-                Segment(before, learned=learn == "all"),
-                Segment(response + after, learned=learn != "last" or is_last, ends=not is_last),
+                Segment(before, learned=False),
+                Segment(response + after, learned=True, ends=number < len(turns)),
             ]
         return segments
 

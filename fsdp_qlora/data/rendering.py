@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Rendered, Segment, Text, Tokens
+from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Rendered, Segment
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
@@ -74,10 +74,8 @@ class Renderer:
         return rendered
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
-        if isinstance(content, Fields) and self._chosen.is_chat:
-            content = as_chat(content)
         if isinstance(content, Fields):
-            return [Rendered(self._prompt.fill(content, learn=self._learn))]
+            content = as_chat(content) if self._chosen.is_chat else self._prompt.fill(content)
         if isinstance(content, Chat):
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
             notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
@@ -85,26 +83,20 @@ class Renderer:
                 Rendered(segments, is_joint=True, is_templated=True, notes=() if number else notes)
                 for number, segments in enumerate(rows)
             ]
-        if isinstance(content, Text):
-            return [Rendered(self._relearn(content), is_joint=True)]
-        if isinstance(content, Tokens):
-            return [Rendered(tokens=content)]
-        return [Rendered(content)]
+        row = content if isinstance(content, Rendered) else Rendered(content)
+        return [dataclasses.replace(row, segments=self._relearn(row.segments))]
 
-    def _relearn(self, text: Text) -> list[Segment]:
-        """The segments of a text, learned as --learn says."""
-        last = max((i for i, segment in enumerate(text.segments) if segment.learned and segment.text), default=0)
-
-        def is_learned(i: int, segment: Segment) -> bool:
-            return self._learn == "all" or (segment.learned and (self._learn != "last" or i == last))
-
-        return [dataclasses.replace(segment, learned=is_learned(i, segment)) for i, segment in enumerate(text.segments)]
+    def _relearn(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Segments, learned as --learn says."""
+        if self._learn == "assistant":
+            return segments
+        last = max((i for i, segment in enumerate(segments) if segment.learned and segment.text), default=0)
+        learned = {last} if self._learn == "last" else set(range(len(segments)))
+        return [dataclasses.replace(segment, learned=i in learned) for i, segment in enumerate(segments)]
 
 
 def _learns(row: Rendered) -> bool:
-    if row.tokens:
-        return any(row.tokens.learned)
-    return any(segment.learned and segment.text for segment in row.segments)
+    return any(row.learned) or any(segment.learned and segment.text for segment in row.segments)
 
 
 def prompt_record(dataset_format: str, chosen: ChosenTemplate) -> dict[str, Any]:
@@ -135,8 +127,7 @@ def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:
     template = PromptTemplate(**{name: record[name] for name in names})
     filled = {}
     for title, context in (("with an input", "{input}"), ("without", "")):
-        segments = template.fill(Fields("{instruction}", "", context=context), learn="assistant")
-        filled[title] = segments[0].text
+        filled[title] = template.fill(Fields("{instruction}", "", context=context))[0].text
     if filled["with an input"].replace("{input}", "") == filled["without"]:
         filled.pop("with an input")
     return filled

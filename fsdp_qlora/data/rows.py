@@ -69,6 +69,14 @@ class TokenizedRows:
     def __len__(self) -> int:
         return len(self.row_numbers)
 
+    def __getitem__(self, row: int) -> "TokenizedRows":
+        """One row, which shares its memory with all."""
+        start, end = self.offsets[row : row + 2]
+        offsets = np.array([0, end - start], dtype=np.int64)
+        return TokenizedRows(
+            self.input_ids[start:end], self.learned[start:end], offsets, self.row_numbers[row : row + 1]
+        )
+
     @cached_property
     def digest(self) -> str:
         """A hash of all rows."""
@@ -258,36 +266,24 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Text:
-    """Text exactly as in the row, without a template."""
-
-    segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens as the row has them."""
-
-    ids: Sequence[int]
-    learned: Sequence[bool]
-
-
-Content = list[Segment] | Fields | Chat | Text | Tokens
-"""A list of segments is tokenized segment by segment, as a filled prompt template is."""
-
-
-@dataclass(frozen=True)
 class Rendered:
     """A row as text, or as tokens."""
 
-    segments: list[Segment] = field(default_factory=list)
+    segments: Sequence[Segment] = ()
     is_joint: bool = False
     """Whether the text is tokenized as a whole, as it is when the model is used, where no token crosses a boundary."""
     is_templated: bool = False
     """Whether the text has the tokens that begin and end it, as a chat template writes them."""
-    tokens: Tokens | None = None
+    ids: Sequence[int] = ()
+    """Token ids, as the row has them, instead of segments."""
+    learned: Sequence[bool] = ()
+    """Of each of these tokens."""
     notes: tuple[str, ...] = ()
     """What is odd about the row, though it is used."""
+
+
+Content = list[Segment] | Fields | Chat | Rendered
+"""A list of segments is tokenized segment by segment, as a filled prompt template is."""
 
 
 def text_of(row: Mapping[str, object], column: str, *, required: bool = True) -> str:

@@ -19,7 +19,6 @@ from huggingface_hub import HfApi
 from fsdp_qlora.data.files import (
     FILE_KINDS,
     ChooseColumns,
-    Malformed,
     NumberedRows,
     complete,
     count_rows,
@@ -28,7 +27,7 @@ from fsdp_qlora.data.files import (
     read_file,
 )
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
-from fsdp_qlora.data.rows import Row
+from fsdp_qlora.data.rows import BadRow, Row
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, ask_hub, first_line, hub_reason, is_hub_name
 from fsdp_qlora.storage.files import fingerprint_files
@@ -147,7 +146,7 @@ class Entry(NamedTuple):
     part: int
     offset: int
     number: int
-    row: Row | Malformed
+    row: Row | BadRow
 
 
 def read_entries(

@@ -8,17 +8,17 @@ read what came before.
 
 import dataclasses
 import logging
-import queue
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from fsdp_qlora.data.files import ChooseColumns
-from fsdp_qlora.data.rows import DataReport, TokenizedRows
+from fsdp_qlora.data.rows import DataReport, TokenizedRows, join_rows
 from fsdp_qlora.data.schedule import Schedule, epoch_order
 from fsdp_qlora.data.sources import Entry, Source, read_entries
 from fsdp_qlora.errors import UserError
@@ -94,7 +94,7 @@ class RowStream:
             index = step % schedule.steps_per_epoch
             size = min(schedule.global_batch_size, schedule.num_rows - index * schedule.global_batch_size)
             taken = list(islice(rows, size))
-            yield StreamStep(step, pick_rows([(block, row) for block, row, _ in taken]), taken[-1][2])
+            yield StreamStep(step, join_rows([block[row] for block, row, _ in taken]), taken[-1][2])
 
     def rows(self, position: StreamPosition) -> Iterator[tuple[TokenizedRows, int, StreamPosition]]:
         """Give (block, index of a row in it, the position after that row), without an end."""
@@ -145,48 +145,14 @@ class RowStream:
         return block, following
 
 
-def pick_rows(chosen: Sequence[tuple[TokenizedRows, int]]) -> TokenizedRows:
-    """Rows out of blocks, copied so that the blocks can be freed."""
-    spans = [(block, block.offsets[row], block.offsets[row + 1]) for block, row in chosen]
-    return TokenizedRows(
-        input_ids=np.concatenate([block.input_ids[start:end] for block, start, end in spans]),
-        learned=np.concatenate([block.learned[start:end] for block, start, end in spans]),
-        offsets=np.cumsum([0, *(end - start for _, start, end in spans)], dtype=np.int64),
-        row_numbers=np.array([block.row_numbers[row] for block, row in chosen], dtype=np.int64),
-    )
-
-
 def read_ahead(items: Iterator[Item], *, num: int) -> Iterator[Item]:
     """The items, up to `num` of which a thread reads ahead. Its exceptions are raised here."""
-    ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(num)
-    stopped = threading.Event()
-
-    def put(item: Item | None, error: BaseException | None) -> None:
-        while not stopped.is_set():
-            try:
-                return ready.put((item, error), timeout=0.2)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for item in items:
-                put(item, None)
-                if stopped.is_set():
-                    return
-            put(None, StopIteration())
-        except BaseException as error:
-            put(None, error)
-
-    threading.Thread(target=work, name="rows", daemon=True).start()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
+    end: Any = object()
     try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            assert item is not None
+        ahead = deque(thread.submit(next, items, end) for _ in range(num))
+        while (item := ahead.popleft().result()) is not end:
+            ahead.append(thread.submit(next, items, end))
             yield item
     finally:
-        stopped.set()
+        thread.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,8 @@
 """Tokenization: rows of text become flat arrays of token ids, and of the mask of those that are learned."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -171,67 +172,57 @@ def encode(
     rendered: Sequence[tuple[int, Rendered]], tokenizer: PreTrainedTokenizerBase, context_length: int
 ) -> Iterator[EncodedRow]:
     """Tokenize (number, row) pairs, in their order."""
-    apart = [row.segments for _, row in rendered if not row.tokens and not _is_joint(row, tokenizer)]
-    joint = {
-        templated: [row.segments for _, row in rendered if _is_joint(row, tokenizer) and row.is_templated == templated]
-        for templated in (False, True)
+    encoders = {
+        kind: encoder([row for _, row in rendered if _kind(row, tokenizer) == kind], tokenizer)
+        for kind, encoder in _ENCODERS.items()
     }
-    from_apart = _encode_apart(apart, tokenizer)
-    from_joint = {templated: iter(_encode_joint(rows, tokenizer, templated)) for templated, rows in joint.items()}
     for number, row in rendered:
-        notes = row.notes
-        if row.tokens:
-            ids, learned = list(row.tokens.ids), np.array(row.tokens.learned, dtype=np.bool_)
-        else:
-            ids, learned, more = next(from_joint[row.is_templated] if _is_joint(row, tokenizer) else from_apart)
-            notes += more
+        ids, learned, notes = next(encoders[_kind(row, tokenizer)])
         kept = slice(context_length)
         kept_ids = np.array(ids[kept], dtype=np.int32)
-        yield EncodedRow(number, kept_ids, learned[kept].copy(), len(ids[context_length:]), notes)
+        yield EncodedRow(number, kept_ids, learned[kept].copy(), len(ids[context_length:]), row.notes + notes)
 
 
-def _is_joint(row: Rendered, tokenizer: PreTrainedTokenizerBase) -> bool:
+def _kind(row: Rendered, tokenizer: PreTrainedTokenizerBase) -> str:
+    if row.ids:
+        return "tokens"
+    if row.is_templated:
+        return "templated"
     # A tokenizer in Python gives no offsets of its tokens in the text; it gets segments one by one.
-    return row.is_joint and not row.tokens and (tokenizer.is_fast or row.is_templated)
+    return "joint" if row.is_joint and tokenizer.is_fast else "apart"
 
 
-def _encode_apart(rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+def _encode_tokens(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
+    return ((list(row.ids), np.array(row.learned, dtype=np.bool_), ()) for row in rows)
+
+
+def _encode_apart(rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
     """Segments one by one: the first with the tokens that begin a text, the last with an end-of-sequence token."""
     eos = tokenizer.eos_token_id
-    first = [segments[0].text for segments in rows]
-    later = [segment.text for segments in rows for segment in segments[1:]]
-    first_ids = iter(_token_ids(first, tokenizer, add_special_tokens=True))
-    later_ids = iter(_token_ids(later, tokenizer, add_special_tokens=False))
-    for segments in rows:
-        begin = next(first_ids)
-        if begin and begin[-1] == eos:  # some tokenizers end every text with it
-            begin = begin[:-1]
-        spans = [begin, *itertools.islice(later_ids, len(segments) - 1)]
-        spans = [[*span, eos] if segment.ends else span for span, segment in zip(spans, segments, strict=True)]
+    first = iter(_token_ids([row.segments[0].text for row in rows], tokenizer, add_special_tokens=True))
+    texts = [segment.text for row in rows for segment in row.segments[1:]]
+    later = iter(_token_ids(texts, tokenizer, add_special_tokens=False))
+    for row in rows:
+        spans = [_without_end(next(first), tokenizer), *itertools.islice(later, len(row.segments) - 1)]
+        spans = [[*span, eos] if segment.ends else span for span, segment in zip(spans, row.segments, strict=True)]
         spans[-1] = [*spans[-1], eos]
-        yield *_join(spans, segments), ()
+        yield *_join(spans, row.segments), ()
 
 
 def _encode_joint(
-    rows: Sequence[Sequence[Segment]], tokenizer: PreTrainedTokenizerBase, templated: bool
+    rows: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase, *, templated: bool
 ) -> Iterator[Encoded]:
     """The whole text at once, as it is tokenized when the model is used, unless a token would span a boundary."""
-    if not rows:
-        return
     if not tokenizer.is_fast:
-        for segments in rows:
-            yield *_pieces(segments, tokenizer, templated), ()
+        yield from ((*_pieces(row.segments, tokenizer, templated), ()) for row in rows)
         return
-    found = tokenizer(
-        ["".join(segment.text for segment in segments) for segments in rows],
-        add_special_tokens=not templated,
-        return_offsets_mapping=True,
-        verbose=False,
-    )
+    texts = ["".join(segment.text for segment in row.segments) for row in rows]
+    options = {"return_offsets_mapping": True, "verbose": False}
+    found = tokenizer(texts, add_special_tokens=not templated, **options) if texts else {}
     stops = {tokenizer.eos_token_id, *tokenizer.added_tokens_decoder}
-    for segments, ids, offsets in zip(rows, found["input_ids"], found["offset_mapping"], strict=True):
+    for row, ids, offsets in zip(rows, found.get("input_ids", ()), found.get("offset_mapping", ()), strict=True):
+        segments, notes = row.segments, []
         learned = _learned_tokens(segments, offsets)
-        notes = []
         if learned is None:
             notes.append(MERGED)
             ids, learned = _pieces(segments, tokenizer, templated)
@@ -242,6 +233,14 @@ def _encode_joint(
         if learned.any() and ids[int(np.flatnonzero(learned)[-1])] not in stops and segments[-1].learned | templated:
             notes.append(NO_END)
         yield ids, learned, tuple(notes)
+
+
+_ENCODERS: dict[str, Callable[[Sequence[Rendered], PreTrainedTokenizerBase], Iterator[Encoded]]] = {
+    "tokens": _encode_tokens,
+    "apart": _encode_apart,
+    "joint": partial(_encode_joint, templated=False),
+    "templated": partial(_encode_joint, templated=True),
+}
 
 
 def _learned_tokens(segments: Sequence[Segment], offsets: Sequence[tuple[int, int]]) -> np.ndarray | None:
@@ -267,9 +266,8 @@ def _pieces(segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, tem
     joined = [Segment("".join(segment.text for segment in group), learned) for learned, group in groups]
     spans = _token_ids([segment.text for segment in joined], tokenizer, add_special_tokens=False)
     if not templated:
-        [spans[0]] = _token_ids([joined[0].text], tokenizer, add_special_tokens=True)
-        if len(spans) > 1 and spans[0] and spans[0][-1] == tokenizer.eos_token_id:
-            spans[0] = spans[0][:-1]
+        [begin] = _token_ids([joined[0].text], tokenizer, add_special_tokens=True)
+        spans[0] = _without_end(begin, tokenizer) if len(spans) > 1 else begin
     return _join(spans, joined)
 
 
@@ -279,9 +277,12 @@ def _with_end(
     """One beginning-of-sequence token at most, where the text has its own, and one end-of-sequence token."""
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         ids, learned = ids[1:], learned[1:]
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        ids, learned = ids[:-1], learned[:-1]
-    return [*ids, tokenizer.eos_token_id], np.append(learned, end_is_learned)
+    ids = _without_end(ids, tokenizer)
+    return [*ids, tokenizer.eos_token_id], np.append(learned[: len(ids)], end_is_learned)
+
+
+def _without_end(ids: Ids, tokenizer: PreTrainedTokenizerBase) -> Ids:
+    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids  # some tokenizers end every text with it
 
 
 def _join(spans: Sequence[Ids], segments: Sequence[Segment]) -> tuple[Ids, np.ndarray]:

@@ -79,7 +79,7 @@ class PromptFormat:
         template = PromptTemplate(**{name: self._record[name] for name in names})
         system = "".join(message["content"] for message in asked.messages if message["role"] == "system")
         fields = Fields(asked.messages[-1]["content"], "", asked.context, system)
-        return template.fill(fields, learn="assistant")
+        return template.fill(fields)
 
     def _fill_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
         try:

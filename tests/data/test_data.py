@@ -9,6 +9,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -28,7 +29,6 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
-from fsdp_qlora.data.cache import tokenizer_identity
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import TEMPLATES
@@ -54,7 +54,7 @@ ROWS = [
 
 
 def render_alpaca(row: dict[str, Any]) -> list[Segment]:
-    return TEMPLATES["alpaca"].fill(FORMATS["alpaca"].read(row), learn="assistant")
+    return TEMPLATES["alpaca"].fill(FORMATS["alpaca"].read(row))
 
 
 def make_tokenizer(*, ends_with_eos: bool = False) -> PreTrainedTokenizerFast:
@@ -230,17 +230,6 @@ def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(prepare:
         prepare(path, columns=("output=note",))
 
 
-def test_few_malformed_rows_are_left_out_and_listed_unless_told_otherwise(prepare: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f"{GOOD}\n" * 199 + "{broken}\n" + f"{GOOD}\n" * 3)
-    tokenized, report = prepare(path)
-    assert len(tokenized) == 202 and report.num_rows == 203
-    assert tokenized.row_numbers.tolist() == [*range(1, 200), 201, 202, 203]
-    assert [place for place, _ in report.places()] == [f"{path}:200"]
-    with pytest.raises(UserError, match=r"1 of 203 rows.*--on_bad_row is error(.|\n)*rows.jsonl:200: Expecting prop"):
-        prepare(path, on_bad_row="error")
-
-
 @pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"])
 def test_missing_file_is_not_taken_for_a_hub_name(name: str) -> None:
     with pytest.raises(UserError, match=r"no such file or folder: .*alpaca_demo.*\.parquet"):
@@ -295,14 +284,9 @@ def test_alpaca_sample_is_the_first_128_rows_of_the_hub_dataset(prepare: Any, mo
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     monkeypatch.setattr("datasets.load_dataset", lambda name, split: table)
     assert len(prepare("alpaca")[0]) == 200
+    assert prepare("alpaca_demo", context_length=4096)[1].rejected == {}
     assert prepare("alpaca_sample")[0].row_numbers.tolist() == list(range(1, 129))
     assert len(prepare("alpaca_sample", dataset_samples=5)[0]) == 5
-
-
-def test_demo_rows_are_all_usable(prepare: Any) -> None:
-    tokenized, report = prepare("alpaca_demo", context_length=4096)
-    assert len(tokenized) == report.num_rows >= 200
-    assert not report.rejected
 
 
 # ---- tokens and masks -----------------------------------------------------------------------------------
@@ -310,25 +294,18 @@ def test_demo_rows_are_all_usable(prepare: Any) -> None:
 
 @pytest.mark.parametrize("no_input", [{}, {"input": None}, {"input": ""}, {"input": " \n"}])
 def test_prompt_is_the_published_alpaca_template(no_input: dict[str, Any]) -> None:
-    render = render_alpaca
-    with_input = (
+    segments = render_alpaca({"instruction": "Add {x}.", "input": "1, 2", "output": "3"})
+    assert segments[0].text == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd {x}.\n\n### Input:\n1, 2\n\n### Response:"
     )
-    without_input = (
+    segments = render_alpaca({"instruction": "Go.", "output": "Ok", **no_input})
+    assert segments[0].text == (
         "Below is an instruction that describes a task. "
         "Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nGo.\n\n### Response:"
     )
-    assert render({"instruction": "Add {x}.", "input": "1, 2", "output": "3"}) == [
-        Segment(with_input, learned=False),
-        Segment("3", learned=True),
-    ]
-    assert render({"instruction": "Go.", "output": "Ok", **no_input}) == [
-        Segment(without_input, learned=False),
-        Segment("Ok", learned=True),
-    ]
 
 
 @pytest.mark.parametrize("ends_with_eos", [False, True])
@@ -353,7 +330,6 @@ def test_a_format_with_three_segments_is_one_row_of_the_table(
     prepare: Any, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def render(row: Any) -> list[Segment]:
-        """The first answer, another question, the second answer."""
         return [Segment(row["a1"], True), Segment(row["q2"], False), Segment(row["a2"], row["learn_last"])]
 
     monkeypatch.setitem(FORMATS, "turns", Format(("a1", "q2", "a2"), ("learn_last",), render))
@@ -364,28 +340,16 @@ def test_a_format_with_three_segments_is_one_row_of_the_table(
     ]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    def shown(tokenized: TokenizedRows, row: int) -> list[str]:
+        return re.sub(r" \(\d+ tokens\) ---\n", "", describe_sample(tokenized, row, tokenizer)).split("\n--- ")[1:]
 
     tokenized, report = prepare(path, max_bad_rows=0.5)
-    assert report.dataset_format == "turns"
-    assert report.rejected == {"nothing to learn": [3]}
-    lengths = []  # of the segments of each row
-    for i, row in enumerate(rows[:2]):
-        spans = [[tokenizer.bos_token_id, *encode(row["a1"])], encode(row["q2"]), [*encode(row["a2"]), 1]]
-        lengths.append([len(span) for span in spans])
-        part = slice(*tokenized.offsets[i : i + 2])
-        assert tokenized.input_ids[part].tolist() == [token for span in spans for token in span]
-        assert tokenized.learned[part].tolist() == np.repeat([True, False, row["learn_last"]], lengths[i]).tolist()
-    (a1, q2, a2), other = lengths
-    assert tokenized.num_targets.tolist() == [a1 + a2 - 1, other[0] - 1]  # nothing predicts the first token
-
-    assert describe_sample(tokenized, 0, tokenizer).splitlines() == [
-        f"Sample: row 1, {a1 + q2 + a2} tokens",
-        *(f"--- learned ({a1} tokens) ---", "<s>Blue."),
-        *(f"--- masked ({q2} tokens) ---", " Twice?"),
-        *(f"--- learned ({a2} tokens) ---", " Blue, blue.</s>"),
-    ]
+    assert (report.dataset_format, report.rejected) == ("turns", {"nothing to learn": [3]})
+    assert shown(tokenized, 0) == ["learned<s>Blue.", "masked Twice?", "learned Blue, blue.</s>"]
+    assert shown(tokenized, 1) == ["learned<s>Add.", "masked Why? No.</s>"]
+    last, _ = prepare(path, max_bad_rows=0.5, learn="last")
+    assert shown(last, 0) == ["masked<s>Blue. Twice?", "learned Blue, blue.</s>"]
+    assert shown(prepare(path, max_bad_rows=0.5, learn="all")[0], 1) == ["learned<s>Add. Why? No.</s>"]
 
 
 def test_truncation_is_counted_and_rows_without_room_are_rejected(
@@ -418,23 +382,25 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
     rows = [{**ROWS[1], **change} for change in [*bad, {"output": "\ud800"}]]
     rows.append({"instruction": "No output at all."})
     path = write_jsonl(tmp_path / "rows.jsonl", [*rows, *ROWS * 31])
+    with path.open("a") as file:
+        file.write("{broken}\n" + json.dumps(ROWS[0]) + "\n")
     rejected = {
         "empty output": [1, 2, 7],
         "output is not text but int": [3],
         "empty instruction": [4],
         "input is not text but list": [5],
         "output has half a surrogate pair": [6],
+        "Expecting property name enclosed in double quotes (column 2); each line must be one JSON object": [101],
     }
     with caplog.at_level(logging.WARNING, "fsdp_qlora"):
-        tokenized, report = prepare(path, max_bad_rows=0.07)
+        tokenized, report = prepare(path, max_bad_rows=0.08)
     assert report.rejected == rejected
-    assert len(tokenized) == report.num_used == 93
+    assert (len(tokenized), report.num_used, report.num_rows) == (94, 94, 102)
     assert f"3 x empty output: {path}:1, 2, 7" in caplog.text
     # Now from the cache, whose file does not make the limit void.
-    with pytest.raises(
-        UserError, match=r"7 of 100 rows cannot be used, allowed are 6.9%(.|\n)*rows.jsonl:7: empty output"
-    ):
-        prepare(path, max_bad_rows=0.069)
+    for options, limit in (({"max_bad_rows": 0.07}, "allowed are 7.0%"), ({"on_bad_row": "error"}, "is error")):
+        with pytest.raises(UserError, match=rf"8 of 102 rows cannot be used, .*{limit}(.|\n)*rows.jsonl:7: empty"):
+            prepare(path, **options)
 
 
 def test_dummy_rows_fill_the_context_and_are_all_learned(prepare: Any, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -495,18 +461,13 @@ def test_cache_key_covers_all_that_decides_the_tokens(prepare: Any, tmp_path: Pa
     for number, options in enumerate(inputs, start=2):
         prepare(**{"dataset": path, **options})
         assert count_files() == number
-    prepare(path, tokenizer=make_tokenizer(), seed=5)  # an equal tokenizer; the seed decides nothing here
+    used = make_tokenizer()
+    used(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    prepare(path, tokenizer=used, seed=5)  # an equal tokenizer; the seed decides nothing here
     assert count_files() == 6
     write_jsonl(path, ROWS[::-1])
     assert prepare(path)[1].num_rows == 3
     assert count_files() == 7
-
-
-def test_tokenizer_identity_does_not_depend_on_what_was_tokenized_before() -> None:
-    used = make_tokenizer()
-    used(["a", "b c d"], padding=True, truncation=True, max_length=2)
-    assert tokenizer_identity(used) == tokenizer_identity(make_tokenizer())
-    assert tokenizer_identity(used) != tokenizer_identity(make_tokenizer(ends_with_eos=True))
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise", "foreign", "mixed", "bit"])
@@ -563,28 +524,21 @@ def test_process_killed_while_it_writes_the_cache_leaves_nothing_in_the_way(
     assert len(prepare(path)[0]) == len(ROWS)
 
 
-def test_a_cache_that_cannot_be_written_is_optional(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-) -> None:
-    (tmp_path / "file").touch()
-    expected, _ = prepare("alpaca_demo")
-    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "file" / "cache"))
-    assert prepare("alpaca_demo")[0].digest == expected.digest
-    assert any("file/cache/tokenized cannot be written" in line and "FSDP_QLORA_CACHE" in line for line in lines)
-
-
-def test_a_filled_cache_that_may_only_be_read_is_used(
-    prepare: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_cache_may_be_read_only(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    expected, _ = prepare("alpaca_demo", context_length=4096)
+    expected = prepare("alpaca_demo", context_length=4096)[0].digest
     monkeypatch.setattr(cache.FileLock, "acquire", refuse)
-    monkeypatch.setattr(tokenization, "tokenize_batch", lambda *_: pytest.fail("tokenized again"))
     caplog.clear()
-    assert prepare("alpaca_demo", context_length=4096)[0].digest == expected.digest
+    assert prepare("alpaca_demo", context_length=4096)[0].digest == expected
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "file" / "cache"))
+    assert prepare("alpaca_demo", context_length=4096)[0].digest == expected
+    assert "file/cache/tokenized cannot be written" in caplog.text and "FSDP_QLORA_CACHE" in caplog.text
 
 
 # ---- order and batches ----------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from fsdp_qlora.data.formats import FORMATS, choose_format
-from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, find_template
+from fsdp_qlora.data.formats import FORMATS, name_columns
+from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.tokenization import encode
 from tests.data.conftest import WORKER
@@ -29,7 +29,7 @@ def test_every_format_that_trains_has_an_example() -> None:
 @pytest.mark.parametrize(("name", "example", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])
 def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, example: str, learned: str) -> None:
     row = json.loads(example)
-    assert choose_format(list(row), dataset_format="auto", origin="", first_row=row) == name
+    assert name_columns(list(row), {}, "auto", origin="", first_row=row)[1] == name
     tokenizer = spelled_tokenizer("byte_level")
     renderer = Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template, [WORKER])
     [rendered] = renderer.render(FORMATS[name].read(row))
@@ -38,14 +38,3 @@ def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, ex
         assert (np.flatnonzero(found.learned) + 1).tolist() == [int(number) for number in re.findall(r"\d+", learned)]
     else:
         assert tokenizer.decode(found.ids[found.learned]) == learned.strip("`")
-
-
-def test_the_template_of_the_page_can_be_read(tmp_path: object) -> None:
-    [text] = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
-    file = tmp_path / "template.txt"  # type: ignore[operator]
-    file.write_text(text)
-    chosen = find_template(str(file))
-    assert chosen.prompt is not None
-    fields = FORMATS["alpaca"].read({"instruction": "Why?", "output": "So."})
-    segments = chosen.prompt.fill(fields, learn="assistant")  # type: ignore[arg-type]
-    assert "".join(segment.text for segment in segments) == "Q: Why?\nA: So."

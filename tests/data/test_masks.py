@@ -1,5 +1,6 @@
 """Which tokens of a row are learned, against tokens and masks written by hand."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,6 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from fsdp_qlora.data import files
 from fsdp_qlora.data.chat_template import APART, ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
@@ -19,7 +19,7 @@ from fsdp_qlora.data.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.errors import UserError
 from tests.data.conftest import WORKER
 from tests.data.test_data import rows_of, write_parquet
-from tests.tiny import spelled_tokenizer
+from tests.tiny import ROOT, spelled_tokenizer
 
 KINDS = ["byte_level", "sentencepiece"]
 
@@ -102,28 +102,18 @@ def test_a_tokenizer_whose_words_begin_with_a_sign_learns_whole_turns() -> None:
 
 
 @pytest.mark.parametrize("tags", TAGS)
-def test_a_turn_of_weight_0_is_only_read(tags: str) -> None:
+@pytest.mark.parametrize("weight", [{"weight": 0}, {"train": False}, {"loss": False}])
+def test_a_turn_of_weight_0_is_only_read(tags: str, weight: dict[str, Any]) -> None:
     messages = turns("hi", "go on", "so", "no")
-    messages[1]["weight"] = 0
+    messages[1] |= weight
+    chat = template(TAGS[tags])
     for learn in ("assistant", "last"):
-        _, learned, _ = tokens_of("byte_level", "messages", {"messages": messages}, learn, chat=template(TAGS[tags]))
-        assert learned == mask("last")
-    _, learned, _ = tokens_of("byte_level", "messages", {"messages": messages}, "all", chat=template(TAGS[tags]))
+        assert tokens_of("byte_level", "messages", {"messages": messages}, learn, chat=chat)[1:] == (mask("last"), ())
+    _, learned, _ = tokens_of("byte_level", "messages", {"messages": messages}, "all", chat=chat)
     assert learned == [1] * 8 + [0] * 3 + [1] * 9
+    messages[3] |= weight
     with pytest.raises(BadRow, match="weight above 0"):
-        messages[3]["weight"] = 0
-        tokens_of("byte_level", "messages", {"messages": messages}, chat=template(TAGS[tags]))
-
-
-def test_what_other_programs_call_a_weight_is_one_and_other_fields_are_named() -> None:
-    messages = turns("hi", "go on", "so", "no")
-    for name, value in (("train", False), ("loss", False)):
-        row = {"messages": [messages[0], {**messages[1], name: value}, *messages[2:]]}
-        assert tokens_of("byte_level", "messages", row, chat=template())[1:] == (mask("last"), ())
-    row = {"messages": [{**messages[0], "lang": "en", "note": None}, *messages[1:]]}
-    assert tokens_of("byte_level", "messages", row, chat=template())[2] == (
-        "turns have fields that are not used: lang",
-    )
+        tokens_of("byte_level", "messages", {"messages": messages}, chat=chat)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,14 +181,6 @@ def test_a_hostile_template_costs_its_row_alone(bad: str, monkeypatch: pytest.Mo
         assert [segment.text for segment in rows[0] if segment.learned] == ["no</s>"]
 
 
-def test_a_template_that_ends_its_process_again_and_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 0.1)
-    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
-    for refusal in (BadRow, BadRow, UserError):
-        with pytest.raises(refusal, match="did not end within"):
-            chat_template.fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
-
-
 def test_a_worker_imports_no_module_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("json", "jinja2", "transformers", "fsdp_qlora", "signal", "re"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
@@ -209,7 +191,7 @@ def test_a_worker_imports_no_module_of_the_current_folder(tmp_path: Path, monkey
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_json_cannot_say_or_a_template_not_reach_is_a_bad_row() -> None:
+def test_what_json_cannot_say_or_a_template_not_reach_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ tools | tojson }}" + template())
     deep: Any = "x"
     for _ in range(5000):
@@ -217,6 +199,11 @@ def test_what_json_cannot_say_or_a_template_not_reach_is_a_bad_row() -> None:
     for tools in ([{"name": object()}], [{"name": deep}]):
         with pytest.raises(BadRow):
             chat_template.fill(Chat(turns("hi", "no"), tools), WORKER, learn="assistant")
+    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 0.1)
+    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
+    for refusal in (BadRow, BadRow, UserError):  # three in a row are the template's fault
+        with pytest.raises(refusal, match="did not end within"):
+            chat_template.fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
 
 
 def test_a_template_that_writes_the_day_writes_the_same_tomorrow() -> None:
@@ -250,14 +237,16 @@ def test_what_is_odd_about_a_template_is_noted() -> None:
     assert tokens_of("byte_level", "messages", CHAT, chat=twice)[2] == (DOUBLE_BOS,)
     endless = template("[a]{{ m.content + '.' }}")
     assert tokens_of("byte_level", "messages", CHAT, chat=endless)[2] == (NO_END,)
+    row = {"messages": [{**CHAT["messages"][0], "lang": "en", "note": None}, *CHAT["messages"][1:]]}
+    notes = tokens_of("byte_level", "messages", row, chat=template())[2]
+    assert notes == ("turns have fields that are not used: lang",)
 
 
 def test_guanaco_learns_each_turn_of_the_assistant_and_no_other() -> None:
     text = "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"
     tokens, learned, _ = tokens_of("byte_level", "guanaco", {"text": text})
     assert "".join(tokens) == "<s>" + text.replace(" ", "Ġ").replace("\n", "Ċ") + "</s>"
-    spoken = "".join(token for token, bit in zip(tokens, learned, strict=True) if bit)
-    assert spoken == "ĠgoĠonĠno</s>"
+    assert "".join(token for token, bit in zip(tokens, learned, strict=True) if bit) == "ĠgoĠonĠno</s>"
 
 
 def test_tokens_are_taken_as_they_are() -> None:
@@ -288,21 +277,19 @@ def test_system_and_history_of_alpaca_are_in_the_prompt_and_past_answers_are_lea
     assert "".join(tokens) == "<s>[s]on[u]hi[a]go</s>[u]so[a]no</s>"
 
 
-def test_preferences_are_not_trained_on_yet() -> None:
-    with pytest.raises(UserError, match=r"preferences .*not supported yet.*--columns completion=chosen"):
-        tokens_of("byte_level", "preference", {"prompt": "hi", "chosen": "go", "rejected": "no"})
-
-
-def test_a_template_file_fills_the_fields_and_learns_what_stands_behind_the_response(tmp_path: Path) -> None:
+def test_a_template_file_fills_the_fields_and_learns_what_follows_the_response(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text('Q {question} ({context})\nA {answer}!\n===\nQ {question} {"a": 1}\nA {answer}!\n')
-    chosen = find_template(str(file))
     row = {"question": "hi {context}", "answer": "go", "context": "so"}
     for given, text in ((row, "Q hi {context} (so)\nA go!"), (row | {"context": ""}, 'Q hi {context} {"a": 1}\nA go!')):
-        fields = FORMATS["question_answer"].read(given)
-        segments = chosen.prompt.fill(fields, learn="assistant")  # type: ignore[union-attr, arg-type]
+        segments = find_template(str(file)).prompt.fill(FORMATS["question_answer"].read(given))  # type: ignore[union-attr, arg-type]
         assert "".join(segment.text for segment in segments) == text
         assert segments[-1] == Segment("go!", True)
+    [page] = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.M | re.S)
+    file.write_text(page)
+    fields = FORMATS["alpaca"].read({"instruction": "Why?", "output": "So."})
+    segments = find_template(str(file)).prompt.fill(fields)  # type: ignore[union-attr, arg-type]
+    assert "".join(segment.text for segment in segments) == "Q: Why?\nA: So."
     file.write_text("Q {ask}")
     with pytest.raises(UserError, match=r"mine.txt: \{ask\} is not known. Known: \{instruction\}"):
         find_template(str(file))
@@ -313,30 +300,26 @@ def test_a_template_file_fills_the_fields_and_learns_what_stands_behind_the_resp
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 1})}}
 
 
-def test_calls_of_tools_reach_the_template_as_objects() -> None:
+def test_calls_of_tools_reach_the_template_as_objects_in_each_of_their_forms() -> None:
     seen = (
         "{% for tool in tools %}{{ tool.name }}{% endfor %}{% for m in messages %}[{{ m.role[0] }}]"
         "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.a }}{% endfor %}"
         "{{ m.content or '' }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}" + PROMPT
     )
-    openai = [
-        {"role": "user", "content": "so"},
+    function = {"name": "add", "arguments": {"a": 1}}
+    forms = [
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "content": [{"type": "text", "text": "hi"}]},
-        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "tool_call", "content": json.dumps(function)},
+        {"from": "function_call", "value": json.dumps(function)},
     ]
-    sharegpt = [
-        {"from": "human", "value": "so"},
-        {"from": "function_call", "value": json.dumps({"name": "add", "arguments": {"a": 1}})},
-        {"from": "observation", "value": "hi"},
-        {"from": "gpt", "value": "no"},
-    ]
-    tools = [{"name": "go"}]
-    found = tokens_of("byte_level", "messages", {"messages": openai, "tools": tools}, chat=seen)
-    assert "".join(found[0]) == "go[u]so[a]add1</s>[t]hi[a]no</s>"
-    assert "".join(token for token, bit in zip(*found[:2], strict=True) if bit) == "add1</s>no</s>"
-    row = {"conversations": sharegpt, "tools": json.dumps(tools)}
-    assert tokens_of("byte_level", "sharegpt", row, chat=seen) == found
+    rest = [{"role": "tool", "content": [{"type": "text", "text": "hi"}]}, {"role": "assistant", "content": "no"}]
+    for form, tools in itertools.product(forms, ([{"name": "go"}], '[{"name": "go"}]')):
+        row = {"conversations": [{"from": "human", "value": "so"}, form, *rest], "tools": tools}
+        tokens, learned, _ = tokens_of("byte_level", "sharegpt", row, chat=seen)
+        assert "".join(tokens) == "go[u]so[a]add1</s>[t]hi[a]no</s>"
+        assert "".join(token for token, bit in zip(tokens, learned, strict=True) if bit) == "add1</s>no</s>"
 
 
 def test_the_tokenizer_s_own_template_is_used_and_its_lack_named() -> None:
@@ -357,32 +340,11 @@ def test_nulls_that_a_table_adds_reach_no_template_and_those_of_a_row_do(tmp_pat
     rows = [row("go", schema={"a": {"default": 1}}, a=1), row("so", schema={"b": {"type": "x"}}, b=2)]
     read = FORMATS["messages"].read
     plain = [read(found) for found in rows]
-    for found in (read_parquet(write_parquet(tmp_path / "a.parquet", rows)), read_saved(tmp_path / "saved", rows)):
-        assert [read(row) for row in found] == plain
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for path in (write_parquet(tmp_path / "a.parquet", rows), tmp_path / "saved"):
+        assert [read(found) for found in rows_of(path)] == plain
     null = row("go", schema={"a": {"default": None, "description": None}, "b": None}, a=None)
     chat = read(null)
     assert isinstance(chat, Chat) and chat.tools is not None
     assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None}
     assert chat.tools[0]["parameters"]["properties"] == {"a": {"default": None}}
-
-
-def read_parquet(path: Path) -> list[Any]:
-    return [row for _, row in files.read_parquet(path)]
-
-
-def read_saved(path: Path, rows: list[dict[str, Any]]) -> list[Any]:
-    Dataset.from_list(rows).save_to_disk(str(path))
-    return rows_of(path)
-
-
-def test_a_call_of_a_tool_is_the_same_in_each_of_its_forms() -> None:
-    function = {"name": "add", "arguments": {"a": 1}}
-    asked = {"role": "user", "content": "so"}
-    forms = [
-        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
-        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
-        {"role": "tool_call", "content": json.dumps(function)},
-        {"from": "function_call", "value": json.dumps(function)},
-    ]
-    chats = [FORMATS["messages"].read({"messages": [asked, form]}) for form in forms]
-    assert all(isinstance(chat, Chat) and chat.messages == chats[0].messages for chat in chats)  # type: ignore[union-attr]
