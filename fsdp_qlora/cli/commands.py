@@ -266,7 +266,20 @@ def _answer(args: argparse.Namespace, config: TrainConfig, folder: Path | None) 
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
     rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
     sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+    level = log.level
+    if not config.verbose:
+        log.setLevel(logging.WARNING)  # how a model is loaded is of no use for its answer
     model = LoadedModel(config, ranks, sampling, folder)
+    log.setLevel(level)
+    adapter = f" with {folder}" if folder and config.adapter else ""
+    log.info(
+        "%s%s (%s, %d process%s)",
+        config.model,
+        adapter,
+        config.train_type,
+        ranks.world_size,
+        "es" * (ranks.world_size > 1),
+    )
     if args.prompts:
         answer_file(model, rows, Path(args.out), config.batch_size)
     elif args.prompt is not None:
