@@ -32,7 +32,7 @@ OTHER_FLAGS = {
     *("base", "verify", "dtype", "model", "type"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("logdir", "shm-size", "ipc"),  # tensorboard, docker
-    "report",  # benchmarks/gpu.py
+    *("report", "nightly"),  # benchmarks/gpu.py, the tests
     *("config", "help", "dry_run"),
 }
 

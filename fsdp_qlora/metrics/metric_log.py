@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -46,10 +47,12 @@ class MetricLog:
     As a context manager it closes itself, and marks the run as failed if an exception leaves the block.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, total_steps: int) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, total_steps: int, eval_steps: int = 0) -> None:
         self._sinks = list(sinks)
-        self._total_steps = total_steps
-        self._num_steps, self._elapsed = 0, 0.0
+        self._total_steps, self._eval_steps = total_steps, eval_steps
+        self._opened = time.monotonic()
+        self._evaluation_seconds = 0.0  # of the evaluation before the first step, with its samples
+        self._num_steps, self._has_evaluated = 0, False
         self._recent: deque[float] = deque(maxlen=50)  # seconds of the last steps, without the process's first: warm-up
 
     def __enter__(self) -> MetricLog:
@@ -64,23 +67,31 @@ class MetricLog:
             return
         record = plain(record)
         seconds, num_left = record.get("step_seconds") or 0.0, max(self._total_steps - record["step"], 0)
-        self._num_steps, self._elapsed = self._num_steps + 1, self._elapsed + seconds
+        self._num_steps += 1
         if self._num_steps > 1:
             self._recent.append(seconds)
-        eta_seconds = num_left * sum(self._recent) / len(self._recent) if self._recent else None
+        elif self._has_evaluated:
+            self._evaluation_seconds = max(0.0, time.monotonic() - self._opened - seconds)
+        every, total = self._eval_steps, self._total_steps
+        evaluations = -(-total // every) - record["step"] // every if every else 1
+        steps_seconds = num_left * sum(self._recent) / len(self._recent) if self._recent else None
+        eta_seconds = None if steps_seconds is None else steps_seconds + evaluations * self._evaluation_seconds
         for sink in self._sinks:
             sink.step(record, eta_seconds)
-        if self._num_steps == 3 and eta_seconds:
+        if self._num_steps == 3 and steps_seconds and eta_seconds:
+            took = self._evaluation_seconds
+            more = f", {evaluations} evaluations of {took:.0f} s" if took else ""
             self.say(
-                f"Estimated time: {_clock(self._elapsed + eta_seconds)} in total, {_clock(eta_seconds)} left "
-                f"({num_left:,} steps of {eta_seconds / num_left:.2f} s; evaluation and saving not included)."
+                f"Estimated time: {_clock(time.monotonic() - self._opened + eta_seconds)} in total, "
+                f"{_clock(eta_seconds)} left ({num_left:,} steps of {steps_seconds / num_left:.2f} s{more}; "
+                "without saving)."
             )
 
     def evaluation(self, record: Record) -> None:
         """Log one evaluation: step, epoch, eval_loss, perplexity, num_target_tokens, and eval_sets by name."""
         if not self._sinks:
             return
-        record = plain(record)
+        record, self._has_evaluated = plain(record), True
         for sink in self._sinks:
             sink.evaluation(record)
         self.say(_line(record, ("step", *EVALUATION_COLUMNS)))
@@ -130,7 +141,8 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     options.output_dir.mkdir(parents=True, exist_ok=True)
     # metrics.jsonl first, each sink once, and a progress bar if nothing else shows that the run is alive.
     names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) <= ELSEWHERE)])
-    return MetricLog([SINKS[sink](options) for sink in names], total_steps=options.total_steps)
+    opened = [SINKS[sink](options) for sink in names]
+    return MetricLog(opened, total_steps=options.total_steps, eval_steps=options.config.get("eval_steps", 0))
 
 
 # --- text output ---------------------------------------------------------------------------------------

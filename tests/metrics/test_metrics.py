@@ -131,14 +131,20 @@ def test_ranks_other_than_0_write_and_print_nothing(tmp_path, lines, capfd):
 # --- for people ----------------------------------------------------------------------------------------
 
 
-def test_total_time_is_estimated_once_after_three_steps_without_the_first(tmp_path, lines):
-    log = open_log(tmp_path, total_steps=103)
+def test_total_time_counts_steps_and_evaluations(tmp_path, lines, monkeypatch):
+    now = iter([0.0, 70.0, 80.0])  # opened, after the first step of 60 s, when it is said
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
+    log = open_log(tmp_path, total_steps=103, config={"eval_steps": 50})
+    log.evaluation({"step": 0, "eval_loss": 1.0})
     for step in range(1, 7):
         log.step(record(step))
-        assert len(lines) == (step >= 3)
+        assert len(lines) == 1 + (step >= 3)
     log.close()
-    # 60 + 2 + 2 s have passed, 100 steps of 2 s are left
-    assert lines[0].startswith("Estimated time: 0:04:24 in total, 0:03:20 left (100 steps of 2.00 s")
+    # 80 s have passed, 100 steps of 2 s are left, and evaluations of 10 s after steps 50, 100 and 103
+    said = (
+        "Estimated time: 0:05:10 in total, 0:03:50 left (100 steps of 2.00 s, 3 evaluations of 10 s; without saving)."
+    )
+    assert lines[1] == said
 
 
 def test_stdout_has_one_aligned_line_per_step(tmp_path, capsys):
