@@ -4,7 +4,6 @@ Without torch and PEFT: the options of a run need it.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,8 +152,6 @@ def weights_file(folder: Path) -> Path:
 
 def _explain_folder(folder: Path) -> str:
     """What a folder without an adapter is, and what to do."""
-    if not folder.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)):
-        return f"there is no such folder. If it is on the hub: hf download {folder} --local-dir DIR, and give DIR."
     if not folder.is_dir():
         return "there is no such folder. Give one with adapter_config.json and adapter_model.safetensors."
     names = {path.name for path in folder.iterdir()}

@@ -16,6 +16,7 @@ from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.cli import train
 from fsdp_qlora.cli.launch import relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.conflicts import adapter_folder
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import describe_config, shipped_configs
 from fsdp_qlora.errors import UserError
@@ -115,7 +116,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def _merge_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", metavar="DIR", required=True, help="folder of the adapter")
+    parser.add_argument("--adapter", metavar="DIR", required=True, help="folder of the adapter, or its name on the hub")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
     parser.add_argument(
         "--base",
@@ -141,7 +142,8 @@ def _merge(args: argparse.Namespace) -> None:
     and --train_type.
     """
     _refuse_bad_folder(args.out)
-    config = run_options(Path(args.adapter).expanduser(), args.training_options)
+    folder = adapter_folder(args.adapter)
+    config = run_options(folder, args.training_options)
     import torch
 
     from fsdp_qlora.commands.merge import check_base, one_process, open_merge, write_merged
@@ -153,7 +155,7 @@ def _merge(args: argparse.Namespace) -> None:
     out = Path(args.out)
     check_is_new(out)
     ranks = read_ranks(config.device)
-    merge = open_merge(Path(args.adapter), config)
+    merge = open_merge(folder, config)
     if args.base or not args.verify:
         check_base(merge, args.base or "original")
     rows = read_rows(merge, args.verify, args.verify_rows) if args.verify else None
@@ -170,7 +172,7 @@ _GGUF_TYPES = ("f16", "q8_0", "f32")
 
 def _gguf_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="folder of a model, such as one of `merge`")
-    parser.add_argument("--adapter", metavar="DIR", help="folder of a LoRA adapter")
+    parser.add_argument("--adapter", metavar="DIR", help="folder of a LoRA adapter, or its name on the hub")
     parser.add_argument("--base", metavar="DIR", help="the adapter's base; only its config.json is needed")
     parser.add_argument("--out", metavar="FILE", required=True, help="file to make")
     parser.add_argument("--type", default="f16", help="f16 (the default), q8_0 or f32")
@@ -185,7 +187,7 @@ def _gguf(args: argparse.Namespace) -> None:
         raise UserError("Give --model DIR or --adapter DIR.")
     if args.adapter and not args.base:
         raise UserError("--adapter needs --base DIR: the adapter's base, or a folder with its config.json.")
-    folder, out = Path(args.model or args.adapter), Path(args.out)
+    folder, out = Path(args.model) if args.model else adapter_folder(args.adapter), Path(args.out)
     if out.exists():
         raise UserError(f"--out {args.out} exists already. Give another file.")
     if args.type not in _GGUF_TYPES:
@@ -210,7 +212,11 @@ def _gguf(args: argparse.Namespace) -> None:
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", metavar="DIR", help="folder of an adapter or a run; without it the base answers")
+    parser.add_argument(
+        "--adapter",
+        metavar="DIR",
+        help="folder of an adapter or a run, or a name on the hub; without it the base answers",
+    )
     parser.add_argument("--prompt", metavar="TEXT", help="one question; the answer goes to stdout as it comes")
     parser.add_argument("--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line")
     parser.add_argument("--out", metavar="FILE", help="file for the answers to --prompts, .jsonl")
@@ -247,7 +253,7 @@ def _generate(args: argparse.Namespace) -> int | None:
         raise UserError(f"--out {args.out} exists already. Give another file.")
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
         raise UserError("--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above 0 and at most 1.")
-    folder = Path(args.adapter).expanduser() if args.adapter else None
+    folder = adapter_folder(args.adapter) if args.adapter else None
     config = generation_options(folder, args.training_options)
     if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", "generate"))) is not None:
         return status

@@ -126,6 +126,8 @@ def _parse(values: list[str], hint: Any) -> object:
     """Convert the words given for an option to its type; ValueError says what was expected."""
     if get_origin(hint) is tuple:
         items = [item.strip() for value in values for item in value.split(",")]
+        if items == ["none"]:  # an empty list as `value_text` writes it
+            return ()
         return tuple(_parse_one(item, get_args(hint)[0]) for item in items if item)
     if len(values) != 1:
         raise ValueError(f"expected one value, got {len(values)}: {' '.join(values)}")

@@ -262,7 +262,8 @@ def take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
         return config
     if config.adapter.lower() in TRAIN_TYPES and not Path(config.adapter).exists():  # axolotl's name for it
         raise UserError(f"--adapter is a folder to start from; did you mean --train_type {config.adapter.lower()}?")
-    folder, output = Path(config.adapter).expanduser(), Path(config.output_dir).expanduser()
+    folder, output = adapter_folder(config.adapter), Path(config.output_dir).expanduser()
+    config = dataclasses.replace(config, adapter=str(folder))
     if output.resolve() in (folder.resolve(), *folder.resolve().parents):
         raise UserError(
             f"--adapter {config.adapter} is in output_dir, where the new adapter goes. Give another folder."
@@ -286,6 +287,16 @@ def take_adapter(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     if errors := check(config):
         raise UserError("\n  ".join([f"--adapter {config.adapter} cannot be trained with these options:", *errors]))
     return config
+
+
+def adapter_folder(name: str) -> Path:
+    """The folder of an adapter that is given as a folder, or by its name on the hub."""
+    folder = Path(name).expanduser()
+    if folder.exists() or name.startswith(".") or not is_repository(name):
+        return folder
+    from fsdp_qlora.loading.hub import download_adapter  # torch takes seconds to load
+
+    return download_adapter(name)
 
 
 _KINDS = {"lora": "LoRA", "dora": "DoRA"}

@@ -81,8 +81,9 @@ class TrainConfig:
     `expand` added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
     names of the 2024 program mean the same as those without it."""
     adapter: Annotated[str | None, OF_ADAPTER, MAY_DIFFER, PER_NODE] = None
-    """Folder of a PEFT adapter to train further, from an earlier run or another trainer. Its rank, scale and layers are
-    kept; optimizer and rows begin from scratch. To resume an interrupted run, do not change this option: see resume."""
+    """Folder of a PEFT adapter to train further, from an earlier run or another trainer, or its name on the hub. Its
+    rank, scale and layers are kept; optimizer and rows begin from scratch. To resume an interrupted run, do not change
+    this option: see resume."""
     lora_rank: Annotated[int, at_least(1), OF_ADAPTER] = 16
     """Rank of the adapter; raise it when the training loss stays high, at the cost of memory."""
     lora_alpha: Annotated[float, POSITIVE, OF_ADAPTER] = 32

@@ -123,6 +123,21 @@ def find_model_folder(
     return Path(once_per_machine(download, what, ranks, store, hours=_DOWNLOAD_HOURS))
 
 
+def download_adapter(name: str) -> Path:
+    """The hub's snapshot of an adapter, whose files are downloaded if needed.
+
+    Raises:
+        UserError: there is no such adapter, or the hub is out of reach.
+    """
+    refusal = ask_hub(name, "model")
+    patterns, absent = [*SMALL_FILES, "adapter_model.safetensors"], refusal is not None
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*", local_files_only=absent))
+    except Exception as error:  # of the HTTP library, the hub's client or the file system
+        reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
+        raise UserError(f"--adapter {name}: there is no such folder, and {reason}.") from error
+
+
 def fetch_weights(model_name: str, folder: Path, *, ranks: Ranks, store: dist.Store) -> None:
     """Download the weights to a folder that `find_model_folder` found without them: those of the same commit.
 

@@ -12,8 +12,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdp_qlora.__main__ import main
+from fsdp_qlora.cli.commands import generation_options
+from fsdp_qlora.config.conflicts import adapter_folder
+from fsdp_qlora.config.text import identity_settings, resolved_options
 from fsdp_qlora.generation.generate import Samples, SamplingOptions
 from fsdp_qlora.generation.prompts import read_questions
+from fsdp_qlora.loading import hub
 from fsdp_qlora.metrics.sinks import read_records
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
 from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
@@ -102,6 +106,25 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run: Path, base
     assert [row["completion"] for row in found] == answers  # in the prompt format of the training
     output = generate(2, tmp_path / "chat", stdin=rows[1]["instruction"] + "\n", adapter=run)
     assert answers[1] in output or rows[1]["input"]
+
+
+def test_an_adapter_answers_the_same_from_its_run_an_export_an_upload_and_the_hub(
+    run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported, uploaded = tmp_path / "exported", tmp_path / "uploaded"
+    assert main(["export", str(run), "--out", str(exported), "--model_name", str(base)]) == 0
+    uploaded.mkdir()
+    for name in json.loads((run / "result.json").read_text())["files"]:  # as --push_to_hub does
+        shutil.copy(run / name, uploaded / name)
+    monkeypatch.setattr(hub, "ask_hub", lambda name, kind: None)
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(uploaded))
+    own = ["--model_name", str(base)]
+    roads = [generation_options(adapter_folder(str(road)), own) for road in (run, exported, uploaded, "owner/name")]
+    settings = [identity_settings(resolved_options(config))[0] for config in roads]
+    assert settings == [settings[0]] * 4 and settings[0]["precision"] == "fp32"
+    options = {"prompt": "sort the", "model_name": base}
+    answers = [generate(1, tmp_path / road.name, adapter=road, **options).splitlines()[-1] for road in (run, exported)]
+    assert answers[0] == answers[1] != ""
 
 
 def test_a_chat_keeps_its_history_and_the_plain_base_completes(models: Models, tmp_path: Path) -> None:
