@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -227,7 +228,7 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        run_id=f"fsdp_qlora_{os.getpid()}",
+        run_id=secrets.token_hex(16),  # begins the keys in the store: `ranks.distributed.connect`
         rdzv_backend="static",  # uses one server for agent and workers; c10d would open a second one
         rdzv_endpoint=f"{master_addr}:{master_port}",
         rdzv_configs={"rank": 0},

@@ -17,7 +17,6 @@ from fsdp_qlora.errors import Ending
 if TYPE_CHECKING:  # torch is imported where it is needed, so that wrong options are reported quickly
     from torch.distributed import TCPStore
 
-_KEY = "fsdp_qlora/do_not_restart"
 NOTE_FILE = "FSDP_QLORA_NOTE_FILE"  # set by a launcher for its workers
 AUTO_RESTART = "FSDP_QLORA_AUTO_RESTART"  # set by scripts/run_forever.sh and the systemd unit
 
@@ -53,7 +52,7 @@ def forward_exit(file: Path) -> None:
 def _store(note: str) -> None:
     if _has_agent_store() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0:
         with contextlib.suppress(Exception):  # torchrun may have ended; then nothing restarts
-            _agent_store().set(_KEY, note)
+            _agent_store().set(_key(), note)
 
 
 def previous_exit() -> tuple[int, str] | None:
@@ -62,8 +61,8 @@ def previous_exit() -> tuple[int, str] | None:
         return None
     with contextlib.suppress(Exception):
         store = _agent_store()
-        if store.check([_KEY]):
-            code, message = json.loads(store.get(_KEY))
+        if store.check([_key()]):
+            code, message = json.loads(store.get(_key()))
             return int(code), str(message)
     return None
 
@@ -71,6 +70,11 @@ def previous_exit() -> tuple[int, str] | None:
 def _has_agent_store() -> bool:
     """Whether the store is torchrun's own. With a fixed port it is rank 0's and ends with it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _key() -> str:
+    """Begins as those of `ranks.distributed.connect`."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '0')}/do_not_restart"
 
 
 def _agent_store() -> "TCPStore":

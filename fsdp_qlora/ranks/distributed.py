@@ -127,8 +127,10 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
         master_listen_fd=_listen_on_loopback(address, port) if is_master else None,
     )
     # torchrun keeps its store when it restarts the workers. Without a prefix they would read addresses of the previous
-    # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16).
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). The name of the run, which our launcher and
+    # `torchrun --standalone` draw at random, keeps those out that can reach the port but not read this environment.
+    run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+    return dist.PrefixStore(f"{run}/attempt-{attempt}", store)
 
 
 def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:

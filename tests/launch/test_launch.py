@@ -1,5 +1,6 @@
 """How many processes a start makes, and how their end comes back. The workers here do not import torch."""
 
+import json
 import os
 import signal
 import subprocess
@@ -197,6 +198,21 @@ def test_the_store_of_a_run_listens_on_this_machine_only(entry, environment, mon
     monkeypatch.setenv("MASTER_PORT", str(port))
     store = connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
     assert listening()[port] == "127.0.0.1" and store.add("a", 1) == 1
+
+
+def test_who_reaches_the_port_does_not_know_the_keys_of_a_run(monkeypatch):
+    names = [launch._launch_config(1, master_addr="localhost", master_port=1, folder="/").run_id for _ in range(2)]
+    assert len(set(names)) == 2 and min(map(len, names)) == 32
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", names[0])
+    store = connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
+    stranger = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
+    for key in ("abort", "attempt-0/abort"):
+        stranger.set(key, json.dumps([1, "the end", "refused"]))
+    assert not store.check(["abort"])
+    stranger.set(f"{names[0]}/attempt-0/abort", "")
+    assert store.check(["abort"])
 
 
 def test_a_final_end_keeps_torchrun_from_restarting(monkeypatch):
