@@ -4,6 +4,7 @@ Without torch and PEFT: the options of a run need it.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Initial values that are subtracted from the base: PEFT saves the adapter for that other base unless it is told to
 # convert it.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+_FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 _TYPES: dict[str, Any] = {
     "r": int,
     "lora_alpha": (int, float),
@@ -79,7 +81,7 @@ def read_adapter(folder: Path) -> PretrainedAdapter:
     config = read_config(folder)
     if config.get("bias") not in (None, "none"):
         raise UserError(f"--adapter {folder} has bias {config['bias']!r}, which cannot be trained here.")
-    names, shapes = _read_header(weights_file(folder))
+    names, shapes = read_header(weights_file(folder))
     record = read_record(folder)
     return PretrainedAdapter(
         folder=folder,
@@ -126,6 +128,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name, kind in _TYPES.items():
         if config.get(name) is not None and not isinstance(config[name], kind):
             raise UserError(f"--adapter {folder}: {CONFIG} has {name} {config[name]!r}. Restore the file.")
+    numbers = {name: config.get(name, 8) for name in ("r", "lora_alpha")}
+    numbers |= (config.get("rank_pattern") or {}) | (config.get("alpha_pattern") or {})
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(f"--adapter {folder}: {CONFIG} has {value!r} for {name}. Restore the file.")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGE_BASE):
         raise UserError(
@@ -173,15 +180,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """The names of the tensors as this program calls them -> in the file, and -> their shapes."""
+def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """The names of the tensors as this program calls them -> in the file, and -> their shapes.
+
+    Raises:
+        UserError: the file is damaged, or a tensor is not of floats.
+    """
     try:
         with safe_open(path, framework="numpy") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            shapes = {name: tuple(tensor.get_shape()) for name, tensor in stored.items()}
+            types = {name: tensor.get_dtype() for name, tensor in stored.items()}
     except (OSError, SafetensorError) as error:
         raise UserError(f"--adapter: {path} is damaged ({error}). Restore the file.") from error
+    for name, kind in types.items():
+        if kind not in _FLOATS:
+            raise UserError(f"--adapter: {name} in {path} is of type {kind}, and factors are floats. Restore the file.")
     names = {_plain(name): name for name in stored}
-    return names, {plain: stored[name] for plain, name in names.items()}
+    return names, {plain: shapes[name] for plain, name in names.items()}
 
 
 def _plain(name: str) -> str:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from fsdp_qlora.adapters.peft_folder import PREFIX
 from fsdp_qlora.adapters.targets import find_pattern
-from fsdp_qlora.commands.merging import PeftFolder, open_adapter
+from fsdp_qlora.commands.merging import PeftFolder, open_fitting_adapter
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.storage.files import staged_file
@@ -199,7 +199,7 @@ def write_adapter(folder: Path, base: Path, out: Path) -> None:
     Raises:
         UserError: the adapter is not plain LoRA on linear layers, or the file cannot be written.
     """
-    adapter, architecture = open_adapter(folder), _Architecture(base)
+    architecture, adapter = _Architecture(base), open_fitting_adapter(folder, base)
     names = [name for name in adapter.files.files if name.endswith(".lora_A.weight")]
     pairs = {name: name.replace(".lora_A.", ".lora_B.") for name in names}
     others = adapter.files.files.keys() - pairs.keys() - set(pairs.values())

@@ -17,10 +17,11 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, tensor_differences, weights_file
+from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, read_header, tensor_differences, weights_file
+from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights
-from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
+from fsdp_qlora.model.models import canonical_name, has_tied_embeddings, load_config
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 _NAME = "default"  # PEFT's, of the only adapter
@@ -35,8 +36,11 @@ class PeftFolder(NamedTuple):
     files: WeightFiles
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, float32 on the CPU."""
-        return self.files.read_rows(name, 0, self.files.shape(name)[0]).float()
+        """A whole tensor, float32 on the CPU. Raises UserError if it is not finite."""
+        values = self.files.read_rows(name, 0, self.files.shape(name)[0]).float()
+        if not values.isfinite().all():
+            raise UserError(f"--adapter {self.path}: {name} has values that are not finite. Restore the file.")
+        return values
 
 
 def open_adapter(path: Path) -> PeftFolder:
@@ -47,6 +51,7 @@ def open_adapter(path: Path) -> PeftFolder:
     """
     read_config(path)
     weights = weights_file(path)
+    read_header(weights)
     try:
         with warnings.catch_warnings(action="ignore"):
             config = LoraConfig.from_pretrained(str(path))
@@ -55,6 +60,17 @@ def open_adapter(path: Path) -> PeftFolder:
     config.init_lora_weights = True
     config.inference_mode = True
     return PeftFolder(path, config, WeightFiles(path, file=weights.name))
+
+
+def open_fitting_adapter(path: Path, base: Path) -> PeftFolder:
+    """Open an adapter's folder, and check that it fits a base, of which only config.json is read.
+
+    Raises:
+        UserError: as `open_adapter`, or it does not fit.
+    """
+    adapter = open_adapter(path)
+    Changes(build_plain_model(load_config(base, str(base)), torch.float32), adapter)
+    return adapter
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def test_what_cannot_be_merged_is_refused_by_name(
         ("--adapter", changed("shape", **{name: torch.zeros(4, 60)})): f"{name} is [4, 60] and must be [4, 128]",
         ("--adapter", changed("nan", **{name: tensors[name] * torch.nan})): "has values that are not finite",
         ("--adapter", pissa): "init_lora_weights pissa",
-        ("--adapter", torn): "not a readable safetensors file",
+        ("--adapter", torn): "adapter_model.safetensors is damaged",
         ("--adapter", base): "it is a whole model",
         ("--adapter", adapter, "--base", "dequantized"): "was not trained on a quantized base",
         ("--adapter", adapter, "--out", tmp_path / "full"): "full exists already and is not empty",
