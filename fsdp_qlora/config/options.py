@@ -293,7 +293,8 @@ class TrainConfig:
     entity: Annotated[str | None, MAY_DIFFER] = None
     """User or team on wandb that owns the run."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
-    """Print the structure of the model too, and all options in a dry run."""
+    """Print more at the start: memory by part, kernels, how weights were read, the structure of the model; in a dry run
+    all options too."""
     dry_run: Annotated[bool, MAY_DIFFER] = False
     """Build everything without weights, print the sizes, the memory per process and the steps, and stop; verbose
     prints the options too."""

@@ -68,7 +68,7 @@ def load_weights(
             _store(targets[name], value, mesh, device, name)
             bar.update(size)
     seconds = time.perf_counter() - started
-    log.info(
+    log.debug(
         "Loaded %s: rank 0 read its %.2f GB in %.1f s (%.2f GB/s).",
         weights.files.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
     )  # fmt: skip

@@ -119,10 +119,11 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     sample = describe_sample(data.train, int(data.train_rows[0]), model.tokenizer)
     log.info("%s", shorten(sample, num_lines=_SAMPLE_LINES, heading="---"))
     log.info(schedule.describe(plan.warmup_steps))
-    log.info(describe.describe_batches(schedule, data.train_rows, data.train.lengths))
+    detail = logging.INFO if config.dry_run else logging.DEBUG
+    log.log(detail, describe.describe_batches(schedule, data.train_rows, data.train.lengths))
     blocks_to_recompute(config, model)
     for line in memory_lines(config, ranks, model):
-        log.info(line)
+        log.log(detail if line.startswith(" ") else logging.INFO, line)
     return plan
 
 

@@ -49,7 +49,7 @@ def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ra
     log.debug("%s", model)
     if config.compile and (reason := compile_gates(model, ranks.device, plan.precision.compute_dtype)):
         log.warning("--compile true: nothing is compiled, since it does not work here (%s).", reason)
-    log.info("Blocks: %s.", describe_fused(model))
+    log.debug("Blocks: %s.", describe_fused(model))
     materialize(parts, ranks.device, on_host=on_host)
     fill(config, plan, weights, mesh, ranks)
     check_byte_account(model, mesh)

@@ -43,7 +43,7 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
     )  # fmt: skip
     if size == 1 < mesh.size():
         log.info("  each rank holds a whole copy, as --sharding_strategy says or because it fits.")
-    log.info(
+    log.debug(
         "  together the ranks hold %s; %s of buffers are on every rank.",
         format_bytes(sum(held)), format_bytes(buffers),
     )  # fmt: skip

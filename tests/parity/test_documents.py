@@ -114,8 +114,8 @@ def test_runs_padded_unpadded_and_packed_have_the_same_losses_and_continue_each_
     data = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     options = {"model_name": models("llama"), "dataset": data, "train_type": "lora", "context_length": 512, **RUN}
     train_ok(2, tmp_path / "padded", padding=True, save_steps=1, save_total_limit=9, **options)
-    said = train_ok(2, tmp_path / "free", **options)
-    packed = train_ok(2, tmp_path / "packed", packing=True, **options)
+    said = train_ok(2, tmp_path / "free", verbose=True, **options)
+    packed = train_ok(2, tmp_path / "packed", packing=True, verbose=True, **options)
     train_ok(2, tmp_path / "continued", resume=tmp_path / "padded/checkpoints/step_000001", **options)
     expected = numbers(tmp_path / "padded")
     assert len(expected) == 8
