@@ -57,7 +57,7 @@ class TemplateWorker:
                 UserError: several one after the other did.
         """
         try:
-            line = json.dumps({**request, "seconds": SECONDS_PER_CHAT})
+            line = f"{SECONDS_PER_CHAT} {json.dumps(request)}"
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(f"tools or messages contain values that JSON cannot represent ({error})") from error
         if self._process is None:
@@ -73,8 +73,10 @@ class TemplateWorker:
             self._kills = 0
             return dict(json.loads(reply))
         self.close()
+        if process.returncode != -signal.SIGALRM:  # by the kernel or a person: other chats may do
+            raise BadRow(f"the process that fills the chat template was ended by signal {-process.returncode}")
         self._kills += 1
-        reason = f"did not end within {SECONDS_PER_CHAT} s for it (its process ended with {process.returncode})"
+        reason = f"did not end within {SECONDS_PER_CHAT} s for it"
         if self._kills == _MOST_KILLS:
             raise UserError(f"The chat template {reason}, as for {_MOST_KILLS - 1} chats before. {_CURE}")
         raise BadRow(f"the chat template {reason}")
@@ -114,19 +116,26 @@ class ChatTemplate:
             turns = sorted(set(chat.learned_turns("assistant")) ^ set(Chat(chat.messages).learned_turns("assistant")))
         elif not turns:
             raise BadRow("no assistant turn has a weight above 0, so nothing to learn")
+        reply = self._ask(worker, chat, turns=turns, apart=learn != "all")
+        rows = [_split(text, spans, inside=learn != "all") for text, spans in reply["rows"]]
+        return rows, tuple(reply["notes"])
+
+    def text(self, messages: list[Message], worker: TemplateWorker, *, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation. Raises as `fill` does."""
+        return str(self._ask(worker, Chat(messages), add_generation_prompt=add_generation_prompt)["text"])
+
+    def _ask(self, worker: TemplateWorker, chat: Chat, **request: object) -> dict[str, Any]:
         try:
             template = self._template or self._tokenizer.get_chat_template(None, chat.tools)
         except ValueError as error:
             raise UserError(f"The model's tokenizer has no chat template. {_CURE}") from error
-        request = {"template": template, "messages": chat.messages, "tools": chat.tools, "turns": turns}
-        request |= {"apart": learn != "all", "variables": self._variables, "end_tokens": self._end_tokens}
-        reply = worker.ask(request)
+        request |= {"template": template, "messages": chat.messages, "tools": chat.tools}
+        reply = worker.ask({**request, "variables": self._variables, "end_tokens": self._end_tokens})
         if "error" in reply:
             raise BadRow(reply["error"])
         if "fatal" in reply:
             raise UserError(f"The chat template cannot be used: {reply['fatal']}. {_CURE}")
-        rows = [_split(text, spans, inside=learn != "all") for text, spans in reply["rows"]]
-        return rows, tuple(reply["notes"])
+        return reply
 
 
 def _split(text: str, spans: list[list[int]], *, inside: bool) -> list[Segment]:
@@ -155,7 +164,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """{"rows": [(text, spans)], "notes"}, or {"error"}, or {"fatal"} for what every row would meet."""
+    """{"rows": [(text, spans)], "notes"} or {"text"}; or {"error"}, or {"fatal"} for what every row would meet."""
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -172,6 +181,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return texts[0], blocks[0] if has_blocks else []
 
     try:
+        if "turns" not in request:
+            return {"text": render(messages, request["add_generation_prompt"])[0]}
         try:
             whole = Conversation(render, messages, request["end_tokens"])
         except TypeError:  # some templates take the arguments of tool calls as text
@@ -208,9 +219,12 @@ def work() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     _limit_memory()
     for line in sys.stdin:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
-        reply = answer(request)
+        seconds, _, request = line.partition(" ")
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))
+        try:
+            reply = answer(json.loads(request))
+        except (RecursionError, MemoryError):
+            reply = {"error": "it is too large or nested too deeply for a chat template"}
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(reply), flush=True)
 

@@ -5,10 +5,10 @@ import csv
 import gzip
 import hashlib
 import json
-import sys
+import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -20,6 +20,8 @@ NumberedRows = Iterator[tuple[int, Row | BadRow]]
 ChooseColumns = Callable[[Sequence[str]], Collection[str]]
 """The columns that are used, of those of a file."""
 
+MAX_ROW = "FSDP_QLORA_MAX_ROW_MIB"
+_MOST_PACKED = 100  # times its size that a .json may unpack to; text is packed 3 to 20 times
 LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
 
 
@@ -33,11 +35,37 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
         raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
 
 
+def _most_bytes() -> int:
+    """How long a row may be: a packed file of a few KiB may unpack to more than the memory."""
+    try:
+        return int(float(os.environ.get(MAX_ROW, "128")) * 2**20)
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{MAX_ROW} is {os.environ[MAX_ROW]!r}. Give a number of MiB.") from error
+
+
+def _too_long(place: str) -> UserError:
+    return UserError(
+        f"{place}: longer than {_most_bytes() / 2**20:.0f} MiB. Is it damaged? If not, allow it with the environment "
+        f"variable {MAX_ROW}, in MiB."
+    )
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file. Raises UserError for one that is too long, before all of it is in memory."""
+    most = _most_bytes()
+    for number in count(1):
+        if not (line := file.readline(most + 1)):
+            return
+        if len(line) > most:
+            raise _too_long(f"{path}:{number}")
+        yield line
+
+
 def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedRows:
     """One row per line. Blank lines are skipped. Numbers are line numbers."""
     has_rows = after > 0
     with open_file(path) as file:
-        for number, line in enumerate(islice(file, after, None), start=after + 1):
+        for number, line in enumerate(islice(_lines(path, file), after, None), start=after + 1):
             try:
                 if (text := _decode(line).rstrip("\r\n")) and not text.isspace():
                     yield number, parse(text)
@@ -54,14 +82,18 @@ def read_lines(path: Path, after: int, parse: Callable[[str], Row]) -> NumberedR
 def count_lines(path: Path) -> int:
     """How many lines are not blank."""
     with open_file(path) as file:
-        return sum(not line.isspace() for line in file)
+        return sum(not line.isspace() for line in _lines(path, file))
 
 
 def read_json(path: Path) -> NumberedRows:
     """An array of objects, or an object with one of `LISTS` that is such an array."""
     try:
         with open_file(path) as file:
-            text = _decode(file.read())
+            most = max(_most_bytes(), _MOST_PACKED * path.stat().st_size)
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise _too_long(str(path))
+        text = _decode(content)
         if not text or text.isspace():
             return
         values = _parse(text)
@@ -90,7 +122,7 @@ def read_csv(path: Path) -> NumberedRows:
 
     A row's number is that of its first line.
     """
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is less than a long text
+    csv.field_size_limit(min(_most_bytes(), 2**31 - 1))  # the default, 128 KiB, is less than a long text
     with open_file(path) as file:
         lines = _csv_lines(path, file)
         first = next(lines, "")
@@ -108,11 +140,14 @@ def read_csv(path: Path) -> NumberedRows:
                     yield number, dict(zip(header, values, strict=True))
                 number = reader.line_num + 1
         except csv.Error as error:
+            if str(error).startswith("field larger than"):
+                raise _too_long(f"{path}:{reader.line_num}") from error
             raise UserError(f"{path}:{reader.line_num}: {error}.") from error
 
 
 def _csv_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
-    parts = (part for line in file for part in line.splitlines(keepends=True))  # some end with a carriage return
+    # Some files end lines with a carriage return.
+    parts = (part for line in _lines(path, file) for part in line.splitlines(keepends=True))
     for number, part in enumerate(parts, start=1):
         try:
             yield _decode(part)
@@ -125,7 +160,7 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
     """The rows of a parquet file. Columns that are not used or hold no text (dates, bytes, ...) are null throughout."""
     import pyarrow.parquet
 
-    count = after
+    last = after
     with open_file(path) as raw:
         try:
             file = pyarrow.parquet.ParquetFile(raw)
@@ -138,11 +173,11 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
             for whole in file.iter_batches(batch_size=1000, columns=columns, row_groups=groups):
                 batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
                 for row in _rows_of(batch):
-                    count += 1
-                    yield count, complete(row, schema.names)
+                    last += 1
+                    yield last, complete(row, schema.names)
         except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
-            place = f"{path} row {count + 1}" if isinstance(error, BadRow) else str(path)
-            behind = f"after row {count}, " if count and place == str(path) else ""
+            place = f"{path} row {last + 1}" if isinstance(error, BadRow) else str(path)
+            behind = f"after row {last}, " if last and place == str(path) else ""
             raise UserError(
                 f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it "
                 "again."

@@ -245,11 +245,17 @@ class DatasetPipeline:
             context = options.context_length
             return tokenization.dummy_rows(samples, len(self.tokenizer), context_length=context, seed=options.seed)
         source = find_source(self.dataset)
-        key = [source.identity, tokenizer_identity(self.tokenizer), options.dataset_format, options.context_length]
-        key += [samples, self.renames, dataclasses.astuple(self.template), options.learn, self.tokenizer.chat_template]
-        rows, report = through_cache(
-            key, lambda: self._tokenize(source, source.entries(samples, used=self._used), show_progress=True)
-        )
+        key = [source.identity, source.start, source.stop, samples, self.renames, dataclasses.astuple(self.template)]
+        key += [options.dataset_format, options.context_length, options.learn]
+        key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
+
+        def make() -> tuple[TokenizedRows, DataReport]:
+            made = self._tokenize(source, source.entries(samples, used=self._used), show_progress=True)
+            if source.fingerprint() != source.identity:
+                raise UserError(f"{source.origin} was changed while it was read. Start again when it is complete.")
+            return made
+
+        rows, report = through_cache(key, make)
         return rows, dataclasses.replace(report, origin=source.origin)  # the same content may be at another path now
 
     def open_stream(self, vocab_size: int) -> tuple[TokenizedRows, DataReport, RowStream]:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -166,18 +166,22 @@ class Source:
 
     origin: str
     """Its path or name, for people."""
-    identity: str
-    """Changes when the content does."""
+    fingerprint: Callable[[], str]
+    """A hash of the content as it is now."""
     parts: list[Part]
     start: int = 0
     """The rows from this one on are used, up to `stop`."""
     stop: int | None = None
 
+    @cached_property
+    def identity(self) -> str:
+        """A hash of the content as it was when this was first asked."""
+        return self.fingerprint()
+
     def slice(self, start: int, stop: int | None) -> "Source":
         """These of its rows, counted from its first."""
         stop = self.stop if stop is None else self.start + stop
-        identity = f"{self.identity} [{start}:{stop}]"
-        return dataclasses.replace(self, identity=identity, start=self.start + start, stop=stop)
+        return dataclasses.replace(self, start=self.start + start, stop=stop)
 
     def entries(self, limit: int | None = None, *, used: ChooseColumns = tuple) -> Iterator[Entry]:
         """Up to `limit` entries, malformed ones included. The rest is not read.
@@ -269,10 +273,10 @@ def local_source(path: Path, split: str | None = None, *, streamed: bool = False
         for file in files
         if (kind := kind_of(file)) is not None
     ]
-    return Source(str(path), fingerprint_files(files) if streamed else _hash_files(files, folder), parts)
+    return Source(str(path), partial(fingerprint_files if streamed else partial(_hash_files, folder), files), parts)
 
 
-def _hash_files(files: Iterable[Path], folder: Path) -> str:
+def _hash_files(folder: Path, files: Iterable[Path]) -> str:
     """A hash of the files' content and names: these select the reader, and messages and the cached report show them."""
     identity = hashlib.sha256()
     for file in files:
@@ -302,7 +306,8 @@ def saved_source(path: Path, split: str | None) -> Source:
         table = datasets.load_from_disk(str(path))
     except Exception as error:  # what it raises is not documented
         raise UserError(f"dataset: {path} cannot be read as a saved dataset ({first_line(error)}).") from error
-    return Source(str(path), _hash_files(sorted(path.glob("*.arrow")), path), [_table_part(table, str(path))])
+    fingerprint = partial(_hash_files, path, sorted(path.glob("*.arrow")))
+    return Source(str(path), fingerprint, [_table_part(table, str(path))])
 
 
 def hub_source(name: str, *, config: str | None = None, split: str = "train", shuffled: bool = False) -> Source:
@@ -342,7 +347,7 @@ def hub_source(name: str, *, config: str | None = None, split: str = "train", sh
     if shuffled:
         table = table.shuffle(seed=_SEED_OF_2024)
     # The fingerprint is a hash of the repository's commit and the split. The library has no public name for it.
-    return Source(name, table._fingerprint, [_table_part(table, name)])
+    return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)])
 
 
 def _table_part(table: Any, name: str) -> Part:
@@ -385,7 +390,7 @@ def hub_stream(name: str, *, config: str | None, split: str) -> Source:
         Part(f"{split} file {index + 1}", "row", partial(read, index), partial(count, index))
         for index in range(table.num_shards)
     ]
-    return Source(name, f"{name} {config} {split} {commit} by files", parts)
+    return Source(name, lambda: f"{name} {config} {split} {commit} by files", parts)
 
 
 class HubDataset(NamedTuple):

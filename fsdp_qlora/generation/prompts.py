@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import PromptTemplate, find_template
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, TEXT, prompt_record
-from fsdp_qlora.data.rows import Fields, Rendered, Segment
+from fsdp_qlora.data.rows import BadRow, Fields, Rendered, Segment
 from fsdp_qlora.data.tokenization import encode
 from fsdp_qlora.errors import UserError
 
@@ -44,6 +44,7 @@ class PromptFormat:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, record: Mapping[str, Any]) -> None:
         self._tokenizer, self._record = tokenizer, record
+        self._chat_template, self._worker = ChatTemplate(tokenizer, record.get("chat_template")), TemplateWorker()
         self.stop_text = self._find_stop_text().strip()
 
     @property
@@ -83,16 +84,13 @@ class PromptFormat:
 
     def _fill_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,
-                    chat_template=self._record.get("chat_template"),
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                )
-            )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise UserError(f"The chat template cannot be filled: {error}") from error
+            return self._chat_template.text(messages, self._worker, add_generation_prompt=add_generation_prompt)
+        except BadRow as reason:
+            raise UserError(f"The chat template cannot be filled: {reason}.") from reason
+
+    def close(self) -> None:
+        """End the process that fills chat templates; the next prompt starts it again."""
+        self._worker.close()
 
     def _find_stop_text(self) -> str:
         if self._record["kind"] == TEMPLATE:

@@ -29,10 +29,11 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
+from fsdp_qlora.data.folders import find_files
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import TEMPLATES
-from fsdp_qlora.data.rows import DataReport, Segment, TokenizedRows
+from fsdp_qlora.data.rows import DataReport, Segment, SourceFile, TokenizedRows
 from fsdp_qlora.data.schedule import (
     Schedule,
     epoch_order,
@@ -228,6 +229,67 @@ def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(prepare:
     assert len(tokenized) == 500 and report.unused_columns == ["instruction", "note", "time"]
     with pytest.raises(UserError, match=r"rows.parquet row 401: .*'note'"):
         prepare(path, columns=("output=note",))
+
+
+def bomb(text: str, mib: int = 3) -> bytes:
+    """A .gz of a few KiB that unpacks to `mib` MiB of one row."""
+    head, _, tail = text.partition("@")
+    return gzip.compress(head.encode() + b"a" * (mib << 20) + tail.encode())
+
+
+BOMBS = {
+    "line.jsonl.gz": '{"instruction": "a", "output": "@"}',
+    "text.txt.gz": "@",
+    "field.csv.gz": 'instruction,output\na,"@"\n',
+    "lines.csv.gz": 'instruction,output\na,"\n@\nb"\n',
+    "array.json.gz": '[{"instruction": "a", "output": "@"}]',
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_row_that_is_too_long_is_refused_before_it_is_in_memory(
+    name: str, prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_bytes(bomb(BOMBS[name]))
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "2")
+    tracemalloc.start()
+    with pytest.raises(UserError, match=rf"{name}.*longer than 2 MiB.*FSDP_QLORA_MAX_ROW_MIB"):
+        prepare(tmp_path / name)
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "4")
+    assert prepare(tmp_path / name, max_bad_rows=1.0, learn="all")[1].num_truncated == 1
+
+
+def test_a_file_that_is_changed_while_it_is_read_leaves_no_rows_in_the_cache(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    tokenize = tokenization.tokenize_batch
+
+    def change(*arguments: Any) -> Any:
+        write_jsonl(path, ROWS[::-1])
+        return tokenize(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenization, "tokenize_batch", change)
+        with pytest.raises(UserError, match=r"rows.jsonl was changed while it was read. Start again"):
+            prepare(path)
+    assert not list((tmp_path / "cache" / "tokenized").glob("*.safetensors"))
+    write_jsonl(path, ROWS)
+    assert len(prepare(path)[0]) == 3
+
+
+def test_a_folder_of_many_files_is_found_and_located_in_seconds(prepare: Any, tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        for number in range(4000):
+            (tmp_path / name / f"{number}.txt").write_text("" if number % 500 else "go")
+    started = time.monotonic()
+    assert len(find_files(tmp_path)) == 4000 and time.monotonic() - started < 10
+    files = [SourceFile(f"{number}.txt", "line", number) for number in range(30_000)]
+    report = DataReport("rows", "text", 30_000, files, rejected={"empty": list(range(1, 30_001))})
+    assert report.places()[-1] == ("rows/29999.txt:1", "empty") and time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"])
@@ -470,7 +532,7 @@ def test_cache_key_covers_all_that_decides_the_tokens(prepare: Any, tmp_path: Pa
     assert count_files() == 7
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "noise", "foreign", "mixed", "bit"])
+@pytest.mark.parametrize("damage", ["cut", "half", "head", "empty", "noise", "foreign", "mixed", "bit"])
 def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path: Path, lines: list[str]) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     expected = prepare(path)[0].input_ids.tolist()
@@ -483,7 +545,8 @@ def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path:
         save_file({**arrays, "input_ids": arrays["input_ids"][:-1]}, file, {"digest": "0", "report": "{}"})
     else:
         bit = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
-        file.write_bytes({"cut": data[:-7], "empty": b"", "noise": b"\xff" * len(data), "bit": bit}[damage])
+        cuts = {"cut": data[:-7], "half": data[: len(data) // 2], "head": data[:300]}
+        file.write_bytes({**cuts, "empty": b"", "noise": b"\xff" * len(data), "bit": bit}[damage])
     assert prepare(path)[0].input_ids.tolist() == expected
     assert any("damaged" in line for line in lines)
     assert all(np.array_equal(array, load_file(file)[name]) for name, array in arrays.items())

@@ -1,5 +1,6 @@
 """Which tokens of a row are learned, against tokens and masks written by hand."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -17,6 +18,7 @@ from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import BadRow, Chat, Segment
 from fsdp_qlora.data.tokenization import DOUBLE_BOS, MERGED, NO_END, encode
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.generation.prompts import PromptFormat, question
 from tests.data.conftest import WORKER
 from tests.data.test_data import rows_of, write_parquet
 from tests.tiny import ROOT, spelled_tokenizer
@@ -191,19 +193,70 @@ def test_a_worker_imports_no_module_of_the_current_folder(tmp_path: Path, monkey
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_json_cannot_say_or_a_template_not_reach_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ tools | tojson }}" + template())
-    deep: Any = "x"
-    for _ in range(5000):
-        deep = [deep]
-    for tools in ([{"name": object()}], [{"name": deep}]):
-        with pytest.raises(BadRow):
-            chat_template.fill(Chat(turns("hi", "no"), tools), WORKER, learn="assistant")
+def nested(depth: int) -> Any:
+    return {"properties": nested(depth - 1)} if depth else {}
+
+
+def deep_list(depth: int) -> Any:
+    found: Any = "x"
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+# Chat that costs its row alone -> a word of the reason.
+EXTREME = {
+    "tools that JSON cannot say": (Chat(turns("hi", "no"), [{"name": object()}]), "cannot represent"),
+    "tools nested 400 deep": (Chat(turns("hi", "no"), [{"name": "go", **nested(400)}]), ""),
+    "tools nested 900 deep": (Chat(turns("hi", "no"), [{"name": deep_list(900)}]), "deep"),
+    "tools nested 5,000 deep": (Chat(turns("hi", "no"), [{"name": deep_list(5000)}]), "cannot represent"),
+    "100,000 messages": (Chat(turns(*["hi"] * 100_000)), "did not end within"),
+}
+
+
+@pytest.mark.parametrize("name", EXTREME)
+def test_an_extreme_chat_is_a_bad_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 2)
+    chat, reason = EXTREME[name]
+    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ tools | tojson if tools }}" + template())
+    worker = TemplateWorker()
+    try:
+        chat_template.fill(Chat(turns("hi", "no")), worker, learn="assistant")
+        with pytest.raises(BadRow, match=reason) if reason else contextlib.nullcontext():
+            chat_template.fill(chat, worker, learn="assistant")
+        assert chat_template.fill(Chat(turns("hi", "no")), worker, learn="assistant")
+    finally:
+        worker.close()
+
+
+def test_prompts_are_filled_in_the_bounded_process_too() -> None:
+    tokenizer = spelled_tokenizer("byte_level")
+    tokenizer.chat_template = template()
+    asked = question("hi", system="so")
+    prompts = PromptFormat(tokenizer, {"kind": "chat"})
+    assert prompts.ids(asked) == tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True)["input_ids"]
+    prompts.close()
+    with pytest.raises(UserError, match="more than 2 GiB"):
+        PromptFormat(tokenizer, {"kind": "chat", "chat_template": "{{ 'a' * 99999999999 }}"})
+
+
+def test_kills_of_the_process_cost_their_rows_and_time_outs_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = TemplateWorker()
+    killing = ChatTemplate(spelled_tokenizer("byte_level"), template())
+    killing.fill(Chat(CHAT["messages"]), worker, learn="assistant")
+    for _ in range(3):
+        assert worker._process is not None
+        worker._process.kill()
+        worker._process.wait()
+        with pytest.raises(BadRow, match="ended by signal 9"):
+            killing.fill(Chat(CHAT["messages"]), worker, learn="assistant")
+        killing.fill(Chat(CHAT["messages"]), worker, learn="assistant")
     monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 0.1)
-    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
+    endless = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
     for refusal in (BadRow, BadRow, UserError):  # three in a row are the template's fault
         with pytest.raises(refusal, match="did not end within"):
-            chat_template.fill(Chat(CHAT["messages"]), WORKER, learn="assistant")
+            endless.fill(Chat(CHAT["messages"]), worker, learn="assistant")
+    worker.close()
 
 
 def test_a_template_that_writes_the_day_writes_the_same_tomorrow() -> None:
