@@ -213,8 +213,8 @@ class TrainConfig:
     dataset: Annotated[tuple[str, ...], NOT_EMPTY, MAY_DIFFER, PER_NODE] = ("alpaca_sample",)
     """Rows to train on, one or more of: alpaca, alpaca_sample, alpaca_demo (no network needed), guanaco, sql,
     orca_math, dummy (to measure speed), owner/name:config[split][:1000] on the Hugging Face hub, a .json, .jsonl,
-    .csv, .tsv, .parquet or .txt file (or one of these with .gz), or a folder of them or of datasets.save_to_disk.
-    Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has these
+    .csv, .tsv, .parquet or .txt file (or one of these with .gz or .zst), or a folder of them or of
+    datasets.save_to_disk. Several are joined; with weights, as in a.jsonl:0.7 b.parquet:0.3, an epoch has these
     shares and ends before a dataset would repeat a row; the next epoch continues with the next rows of each."""
     dataset_samples: Annotated[int | None, at_least(1)] = None
     """Use only the first rows of each dataset, this many; by default all of them (alpaca_sample, orca_math and dummy
@@ -231,7 +231,7 @@ class TrainConfig:
     """Format of the rows; auto detects it from the names of the columns."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()
     """The dataset's columns whose names differ from the format's, as FORMAT'S=DATASET'S, such as
-    instruction=task,output=result."""
+    instruction=task,output=result; ignore=NAME trains without a column that a row would be refused for."""
     prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
     """Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat
     template), a text file with {instruction}, {input} and {system}; or a chat template for models that have none:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fsdp_qlora")
 
-CACHE_VERSION = 6  # raise it when the arrays, the templates or the rules of masking change
+CACHE_VERSION = 7  # raise it when the arrays, the templates or the rules of masking change
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

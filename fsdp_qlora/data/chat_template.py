@@ -183,17 +183,15 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
         if "turns" not in request:
             return {"text": render(messages, request["add_generation_prompt"])[0]}
-        try:
-            whole = Conversation(render, messages, request["end_tokens"])
-        except TypeError:  # some templates take the arguments of tool calls as text
-            messages = with_arguments_as_text(messages)
-            whole = Conversation(render, messages, request["end_tokens"])
+        whole = _write(render, messages, request["end_tokens"])
         rows, notes = learned_rows(whole, request["turns"], apart=request["apart"])
-        return {"rows": rows, "notes": [*left_out(messages, request["tools"], whole.text), *notes]}
+        return {"rows": rows, "notes": [*left_out(whole.messages, request["tools"], whole.text), *notes]}
     except BadRow as error:
         return {"error": str(error)}
     except jinja2.TemplateSyntaxError as error:
         return {"fatal": f"it is not valid (line {error.lineno}: {error.message})"}
+    except RecursionError:
+        return {"error": "nested too deeply for a chat template"}
     except MemoryError:
         return {"error": f"the chat template takes more than {MEMORY_BYTES >> 30} GiB of memory for it"}
     except Exception as error:  # a template can raise anything
@@ -224,7 +222,7 @@ def work() -> None:
         try:
             reply = answer(json.loads(request))
         except (RecursionError, MemoryError):
-            reply = {"error": "it is too large or nested too deeply for a chat template"}
+            reply = {"error": "too large or nested too deeply for a chat template"}
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(reply), flush=True)
 
@@ -367,7 +365,7 @@ def _check_written(turn: int, message: Message, written: str) -> None:
         raise BadRow(f"turn {turn + 1}: the chat template does not write the text of this turn")
     for call in message.get("tool_calls") or []:
         if call["function"]["name"] not in written:
-            raise BadRow(f"turn {turn + 1}: the chat template does not write tool calls, so it cannot be learned")
+            raise BadRow(f"turn {turn + 1}: the chat template writes no tool calls; --prompt_template takes another")
 
 
 def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: str) -> list[str]:
@@ -385,10 +383,15 @@ def left_out(messages: list[Message], tools: list[dict[str, Any]] | None, text: 
     return [LEFT_OUT.format(what) for what in [*roles, *lost_tools]]
 
 
-def with_arguments_as_text(messages: list[Message]) -> list[Message]:
-    """The messages with the arguments of tool calls as JSON."""
-    messages = copy.deepcopy(messages)
-    for message in messages:
-        for call in message.get("tool_calls") or []:
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    return messages
+def _write(render: Render, messages: list[Message], end_tokens: Sequence[str]) -> Conversation:
+    """A conversation. Some templates want a content in each message that calls tools, or their arguments as text."""
+    import jinja2
+
+    with_content = [{"content": "", **message} for message in messages]
+    as_text = [copy.deepcopy(way) for way in (messages, with_content)]
+    for call in (call for found in as_text for message in found for call in message.get("tool_calls") or []):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    for way in (messages, with_content, *as_text) if any("tool_calls" in message for message in messages) else ():
+        with contextlib.suppress(TypeError, jinja2.UndefinedError):
+            return Conversation(render, way, end_tokens)
+    return Conversation(render, messages, end_tokens)

@@ -1,6 +1,7 @@
 """Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a template sees them."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,15 @@ ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
+_MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")  # where models of images have one
 CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
 _VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
 KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # what chat templates know besides
-WEIGHTS = ("weight", "train", "loss")  # whether a turn is learned, as OpenAI, axolotl and ms-swift call it
-_USED = {"role", "from", "content", "value", "tool_calls", "function_call", *KEPT, *WEIGHTS}
+# Whether a turn is learned, as OpenAI, axolotl, ms-swift and LLaMA-Factory call it.
+WEIGHTS = ("weight", "train", "loss", "loss_weight")
+# A question and its answer in one object, as ms-swift and Capybara write them.
+PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
+_USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_call", *KEPT, *WEIGHTS}
 
 
 def read_messages(row: Mapping[str, object]) -> Chat:
@@ -49,7 +54,15 @@ def _turns(value: object, column: str) -> list[dict[str, Any]]:
         raise BadRow(f"{column} is not a list of turns")
     if not value:
         raise BadRow(f"empty {column}")
-    return [dict(turn) for turn in value]
+    return [said for turn in value for said in _said(turn)]
+
+
+def _said(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    for asked, answered in PAIRS:
+        if turn.keys() >= {asked, answered}:
+            roles = (("user", asked), ("assistant", answered))
+            return [{"role": role, "content": turn[name]} for role, name in roles if turn[name] is not None]
+    return [dict(turn)]
 
 
 def _chat(row: Mapping[str, object], turns: list[dict[str, Any]]) -> Chat:
@@ -70,7 +83,7 @@ def _chat(row: Mapping[str, object], turns: list[dict[str, Any]]) -> Chat:
 def _message(turn: dict[str, Any], number: int) -> dict[str, Any]:
     """One turn as OpenAI writes it."""
     called = turn.get("role") if turn.get("role") is not None else turn.get("from")
-    content = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    content = next((turn[name] for name in ("content", "value", "parts") if turn.get(name) is not None), None)
     if called in CALLS:
         return {"role": "assistant", "tool_calls": _calls([_json(content, f"turn {number}")], number)}
     if not isinstance(called, str) or called.lower() not in ROLES:
@@ -82,6 +95,8 @@ def _message(turn: dict[str, Any], number: int) -> dict[str, Any]:
         message["content"] = unicode_of(_plain(content, number), f"turn {number}")
     elif "tool_calls" not in message:
         raise BadRow(f"turn {number}: its content is null")
+    if message["role"] == "user" and (found := _MEDIA.search(message.get("content", ""))):
+        raise BadRow(f"turn {number}: it shows {found[0].strip()}, and only text can be trained on")
     message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)}
     is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT))
     if message["role"] == "assistant" and is_empty and _weight(turn, number) != 0:
@@ -95,11 +110,15 @@ def _plain(content: object, number: int) -> str:
         return content
     if not isinstance(content, Sequence):
         raise BadRow(f"turn {number}: its content is not text but {type(content).__name__}")
+    texts = []
     for part in content:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        found = part.get("text", part.get("value")) if isinstance(part, Mapping) else part
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        if not isinstance(found, str) or kind != "text":
+            kind = kind if isinstance(part, Mapping) else type(part).__name__
             raise BadRow(f"turn {number}: a part of its content is {kind}, and only text can be trained on")
-    return "".join(part["text"] for part in content)
+        texts.append(found)
+    return "".join(texts)
 
 
 def _weight(turn: Mapping[str, Any], number: int) -> int | None:

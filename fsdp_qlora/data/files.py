@@ -4,10 +4,12 @@ import contextlib
 import csv
 import gzip
 import hashlib
+import io
 import json
 import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -22,16 +24,45 @@ ChooseColumns = Callable[[Sequence[str]], Collection[str]]
 
 MAX_ROW = "FSDP_QLORA_MAX_ROW_MIB"
 _MOST_PACKED = 100  # times its size that a .json may unpack to; text is packed 3 to 20 times
+UNREAD = "not read"  # the value of a table's column that is not used
 LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
+
+
+class _DamagedZst(ValueError):
+    pass
+
+
+class _Zst(io.RawIOBase):
+    """Unpacks a .zst as it is read."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+
+        self._file = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            content = self._file.read(len(buffer))
+        except (OSError, ValueError) as error:
+            raise _DamagedZst(str(error)) from error
+        buffer[: len(content)] = content
+        return len(content)
+
+
+# The last suffix of a packed file -> how it is opened.
+PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": lambda path: io.BufferedReader(_Zst(path))}
 
 
 @contextlib.contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """The content of a file; a .gz is unpacked. Raises UserError where that is damaged."""
+    """The content of a file, unpacked. Raises UserError where that is damaged."""
     try:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-            yield file  # type: ignore[misc]
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        with PACKED.get(path.suffix.lower(), partial(Path.open, mode="rb"))(path) as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, zlib.error, _DamagedZst) as error:
         raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
 
 
@@ -229,7 +260,7 @@ def _rows_of(batch: Any) -> Iterator[Row]:
 
 def complete(row: Row, columns: Iterable[str]) -> Row:
     """A table's row with all columns. Its objects have no nulls: tables fill with them what an object lacks."""
-    return dict.fromkeys(columns) | {name: _without_nulls(value) for name, value in row.items()}
+    return dict.fromkeys(columns, UNREAD) | {name: _without_nulls(value) for name, value in row.items()}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -264,9 +295,9 @@ FILE_KINDS: dict[str, FileKind] = {
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """How to read a file, by its name, which may end in .gz."""
-    name = path.name.lower().removesuffix(".gz")
-    return FILE_KINDS.get(Path(name).suffix)
+    """How to read a file, by its name, which may end as packed files do."""
+    name = Path(path.name.lower())
+    return FILE_KINDS.get(Path(name.stem).suffix if name.suffix in PACKED else name.suffix)
 
 
 def read_file(path: Path, kind: FileKind, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:

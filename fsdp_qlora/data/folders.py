@@ -41,7 +41,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
     kinds = ", ".join(FILE_KINDS)
     if not path.is_dir():
         if kind_of(path) is None:
-            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}, each also with .gz.")
+            raise UserError(f"dataset: {path} is not of a known kind. Kinds: {kinds}, each also with .gz or .zst.")
         if not path.is_file():  # reading a pipe or a device might never end
             raise UserError(f"dataset: {path} is not a regular file. Write the rows to a file and give its path.")
         if split is not None:

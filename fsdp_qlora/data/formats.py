@@ -1,5 +1,6 @@
 """Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of FORMATS."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,13 @@ class Format:
 
     def renames(self, columns: Collection[str]) -> dict[str, str]:
         """Those of the dataset's columns that are used: their name -> the format's, which may differ in case."""
-        names = _matches((*self.columns, *self.optional_columns), columns)
-        return {found: name for name, found in names.items() if found is not None}
+        found = {name: column for name, column in _matches(self.columns, columns).items() if column is not None}
+        for name in self.optional_columns:
+            others = [column for column in columns if column not in found.values()]
+            matches = _matches((name, *SYNONYMS.get(name, ())), others)
+            if (column := next(filter(None, matches.values()), None)) is not None:
+                found[name] = column
+        return {column: name for name, column in found.items()}
 
     def describe_columns(self) -> str:
         """The columns for people: "instruction, output (and input, if present)"."""
@@ -55,10 +61,14 @@ def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str |
 
 def read_alpaca(row: Row) -> Fields:
     """An `input` that is absent, null or blank counts as no input. `history` is LLaMA-Factory's list of pairs."""
+    return _fields(row, "instruction", "output", context="input")
+
+
+def _fields(row: Row, instruction: str, response: str, *, context: str = "context") -> Fields:
     return Fields(
-        instruction=text_of(row, "instruction"),
-        response=text_of(row, "output"),
-        context=text_of(row, "input", required=False),
+        instruction=text_of(row, instruction),
+        response=text_of(row, response),
+        context=text_of(row, context, required=False),
         system=text_of(row, "system", required=False),
         history=_history(row.get("history")),
     )
@@ -76,18 +86,23 @@ def _history(value: object) -> tuple[tuple[str, str], ...]:
 
 
 def read_dolly(row: Row) -> Fields:
-    return Fields(text_of(row, "instruction"), text_of(row, "response"), text_of(row, "context", required=False))
+    return _fields(row, "instruction", "response")
 
 
 def read_question(row: Row) -> Fields:
-    return Fields(text_of(row, "question"), text_of(row, "answer"), text_of(row, "context", required=False))
+    """The answer may be the first of several, as in SQuAD's `answers.text`."""
+    answer = row.get("answer")
+    answers = answer.get("text") if isinstance(answer, Mapping) else answer
+    if isinstance(answers, list) and answers:
+        row = {**row, "answer": answers[0]}
+    return _fields(row, "question", "answer")
 
 
 # --- text ---
 
 
 def read_text(row: Row) -> Rendered:
-    return Rendered([Segment(text_of(row, "text"), learned=True)], is_joint=True)
+    return Rendered([Segment(text_of(row, "text"), learned=True)], is_joint=True, is_document=True)
 
 
 def read_prompt_completion(row: Row) -> Content:
@@ -167,14 +182,67 @@ FORMATS: dict[str, Format] = {
     "preference": Format(("chosen", "rejected"), ("prompt", "tools"), refuse_preference),
     "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
-    "dolly": Format(("instruction", "response"), ("context",), read_dolly),
+    "dolly": Format(("instruction", "response"), ("context", "system", "history"), read_dolly),
     "question_answer": Format(
-        ("question", "answer"), ("context",), read_question, template=prompts.TEMPLATES["question_answer"]
+        ("question", "answer"),
+        ("context", "system", "history"),
+        read_question,
+        template=prompts.TEMPLATES["question_answer"],
     ),
     "prompt_completion": Format(("prompt", "completion"), ("tools",), read_prompt_completion),
     "guanaco": Format(("text",), (), read_guanaco, recognizes=is_guanaco),
     "text": Format(("text",), (), read_text),
 }
+
+
+# Other names of optional columns.
+SYNONYMS = {"input": ("context",), "context": ("input",), "system": ("system_prompt",), "tools": ("functions",)}
+
+# Well-known sets that call a format's columns otherwise: the format, their columns -> its own. They are tried in this
+# order where the columns are of no format.
+ALIASES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("question_answer", {"question": "question", "response": "answer"}),  # OpenOrca
+    ("question_answer", {"question": "question", "solution": "answer"}),  # s1K
+    ("question_answer", {"question": "question", "answers": "answer"}),  # SQuAD
+    ("alpaca", {"query": "instruction", "response": "output"}),  # MetaMath, ms-swift
+    ("alpaca", {"query": "instruction", "answer": "output"}),  # CodeFeedback
+    ("alpaca", {"problem": "instruction", "solution": "output"}),  # Magicoder
+    ("alpaca", {"prompt": "instruction", "response": "output"}),  # HelpSteer
+    ("alpaca", {"input": "instruction", "output": "output"}),
+    ("alpaca", {"inputs": "instruction", "targets": "output"}),  # FLAN
+    ("alpaca", {"source": "instruction", "target": "output"}),
+    ("alpaca", {"user": "instruction", "assistant": "output"}),
+    ("sharegpt", {"conversation": "conversations"}),  # LMSYS, WildChat, Capybara, ms-swift
+    ("messages", {"contents": "messages"}),  # Gemini
+    ("text", {"response": "text"}),  # ms-swift, for pretraining
+)
+
+MEDIA = ("images", "image", "audios", "audio", "videos", "video")
+# Columns that change what an answer means. A row in which one is filled and not used would be learned in a wrong sense.
+WATCHED = (
+    "input", "context", "system", "system_prompt", "history", "query", "tools", "functions", "label", *MEDIA,
+)  # fmt: skip
+IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose
+
+_MARKUP = re.compile(r"<\|(im_start|start_header_id|user|assistant|start)\|>|<start_of_turn>|\[INST\]")
+
+
+def unused_meaning(column: str, value: object, dataset_format: str) -> str | None:
+    """Why a row with this value in a WATCHED column that the format does not use is refused; None if it is not."""
+    if value in (None, "", [], {}) or (isinstance(value, str) and not value.strip()):
+        return None
+    without = f"--columns {IGNORE}={column} trains without it"
+    if column == "label" and str(value).lower() == "true":
+        return None
+    if column == "label" and str(value).lower() == "false":
+        return f"its label is false: a bad answer; {without}, --max_bad_rows 1 on the good ones alone"
+    if column in MEDIA:
+        return f"{column}: only text can be trained on; {without}, blind"
+    names = ", ".join(FORMATS[dataset_format].optional_columns) or "none"
+    return (
+        f"{column} is filled, and the format {dataset_format} does not use it; {without}, and --columns NAME={column} "
+        f"with it (optional columns: {names})"
+    )
 
 
 def name_columns(
@@ -197,15 +265,45 @@ def name_columns(
             f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
         )
     for name, names in _fitting(columns, renames, dataset_format):
+        if name == "text" and dataset_format == "auto":
+            _refuse_other_text({names.get(column, column): value for column, value in first_row.items()}, origin)
         recognizes = FORMATS[name].recognizes if dataset_format == "auto" else None
         if recognizes is None or recognizes({names[column]: first_row[column] for column in names.keys() & first_row}):
             return names, name
-    candidates = FORMATS if dataset_format == "auto" else [dataset_format]
-    needed = "; ".join(f"{name}: {FORMATS[name].describe_columns()}" for name in candidates)
+    wanted = FORMATS.get(dataset_format)
+    needed = f" The format {dataset_format} needs {wanted.describe_columns()}." if wanted else ""
     raise UserError(
-        f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}. Needed ({needed}). "
-        "Say which column is which, such as --columns instruction=task output=result."
+        f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} Say which column is which, such "
+        f"as --columns {_suggestion(first_row)}"
     )
+
+
+def _suggestion(row: Row) -> str:
+    """--columns for a row of no format, by what is in it."""
+    turns = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    texts = {name: len(value) for name, value in row.items() if isinstance(value, str) and value.strip()}
+    if turns:
+        return f"messages={turns[0]}"
+    if len(texts) < 2:
+        return f"text={next(iter(texts), 'COLUMN')}"
+    longest = sorted(texts, key=lambda name: -texts[name])[:2]
+    asked, answered = (name for name in texts if name in longest)
+    return f"instruction={asked} output={answered}"
+
+
+def _refuse_other_text(row: Row, origin: str) -> None:
+    """Raise UserError where texts are chats, or messages of one, and not documents."""
+    anyway = "--dataset_format text learns all of it as it is"
+    if "parent_id" in row and "role" in row:
+        raise UserError(
+            f"{origin}: each row is one message of a tree of chats, not a document: questions would be learned, and "
+            f"answers without them. Give whole conversations, such as --dataset guanaco; {anyway}."
+        )
+    if (found := _MARKUP.search(str(row["text"]))) is not None:
+        raise UserError(
+            f"{origin}: the texts are chats that a template has filled ({found[0]}): questions would be learned too, "
+            f"and the end token twice. Give the messages, which the model's template fills; {anyway}."
+        )
 
 
 def used_columns(columns: Sequence[str], *, dataset_format: str, renames: Mapping[str, str]) -> set[str]:
@@ -215,7 +313,8 @@ def used_columns(columns: Sequence[str], *, dataset_format: str, renames: Mappin
         used |= names.keys()
         if FORMATS[name].recognizes is None:
             break
-    return used or set(columns)
+    watched = {column for column in columns if column in {*WATCHED} - {*MEDIA} and renames.get(column) != IGNORE}
+    return used | watched if used else set(columns)
 
 
 def _fitting(
@@ -225,14 +324,20 @@ def _fitting(
     alone.
     """
     given = {name: renames.get(name, name) for name in columns if name in renames or name not in renames.values()}
-    for name in FORMATS if dataset_format == "auto" else [dataset_format]:
-        if FORMATS[name].fits(given.values()):
-            wanted = FORMATS[name].renames(given.values())
-            yield name, {column: wanted[named] for column, named in given.items() if named in wanted}
+    shapes: list[tuple[str, dict[str, str]]] = [(name, {}) for name in FORMATS]
+    for name, alias in (*shapes, *ALIASES):
+        if dataset_format not in ("auto", name) or not alias.keys() <= set(given.values()):
+            continue
+        if alias and name == "text" and len(given) > 1:  # an answer, whose question may be called otherwise
+            continue
+        ours = {column: alias.get(named, named) for column, named in given.items()}
+        if FORMATS[name].fits(ours.values()):
+            wanted = FORMATS[name].renames(ours.values())
+            yield name, {column: wanted[named] for column, named in ours.items() if named in wanted}
 
 
 def parse_columns(columns: Sequence[str]) -> dict[str, str]:
-    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's.
+    """("instruction=task",) -> {"task": "instruction"}: the dataset's column -> the format's, or IGNORE.
 
     Raises:
         UserError: an item is no such pair, or a column is renamed twice.
@@ -245,7 +350,7 @@ def parse_columns(columns: Sequence[str]) -> dict[str, str]:
                 f"columns: {item!r} does not say which column is which. Write the format's name first, then the "
                 "dataset's: instruction=task."
             )
-        if theirs in renames or ours in renames.values():
+        if theirs in renames or (ours in renames.values() and ours != IGNORE):
             name = theirs if theirs in renames else ours
             raise UserError(f"columns: {name!r} occurs twice in {' '.join(columns)}. Name each column once.")
         renames[theirs] = ours

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.data import tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
-from fsdp_qlora.data.formats import FORMATS, name_columns, parse_columns, used_columns
+from fsdp_qlora.data.formats import FORMATS, IGNORE, WATCHED, name_columns, parse_columns, unused_meaning, used_columns
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
 from fsdp_qlora.data.rows import (
@@ -275,8 +275,9 @@ class DatasetPipeline:
         first, report = self._tokenize_block(source, entries, vocab_size=vocab_size)
         if report.num_apart and options.max_steps < 0:
             raise UserError(
-                "--streaming true: turns of these chats become rows of their own, since the chat template renders them "
-                "differently when others follow, so the number of rows is unknown. Give --max_steps."
+                "--streaming true: turns of these chats, which the chat template renders differently when others "
+                "follow, or pieces of these texts become rows of their own, so the number of rows is unknown. Give "
+                "--max_steps."
             )
         check_report(report, options)
         log.info(
@@ -341,10 +342,15 @@ class DatasetPipeline:
             )
         report.dataset_format = self._format_name
         report.unused_columns = [column for column in self._columns if column not in self._names]
-        return [
-            (number, {self._names[name]: value for name, value in row.items() if name in self._names})
-            for number, row in rows
-        ]
+        watched = [name for name in report.unused_columns if name in WATCHED and self.renames.get(name) != IGNORE]
+        named = []
+        for number, row in rows:
+            found = (unused_meaning(name, row.get(name), self._format_name) for name in watched)
+            if (reason := next(filter(None, found), None)) is not None:
+                report.reject(number, reason)
+            else:
+                named.append((number, {self._names[name]: value for name, value in row.items() if name in self._names}))
+        return named
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:
@@ -361,10 +367,9 @@ def check_report(report: DataReport, options: DataOptions) -> None:
     allowed = options.max_bad_rows if skips else 0.0
     advice = report.describe_cut(options.context_length)
     if is_empty or num_bad > allowed * report.num_rows:
-        bad = [(place, reason) for place, reason in report.places() if counts_too_long or reason != NO_ROOM]
-        lines = [f"{place}: {reason}" for place, reason in bad[:NUMBERS_SHOWN]]
-        if num_bad > len(lines):
-            lines.append(f"... and {num_bad - len(lines):,} more")
+        lines = [line for reason, line in report.first_places() if counts_too_long or reason != NO_ROOM]
+        if len(lines) > NUMBERS_SHOWN:
+            lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
         limit = f"allowed are {allowed:.1%}" if skips else "--on_bad_row is error"
         cure = "raise --max_bad_rows" if skips else "leave them out with --on_bad_row skip"
         if report.num_too_long == num_bad:

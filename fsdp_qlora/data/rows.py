@@ -152,7 +152,7 @@ class DataReport:
     length_of_99_percent: int = 0
     """The tokens that 99% of the rows have at most, before any is cut."""
     num_apart: int = 0
-    """Turns of chats that are rows of their own, besides one for each chat."""
+    """Rows besides one for each row that was read: turns of chats and pieces of texts."""
 
     def reject(self, number: int, reason: str) -> None:
         self.rejected.setdefault(reason, []).append(number)
@@ -178,9 +178,20 @@ class DataReport:
         reasons = sorted((number, reason) for reason, numbers in self.rejected.items() for number in numbers)
         return [(locate([number], self.parts, self.origin), reason) for number, reason in reasons]
 
+    def first_places(self) -> list[tuple[str, str]]:
+        """(reason, a line with the first row that was left out for it, and how many others were)."""
+        return [
+            (
+                reason,
+                f"{locate(numbers[:1], self.parts, self.origin)}: {reason}"
+                + (f" (and {len(numbers) - 1:,} more)" if len(numbers) > 1 else ""),
+            )
+            for reason, numbers in sorted(self.rejected.items(), key=lambda item: item[1])
+        ]
+
     def describe(self) -> str:
         """One line: rows, tokens and truncation."""
-        apart = f" and {self.num_apart:,} turns of them as rows of their own" if self.num_apart else ""
+        apart = f" and {self.num_apart:,} rows more, of their turns or pieces" if self.num_apart else ""
         return (
             f"{self.origin}: {self.num_used - self.num_apart:,} of {self.num_rows:,} rows{apart}, "
             f"{self.num_tokens:,} tokens "
@@ -274,6 +285,8 @@ class Rendered:
     """Whether the text is tokenized as a whole, as it is when the model is used, where no token crosses a boundary."""
     is_templated: bool = False
     """Whether the text has the tokens that begin and end it, as a chat template writes them."""
+    is_document: bool = False
+    """Whether what does not fit in the context is another row, so that nothing is cut."""
     ids: Sequence[int] = ()
     """Token ids, as the row has them, instead of segments."""
     learned: Sequence[bool] = ()

@@ -61,8 +61,8 @@ def tokenize_batch(
     """Render and tokenize (number, row) pairs, so that the boundaries of what is learned are exact.
 
     A row that is not filled into a chat template ends with the end-of-sequence token, which is learned if the last
-    segment is. Rows are cut at `context_length`, from the end. A row that cannot be rendered, or that has nothing
-    learned before the cut, is left out and listed in the report.
+    segment is. Rows are cut at `context_length`, from the end; documents become several rows. A row that cannot be
+    rendered, or that has nothing learned before the cut, is left out and listed in the report.
 
     Returns:
         The tokenized rows, and the tokens of each before it was cut.
@@ -178,9 +178,13 @@ def encode(
     }
     for number, row in rendered:
         ids, learned, notes = next(encoders[_kind(row, tokenizer)])
-        kept = slice(context_length)
-        kept_ids = np.array(ids[kept], dtype=np.int32)
-        yield EncodedRow(number, kept_ids, learned[kept].copy(), len(ids[context_length:]), row.notes + notes)
+        # Each piece of a document begins with the last token of the piece before, so that every token is predicted.
+        starts = range(0, max(1, len(ids) - 1), max(1, context_length - 1)) if row.is_document else range(1)
+        num_cut = 0 if row.is_document else len(ids[context_length:])
+        for start in starts:
+            kept = slice(start, start + context_length)
+            noted = () if start else row.notes + notes
+            yield EncodedRow(number, np.array(ids[kept], dtype=np.int32), learned[kept].copy(), num_cut, noted)
 
 
 def _kind(row: Rendered, tokenizer: PreTrainedTokenizerBase) -> str:

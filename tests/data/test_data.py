@@ -231,10 +231,10 @@ def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(prepare:
         prepare(path, columns=("output=note",))
 
 
-def bomb(text: str, mib: int = 3) -> bytes:
-    """A .gz of a few KiB that unpacks to `mib` MiB of one row."""
+def bomb(text: str, kib: int) -> bytes:
+    """A small .gz that unpacks to one long row."""
     head, _, tail = text.partition("@")
-    return gzip.compress(head.encode() + b"a" * (mib << 20) + tail.encode())
+    return gzip.compress(head.encode() + b"a" * (kib << 10) + tail.encode())
 
 
 BOMBS = {
@@ -250,15 +250,19 @@ BOMBS = {
 def test_a_row_that_is_too_long_is_refused_before_it_is_in_memory(
     name: str, prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / name).write_bytes(bomb(BOMBS[name]))
-    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "2")
+    (tmp_path / name).write_bytes(bomb(BOMBS[name], 32 << 10))
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
     tracemalloc.start()
-    with pytest.raises(UserError, match=rf"{name}.*longer than 2 MiB.*FSDP_QLORA_MAX_ROW_MIB"):
+    with pytest.raises(UserError, match=rf"{name}.*longer than 1 MiB.*FSDP_QLORA_MAX_ROW_MIB"):
         prepare(tmp_path / name)
-    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
     tracemalloc.stop()
-    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "4")
-    assert prepare(tmp_path / name, max_bad_rows=1.0, learn="all")[1].num_truncated == 1
+    (tmp_path / name).write_bytes(bomb(BOMBS[name], 40))
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "0.01")
+    with pytest.raises(UserError, match="longer than"):
+        prepare(tmp_path / name)
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "0.1")
+    assert prepare(tmp_path / name)[1].num_used > 0
 
 
 def test_a_file_that_is_changed_while_it_is_read_leaves_no_rows_in_the_cache(
@@ -461,7 +465,9 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
     assert f"3 x empty output: {path}:1, 2, 7" in caplog.text
     # Now from the cache, whose file does not make the limit void.
     for options, limit in (({"max_bad_rows": 0.07}, "allowed are 7.0%"), ({"on_bad_row": "error"}, "is error")):
-        with pytest.raises(UserError, match=rf"8 of 102 rows cannot be used, .*{limit}(.|\n)*rows.jsonl:7: empty"):
+        with pytest.raises(
+            UserError, match=rf"8 of 102 rows cannot be used, .*{limit}(.|\n)*rows.jsonl:1: empty output .and 2 more"
+        ):
             prepare(path, **options)
 
 

@@ -223,7 +223,7 @@ BAD_OPTIONS: dict[str, dict[str, Any]] = {
     "columns: 'output' occurs twice": {"columns": ("output=a", "output=task")},
     "columns: 'task' does not say which column is which": {"columns": ("task",)},
     "has no column 'tsak'. It has: task, result": {"columns": ("instruction=tsak", "output=result")},
-    "missing columns. It has: task, result. Needed": {},
+    "missing columns. It has: task, result. Say which column is which, such as --columns instruction=task": {},
     "prompt_template: alpacca is neither one of alpaca, question_answer": {"prompt_template": "alpacca"},
 }
 

@@ -134,7 +134,7 @@ CASES: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {
     ("begins turns with the first letters of the prompt's block", "tags"): (turns("hi", "<t>a", "so", "</t>"), [["<t>a</s>", "</t></s>"]], []),
     ("has no end token", "two turns"): (TWO, [["go on", "no"]], []),
     ("takes arguments as text", "calls"): (CALLS, [['<call>add{"a": 1}</call><end>', "it is 2<end>"]], []),
-    ("plain", "calls"): (CALLS, [], ["turn 2: the chat template does not write tool calls, so it cannot be learned"]),
+    ("plain", "calls"): (CALLS, [], ["turn 2: the chat template writes no tool calls; --prompt_template takes another"]),
     ("wants a question", "the assistant first"): (turns("go on", "so", "no", first="assistant"), ONE_ROW, []),
     ("wants alternate roles", "the assistant first"): (TWO[1:], [], ["the chat template refuses it: roles must alternate (--prompt_template takes another)"]),
 }  # fmt: skip

@@ -1,0 +1,166 @@
+# ruff: noqa: E501
+"""The shapes of well-known sets: what is learned of each, or the refusal with a command that works."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.test_data import write_csv, write_jsonl
+from tests.data.test_own_data import Rows, prepare, tokenizer
+
+__all__ = ["prepare", "tokenizer"]  # fixtures
+
+ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "go on"}
+SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
+CALL = {"role": "assistant", "function_call": {"name": "go", "arguments": "{}"}}
+FUNCTION = {"name": "go", "description": "goes", "parameters": {}}
+
+# The columns of a set -> what is learned of the row.
+LEARNED: dict[str, tuple[dict[str, Any], str]] = {
+    "Alpaca": ({"instruction": "hi", "input": "so", "output": "go on"}, "go on</s>"),
+    "Alpaca with another name of the input": ({"instruction": "hi", "context": "so", "output": "go on"}, "go on</s>"),
+    "GPTeacher": ({"instruction": "hi", "input": "so", "response": "go on"}, "go on</s>"),
+    "Dolly": ({"instruction": "hi", "context": "so", "response": "go on", "category": "x"}, "go on</s>"),
+    "ms-swift": ({"query": "hi", "response": "go on", "system": "so", "history": [["a", "no"]]}, "no</s>go on</s>"),
+    "ms-swift, pretraining": ({"response": "go on"}, "<s>go on</s>"),
+    "MetaMath": ({"type": "x", "query": "hi", "original_question": "x", "response": "go on"}, "go on</s>"),
+    "CodeFeedback": ({"query": "hi", "answer": "go on", "lang": "x"}, "go on</s>"),
+    "Magicoder": ({"lang": "x", "seed": "x", "problem": "hi", "solution": "go on"}, "go on</s>"),
+    "HelpSteer": ({"prompt": "hi", "response": "go on", "helpfulness": 4}, "go on</s>"),
+    "input and output": ({"input": "hi", "output": "go on"}, "go on</s>"),
+    "FLAN": ({"inputs": "hi", "targets": "go on", "task": "x"}, "go on</s>"),
+    "source and target": ({"source": "hi", "target": "go on"}, "go on</s>"),
+    "user and assistant": ({"user": "hi", "assistant": "go on"}, "go on</s>"),
+    "OpenOrca": ({"id": "x", "system_prompt": "so", "question": "hi", "response": "go on"}, "go on</s>"),
+    "GSM8K": ({"question": "hi", "answer": "go on"}, "go on</s>"),
+    "s1K": ({"question": "hi", "solution": "go on", "cot_type": "x"}, "go on</s>"),
+    "SQuAD": ({"id": "x", "context": "so", "question": "hi", "answers": {"text": ["go on", "no"], "answer_start": [0, 1]}}, "go on</s>"),
+    "answers in a list": ({"question": "hi", "answer": ["go on"]}, "go on</s>"),
+    "TRL, text": ({"prompt": "hi ", "completion": "go on"}, "go on</s>"),
+    "TRL, chats": ({"prompt": [ASK], "completion": [SAY]}, "go on</s>"),
+    "UltraChat": ({"prompt": "hi", "prompt_id": "x", "messages": [ASK, SAY, ASK, SAY]}, "go on</s>go on</s>"),
+    "Numina": ({"problem": "hi", "solution": "go on", "messages": [ASK, SAY]}, "go on</s>"),
+    "open-r1": ({"problem": "hi", "solution": "x", "answer": "x", "messages": [ASK, {**SAY, "content": "<think>so</think>no"}]}, "<think>so</think>no</s>"),
+    "messages as text": ({"messages": json.dumps([ASK, SAY])}, "go on</s>"),
+    "OpenAI, weights": ({"messages": [ASK, {**SAY, "weight": 0}, ASK, SAY]}, "go on</s>"),
+    "LLaMA-Factory, parts": ({"messages": [{"role": "user", "content": [{"type": "text", "value": "hi"}]}, {"role": "assistant", "content": [{"type": "text", "value": "go on"}], "loss_weight": 1.0}]}, "go on</s>"),
+    "LLaMA-Factory, weights": ({"messages": [ASK, {**SAY, "loss_weight": 0.0}, ASK, SAY]}, "go on</s>"),
+    "OpenHermes": ({"conversations": SHARED, "source": "x", "category": None}, "go on</s>"),
+    "SlimOrca": ({"conversations": [{**SHARED[0], "weight": 0.0}, {**SHARED[1], "weight": 1.0}]}, "go on</s>"),
+    "OpenThoughts": ({"system": "so", "conversations": SHARED}, "go on</s>"),
+    "LMSYS": ({"conversation_id": "x", "model": "x", "conversation": [ASK, SAY], "turn": 1}, "go on</s>"),
+    "Capybara": ({"source": "x", "conversation": [{"input": "hi", "output": "go on"}, {"input": "so", "output": "no"}]}, "go on</s>no</s>"),
+    "ms-swift, pairs": ({"conversation": [{"human": "hi", "assistant": "go on"}]}, "go on</s>"),
+    "Gemini": ({"contents": [{"role": "user", "parts": [{"text": "hi"}]}, {"role": "model", "parts": [{"text": "go on"}]}]}, "go on</s>"),
+    "KTO, a good answer": ({"messages": [ASK, SAY], "label": True}, "go on</s>"),
+    "no images": ({"messages": [ASK, SAY], "images": []}, "go on</s>"),
+    "Wikipedia": ({"id": "x", "url": "x", "title": "x", "text": "go on"}, "<s>go on</s>"),
+    "Guanaco": ({"text": "### Human: hi### Assistant: go on"}, " go on</s>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_well_known_set_is_learned_as_it_is_meant(name: str, prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
+    row, expected = LEARNED[name]
+    data, _ = prepare(write_jsonl(tmp_path / "a.jsonl", [row]))
+    assert tokenizer.decode(data.train.input_ids[data.train.learned]) == expected
+    for column in ("input", "context", "system", "system_prompt", "history"):
+        if column in row and column != "input" * (len(row) == 2):
+            told = row[column][0][0] if column == "history" else row[column]
+            assert told in tokenizer.decode(data.train.input_ids[~data.train.learned]), column
+
+
+BAD = {"messages": [ASK, SAY], "label": False}
+# The columns of a set -> what the refusal says, and the columns that then work.
+REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
+    "KTO chats": ([{**BAD, "label": True}, BAD], "a.jsonl:2: its label is false: a bad answer; --columns ignore=label", ("ignore=label",)),
+    "KTO texts": ([{"prompt": "hi", "completion": "go on", "label": False}], "its label is false", ("ignore=label",)),
+    "classes": ([{"text": "go on", "label": 3}], "label is filled, and the format text does not use it", ("ignore=label",)),
+    "images": ([{"messages": [ASK, SAY], "images": ["a.png"]}], "images: only text can be trained on; --columns ignore=images", ("ignore=images",)),
+    "audio": ([{"conversations": SHARED, "audios": ["a.mp3"]}], "audios: only text", ("ignore=audios",)),
+    "an image in the text": ([{"messages": [{**ASK, "content": "<image>Who?"}, SAY]}], "turn 1: it shows <image>, and only text", ()),
+    "context beside messages": ([{"messages": [ASK, SAY], "context": "so"}], "--columns ignore=context trains without it", ("ignore=context",)),
+    "input beside prompts": ([{"prompt": "hi", "completion": "go on", "input": "so"}], "input is filled", ("ignore=input",)),
+    "ChatML": ([{"text": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ngo on<|im_end|>\n"}], "(<|im_start|>): questions would be learned", ()),
+    "Llama 2": ([{"text": "<s>[INST] hi [/INST] go on </s>"}], "([INST]): questions", ()),
+    "oasst1": ([{"message_id": "1", "parent_id": None, "role": "prompter", "text": "hi"}], "one message of a tree", ()),
+    "samsum": ([{"id": "1", "dialogue": "so so so", "summary": "go on"}], "--columns instruction=dialogue output=summary", ("instruction=dialogue", "output=summary")),
+    "CNN": ([{"article": "so so so", "highlights": "go on", "id": "1"}], "--columns instruction=article output=highlights", ("instruction=article", "output=highlights")),
+    "unknown chats": ([{"dialog": [ASK, SAY]}], "--columns messages=dialog", ("messages=dialog",)),
+    "one unknown text": ([{"body": "go on"}], "--columns text=body", ("text=body",)),
+    "translation": ([{"translation": {"en": "hi", "fr": "no"}}], "missing columns. It has: translation", ()),
+    "lists for columns": ([{"instruction": ["hi"], "output": ["go on"]}], "instruction is not text but list", ()),
+    "an assistant that calls": ([{"messages": [ASK, CALL, SAY], "functions": [FUNCTION]}], "turn 2: the chat template writes no tool calls; --prompt_template", ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_set_that_would_be_learned_wrongly_is_refused_with_the_cure(name: str, prepare: Any, tmp_path: Path) -> None:
+    rows, says, columns = REFUSED[name]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    with pytest.raises(Exception, match=r"a\.jsonl") as error:
+        prepare(path)
+    assert says in str(error.value)
+    if columns:
+        assert len(prepare(path, columns=columns)[0].train) == len(rows)
+
+
+def test_a_column_of_a_table_that_is_watched_is_read(prepare: Any, tmp_path: Path) -> None:
+    from tests.data.test_data import write_parquet
+
+    for more, says in (({"label": False}, "its label is false"), ({"images": [{"bytes": b"x"}]}, "images: only text")):
+        path = write_parquet(tmp_path / "a.parquet", [{"messages": [ASK, SAY], **more}])
+        with pytest.raises(Exception, match=says):
+            prepare(path)
+    path = write_csv(tmp_path / "a.csv", [{"prompt": "hi", "completion": "go on", "label": "False"}])
+    with pytest.raises(Exception, match="its label is false"):
+        prepare(path)
+
+
+def test_functions_reach_the_template_as_tools(prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "tools.jinja").write_text(
+        "{% for t in tools %}{{ t.name }}{% endfor %}{% for m in messages %}[{{ m.role }}]{{ m.content + '' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    row = {"messages": [ASK, CALL, {"role": "function", "name": "go", "content": "so"}, SAY], "functions": [FUNCTION]}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    data, _ = prepare(path, prompt_template=str(tmp_path / "tools.jinja"))
+    text = tokenizer.decode(data.train.input_ids)
+    assert text == "go[user]hi[assistant]go</s>[tool]so[assistant]go on</s>"
+    assert tokenizer.decode(data.train.input_ids[data.train.learned]) == "go</s>go on</s>"
+
+
+def test_a_text_longer_than_the_context_is_several_rows_with_every_token_once(
+    prepare: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    text = " ".join(f"go on {number}" for number in range(100))
+    (tmp_path / "a.txt").write_text(f"{text}\nhi\n")
+    whole, _ = prepare(tmp_path / "a.txt")
+    data, log = prepare(tmp_path / "a.txt", context_length=64)
+    rows, (first, last) = data.train, whole.train.offsets[1:]
+    pieces = [
+        rows.input_ids[start:end].tolist() for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)
+    ]
+    assert {len(piece) for piece in pieces[:-2]} == {64} and rows.learned.all()
+    assert (
+        pieces[0] + [token for piece in pieces[1:-1] for token in piece[1:]] == whole.train.input_ids[:first].tolist()
+    )
+    assert pieces[-1] == whole.train.input_ids[first:last].tolist()
+    assert int(rows.num_targets.sum()) == int(whole.train.num_targets.sum())
+    assert "2 of 2 rows" in log and "0 tokens cut" in log
+
+
+def test_zst_is_unpacked_and_a_damaged_one_refused(prepare: Any, tmp_path: Path) -> None:
+    import pyarrow
+
+    rows = b"".join(json.dumps({"text": f"go {number}"}).encode() + b"\n" for number in range(5000))
+    packed = pyarrow.Codec("zstd").compress(rows, asbytes=True)
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    assert len(prepare(tmp_path / "a.jsonl.zst")[0].train) == 5000
+    (tmp_path / "a.jsonl.zst").write_bytes(packed[:-900])
+    with pytest.raises(Exception, match=r"packed file is damaged or cut off|incomplete"):
+        prepare(tmp_path / "a.jsonl.zst")
