@@ -1,4 +1,4 @@
-"""The pinned host memory of offloaded weights: one registration, copied from as fast as torch's own."""
+"""The pinned host memory of offloaded weights: one registration, whose parts are copied without waiting."""
 
 import time
 
@@ -33,30 +33,6 @@ def test_copies_from_the_arena_are_asynchronous_and_bring_the_bytes():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     holds(torch.equal(on_gpu.cpu(), part))
-
-
-def test_copies_from_the_arena_are_as_fast_as_from_pinned_memory_of_torch(record_property):
-    size = 16 * MIB if IS_STAND_IN else 512 * MIB
-    [arena] = split_arena([size], pinned=True)
-    pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(size, dtype=torch.uint8, device="cuda")
-    speeds = {"arena": _bytes_per_second(arena, target), "torch": _bytes_per_second(pinned, target)}
-    for name, speed in speeds.items():
-        record_property(f"{name}_gb_per_second", speed / 1e9)
-    holds(speeds["arena"] > 0.8 * speeds["torch"], speeds)
-
-
-def _bytes_per_second(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Of the best of five copies, by the GPU's own clock."""
-    seconds = []
-    for _ in range(5):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        target.copy_(source, non_blocking=True)
-        ended.record()
-        ended.synchronize()
-        seconds.append(max(began.elapsed_time(ended) / 1e3, 1e-9))
-    return source.numel() / min(seconds)
 
 
 def test_memory_that_cannot_be_pinned_is_refused_with_its_size():

@@ -154,10 +154,6 @@ def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(run: tuple[Path
     assert (tmp_path / "again" / adapter).read_bytes() == (output_dir / adapter).read_bytes()
 
 
-def test_flags_win_over_the_config_file_in_the_run_itself(run: tuple[Path, str]) -> None:
-    assert max(read_metrics(run[0], "lr")) == 1e-3
-
-
 def test_max_steps_stops_within_an_epoch_and_evaluation_is_before_every_eval_steps_and_after(
     run: tuple[Path, str],
 ) -> None:

@@ -32,12 +32,6 @@ class Step(NamedTuple):
 
 
 STEPS = {
-    "padding, 3 micro-batches": Step(1, {"padding": True, "gradient_accumulation_steps": 3}, {
-        "syncs": 4, "all_gather": (1, 56), "device_to_host at work": 59, "host_to_device at work": 14_392,
-    }),
-    "8-bit optimizer, which waits for each tensor": Step(1, {"optimizer": "adamw_8bit"}, {
-        "syncs": 57, "all_gather": (1, 56), "host_to_device at work": 10_616, "device_to_host at work": 56,
-    }),
     "1 rank, both offloads": Step(1, {**OFFLOAD, "use_activation_cpu_offload": True}, {
         "syncs": 1, "all_gather": (1, 56), "host_to_device beside": 308_608, "host_to_device at work": 22_200,
         "device_to_host beside": 198_656, "device_to_host at work": 56,
