@@ -46,7 +46,7 @@ class LoadedModel:
             hub.fetch_weights(config.model, plan.folder, ranks=ranks, store=store)
             weights = open_weights(plan)
         distributed.start_process_group(ranks, store, timeout_minutes=_IDLE_MINUTES)
-        with exits.loading_explained(ranks.rank, "more or larger GPUs, or --use_cpu_offload true"):
+        with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
             load_model(dataclasses.replace(config, use_gradient_checkpointing=False), plan, weights, ranks)
         distributed.release_loading_memory(ranks.device)
         self.ranks, self.sampling = ranks, sampling

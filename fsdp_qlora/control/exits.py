@@ -183,4 +183,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def _describe_out_of_memory(error: Exception, kind: str, rank: int, where: str, settings: str) -> str:
+    if kind == "host":  # where offloaded tensors go
+        others = (setting for setting in settings.split(", ") if "offload" not in setting)
+        settings = ", ".join(["more memory in the machine", *others])
     return f"Rank {rank} ran out of {kind} memory {where}: {_in_one_line(error)} What helps: {settings}."

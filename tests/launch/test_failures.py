@@ -105,3 +105,9 @@ def test_out_of_memory_while_loading_is_one_sentence_that_helps() -> None:
         loading_explained(3, "more GPUs"),
     ):
         raise error
+    advice = "What helps: more memory in the machine, --recompute all, or more GPUs"
+    with (
+        pytest.raises(TrainingError, match=f"Rank 0 ran out of host memory .* {advice}"),
+        loading_explained(0, "--recompute all, --use_cpu_offload true, or more GPUs"),
+    ):
+        raise MemoryError("5.2 GiB")
