@@ -106,8 +106,9 @@ def _missing(config: TrainConfig) -> Iterator[str]:
     folders, files = {"model_name": config.model}, {name: getattr(config, name) for name in _FILES}
     named = [(option, word, word) for option, word in {**folders, **files}.items() if word]
     for option in ("dataset", "eval_dataset"):
-        for word in getattr(config, option):  # name=PATH:weight, PATH[split]
-            path = word if Path(word).exists() else word.rpartition("=")[2]
+        for word in getattr(config, option):  # PATH:weight, PATH[split], name=PATH
+            is_named = option == "eval_dataset" and not Path(word).exists()
+            path = word.rpartition("=")[2] if is_named else word
             named.append((option, word, re.sub(r"(:[\d.]+|\[[^/]*\])+$", "", path)))
     for option, word, path in named:
         if _PATH.fullmatch(path) and not Path(path).expanduser().exists():

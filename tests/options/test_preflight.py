@@ -36,7 +36,7 @@ def test_names_of_the_hub_and_files_that_are_there_pass(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").touch()
     Path("a=b.jsonl").touch()
-    words = "owner/model --dataset owner/rows:main[train][:100] rows.jsonl[test]:0.5 a=b.jsonl alpaca"
+    words = "owner/model --dataset owner/rows:main[train][:100] rows.jsonl[test]:0.5 a=b.jsonl:0.5 alpaca"
     refuse_early(parse_train_config(["--model_name", *words.split()]))
 
 
