@@ -59,13 +59,14 @@ ENDINGS = {
         Ending("no_progress", 4, is_final=True),
         Ending("hung", 5, is_final=False),
         Ending("preempted", 75, is_final=False),
+        Ending("unreadable", 75, is_final=False),
         Ending("interrupted", 130, is_final=True),
     )
 }
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and all ranks have stopped after the same step.
+    """The run was asked to stop, and all ranks have stopped after the same step; or it cannot start now.
 
     Args:
         state: a key of ENDINGS.

@@ -5,8 +5,8 @@
 #     bash scripts/run_forever.sh OUTPUT_DIR COMMAND...
 #     bash scripts/run_forever.sh output torchrun -m fsdp_qlora train --train_type qlora --dataset alpaca --output_dir output
 #
-# Exit status: 0 when the run is finished, else that of the last start. Ctrl-C or SIGTERM ends the run, with a
-# checkpoint, and this script.
+# Exit status: 0 when the run is finished, else that of the last start. Ctrl-C, SIGTERM or SIGHUP ends the run,
+# with a checkpoint, and this script.
 set -u
 output_dir="${1:?usage: run_forever.sh OUTPUT_DIR COMMAND...}"
 shift
@@ -19,7 +19,7 @@ forward() {
     stopped=1
     [ -n "$child" ] && kill -TERM "$child" 2>/dev/null
 }
-trap forward INT TERM
+trap forward INT TERM HUP # under nohup HUP stays ignored
 
 pause="${RUN_FOREVER_PAUSE:-5}"
 early=0
@@ -27,6 +27,7 @@ while :; do
     before=$(cksum "$output_dir/status.json" 2>/dev/null)
     "$@" &
     child=$!
+    [ -n "$stopped" ] && forward # the signal came before there was a child
     wait "$child"
     status=$?
     while kill -0 "$child" 2>/dev/null; do # the trap has interrupted the wait
@@ -51,5 +52,8 @@ while :; do
         exit "$status"
     fi
     echo "run_forever: ended with status $status${state:+ ($state)}; started again in $pause s." >&2
-    sleep "$pause"
+    sleep "$pause" &
+    child=$!
+    wait "$child"
+    [ -n "$stopped" ] && exit "$status"
 done

@@ -120,6 +120,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: names the file that has changed.
+        OSError: a file cannot be read now, which says nothing about its content.
     """
     check_files(folder, _read_manifest(folder))
     try:
@@ -137,9 +138,9 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
             raise ValueError("its hash differs")
         version = manifest["format"]
         files = {name: FileRecord(**record) for name, record in manifest["files"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpoint(f"{path.name} is not there") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (IsADirectoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name} has changed ({error})") from error
     if version != FORMAT_VERSION:
         raise DamagedCheckpoint(f"it has format {version}, and this version reads {FORMAT_VERSION}")
@@ -172,10 +173,7 @@ def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:
             raise DamagedCheckpoint(f"{name} is not {'a file' if path.exists() else 'there'}")
         if (size := path.stat().st_size) != record.size:
             raise DamagedCheckpoint(f"{name} has {size} bytes instead of {record.size}")
-    try:
-        found = records_of([folder / name for name in expected])
-    except OSError as error:
-        raise DamagedCheckpoint(f"{error.filename} cannot be read ({error.strerror})") from error
+    found = records_of([folder / name for name in expected])
     for name, record in zip(expected, found, strict=True):
         if record != expected[name]:
             raise DamagedCheckpoint(f"{name} has changed: its SHA-256 differs")

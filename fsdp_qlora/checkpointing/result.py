@@ -93,13 +93,16 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
     """How the result in a folder differs from the one that was saved; None if it does not. The card may be edited.
 
     only: compare these files, as far as a record of them is there; without it there has to be a result.
+
+    Raises:
+        OSError: a file cannot be read now.
     """
     try:
         content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
     except FileNotFoundError:
         return None if only is not None or _has_weights(output_dir) else f"none of {', '.join(_WEIGHTS)} is there"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (IsADirectoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{RESULT} cannot be read ({error})"
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} names no files of the folder"

@@ -21,7 +21,7 @@ from fsdp_qlora.checkpointing.run_folder import (
     RUN_KEYS,
     STATUS,
     check_usable,
-    edits_reported,
+    errors_explained,
     is_finished,
     is_run,
     locked,
@@ -94,7 +94,7 @@ class RunFolder:
                 f"--resume {origin}: there is no such folder. Give a checkpoint's or a run's folder, auto or off."
             )
         if self._is_on_this_machine:
-            with edits_reported(self.path):
+            with errors_explained(self.path):
                 check_usable(self.path, overwrite=self.request.overwrite or _continues(self.path, self.request))
         self._refuse_another_run({})
         with locked(self.path) if self.ranks.is_rank_0 else contextlib.nullcontext():
@@ -108,7 +108,7 @@ class RunFolder:
     def _refuse_another_run(self, facts: Mapping[str, Any]) -> None:
         """Refuse the folder's run if it has other options or facts, naming each with both values."""
         if self._is_on_this_machine and self.request.resume == "auto" and not self.request.overwrite:
-            with edits_reported(self.path):
+            with errors_explained(self.path):
                 if is_run(self.path) and (found := find_differences(read_run(self.path), facts, self.request)):
                     refuse(self.path, found)
 
@@ -133,12 +133,10 @@ class RunFolder:
         answer: dict[str, Any] = {}
         if self.ranks.is_rank_0:
             try:
-                with edits_reported(self.path):
+                with errors_explained(self.path):
                     answer = {"start": dataclasses.asdict(choose_start(self.path, identity, self.request))}
             except (UserError, RunStopped) as error:
                 answer = {"ending": how_it_ends(error).state, "message": str(error)}
-            except OSError as error:
-                answer = {"ending": "bad_input", "message": f"The run's folder cannot be used: {error}."}
         answer = json.loads(gather_texts(json.dumps(answer), self.ranks.device)[0])
         if "start" in answer:
             return Start(**answer["start"])

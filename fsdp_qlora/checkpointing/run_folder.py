@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.errors import ENDINGS, UserError
+from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
+from fsdp_qlora.output.redact import lost_output
 from fsdp_qlora.storage.files import is_partial, why_not_writable, write_json
 
 log = logging.getLogger("fsdp_qlora")
@@ -64,7 +65,7 @@ def _read(path: Path, required: Collection[str], advice: str) -> dict[str, Any]:
             raise ValueError(f"{absent[0]} is not in it")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (IsADirectoryError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} cannot be used: {error}. {advice}") from error
     return content
 
@@ -75,12 +76,22 @@ def is_finished(output_dir: Path) -> bool:
 
 
 @contextlib.contextmanager
-def edits_reported(output_dir: Path) -> Iterator[None]:
-    """Say in one sentence that a run's files have been edited: they lack values, or have some of other types."""
+def errors_explained(output_dir: Path) -> Iterator[None]:
+    """Explain in one sentence what is wrong with a run's files.
+
+    Raises:
+        RunStopped: they cannot be read or written now, as on a network disk that is away: try again.
+        UserError: they have been edited: they lack values, or have some of other types.
+    """
     try:
         yield
     except UserError:
         raise
+    except OSError as error:
+        raise RunStopped(
+            "unreadable",
+            f"The run in {output_dir} cannot be used now: {error}. No checkpoint was renamed. Try again.",
+        ) from error
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(
             f"{output_dir / RUN}, {STATUS} beside it or a checkpoint makes no sense: {error!r}. Restore the original, "
@@ -89,8 +100,9 @@ def edits_reported(output_dir: Path) -> Iterator[None]:
 
 
 class Status:
-    """Writes status.json: state, step, saved_step, reason, exit_code, seconds. Does nothing on ranks other than 0.
+    """Writes status.json: state, step, saved_step, reason, exit_code, seconds, and `output` if a part of it was lost.
 
+    Does nothing on ranks other than 0.
     Errors are ignored: a full or missing disk is no reason to stop a run.
     """
 
@@ -100,7 +112,7 @@ class Status:
         self._written_at = 0.0
 
     def update(self, **values: Any) -> None:
-        self.values |= values
+        self.values |= values | ({"output": lost} if (lost := lost_output()) else {})
         self._written_at = time.monotonic()
         if self._path is not None:
             with contextlib.suppress(OSError):

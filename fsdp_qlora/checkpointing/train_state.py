@@ -283,7 +283,7 @@ def _damage_reported(folder: Path) -> Iterator[None]:
     """Raise DamagedCheckpoint where files of a checkpoint are gone or have changed since they were verified."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except (FileNotFoundError, SafetensorError) as error:
         raise DamagedCheckpoint(f"{folder} cannot be read ({error})") from error
 
 

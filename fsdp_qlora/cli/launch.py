@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # torch is imported where it is needed, so that --help and wr
 _STATUS_OF_SIGNAL = {
     signal.SIGTERM: ENDINGS["preempted"].exit_code,
     signal.SIGUSR1: ENDINGS["preempted"].exit_code,
+    signal.SIGHUP: ENDINGS["preempted"].exit_code,
     signal.SIGINT: ENDINGS["interrupted"].exit_code,
 }
 _LAUNCHER_PID = "FSDP_QLORA_LAUNCHER_PID"
@@ -223,7 +224,8 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
 
     more: dict[str, Any] = {}
     if "signals_to_handle" in LaunchConfig.__dataclass_fields__:  # of newer versions than the oldest we take
-        more["signals_to_handle"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        more["signals_to_handle"] = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup)
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -42,6 +42,8 @@ def export_checkpoint(source: Path, out: Path, *, best: bool = False, words: Seq
         state = checkpoint.verify(folder)
     except DamagedCheckpoint as error:
         raise UserError(f"{folder} is damaged: {error}. Give another checkpoint.") from error
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read now: {error}.") from error
     about = state["about"]
     config = stored_config(about, words)
     form = result_form(config, _plan(config), about["options"])

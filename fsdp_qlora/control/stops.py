@@ -33,10 +33,11 @@ STOPS = (
     Stop("over_budget", "--max_hours is used up"),
     Stop("over_budget", "--max_cost_usd is used up"),
     Stop("preempted", "SIGUSR1"),
+    Stop("preempted", "SIGHUP"),
     Stop("preempted", "SIGTERM"),
     Stop("interrupted", "SIGINT"),
 )
-_OF_SIGNAL = {signal.SIGUSR1: 3, signal.SIGTERM: 4, signal.SIGINT: 5}
+_OF_SIGNAL = {signal.SIGUSR1: 3, signal.SIGHUP: 4, signal.SIGTERM: 5, signal.SIGINT: 6}
 NUM_FLAGS = 3  # of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
 
@@ -47,7 +48,9 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in _OF_SIGNAL}
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal must not stop the run
+    numbers = [number for number in _OF_SIGNAL if number != signal.SIGHUP or not is_nohup]
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -121,7 +124,7 @@ class Control:
 
     @contextlib.contextmanager
     def catching_signals(self) -> Iterator[None]:
-        """Take SIGTERM, SIGINT and SIGUSR1 as requests to stop; a second SIGINT ends the process at once."""
+        """Take the signals as requests to stop; a second SIGINT ends the process at once."""
         with _handling(self._on_signal):
             yield
 

@@ -6,7 +6,7 @@ import netrc
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -67,15 +67,37 @@ def guard_output() -> None:
             setattr(sys, name, _RedactedStream(stream))
 
 
+def lost_output() -> str | None:
+    """Why a part of what this process printed was lost; None if nothing was."""
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, _RedactedStream)]
+    return next(filter(None, (stream.lost for stream in streams)), None)
+
+
 class _RedactedStream:
-    """A text stream whose writes are redacted one by one."""
+    """A text stream whose writes are redacted one by one, and dropped where nobody reads them any more.
+
+    A dead log collector, a closed terminal or a full disk is no reason to end a run. lost: the first such error.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self.lost: str | None = None
 
     def write(self, text: str) -> int:
-        self._stream.write(redact(text))
+        with self._dropped_if_lost():
+            self._stream.write(redact(text))
         return len(text)
+
+    def flush(self) -> None:
+        with self._dropped_if_lost():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _dropped_if_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.lost = self.lost or f"lost: {error.strerror}"
 
     def writelines(self, lines: Sequence[str]) -> None:
         for line in lines:

@@ -83,8 +83,11 @@ def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tupl
         return {}, None
     adapter, failure, digest = read_adapter(Path(config.adapter).expanduser()), None, None
     if ranks.is_rank_0:
-        digest = record_of(adapter.weights).sha256
-        failure = result_error(adapter.folder, [adapter.weights.name])
+        try:
+            digest = record_of(adapter.weights).sha256
+            failure = result_error(adapter.folder, [adapter.weights.name])
+        except OSError as error:
+            failure = f"it cannot be read ({error})"
         trained_on = adapter.record.get("base", {}).get("weights")
         if failure is None and config.base_name is None and trained_on not in (None, base):
             failure = (

@@ -1,6 +1,8 @@
 """Signals and budgets: all ranks stop after the same step, say so, and resume from it as if nothing had been."""
 
+import os
 import signal
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,11 @@ from tests.chaos.harness import Job, Same, at_step, ended, finish, hang, numbers
 
 @pytest.mark.parametrize(
     ("rank", "number", "state", "code"),
-    [(1, signal.SIGTERM, "preempted", 75), (0, signal.SIGINT, "interrupted", 130)],
+    [
+        (1, signal.SIGTERM, "preempted", 75),
+        (0, signal.SIGHUP, "preempted", 75),
+        (0, signal.SIGINT, "interrupted", 130),
+    ],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
     rank: int, number: signal.Signals, state: str, code: int, reference: Reference, assert_same: Same, tmp_path: Path
@@ -43,6 +49,26 @@ def test_a_second_ctrl_c_ends_a_rank_at_once(reference: Reference, tmp_path: Pat
         assert job.is_alive()
         job.kill(0, signal.SIGINT)
         assert job.wait()[0] == 130
+
+
+def lose_output() -> None:
+    """Let nobody read what rank 0 prints from the fourth step on, and close the terminal that nohup has left."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def close() -> None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(writer, stream.fileno())
+        signal.raise_signal(signal.SIGHUP)
+
+    at_step(3, close, 0)
+
+
+def test_a_run_outlives_its_output(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+    run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=lose_output)
+    assert_same(tmp_path / "out")
+    assert status(tmp_path / "out")["output"] == "lost: Broken pipe"
 
 
 def take_ten_seconds_per_step() -> None:

@@ -169,3 +169,15 @@ def test_run_forever_starts_again_what_may_still_finish(plan: list[str], code: i
     result = subprocess.run(command, cwd=tmp_path, env={**os.environ, "RUN_FOREVER_PAUSE": "0"}, capture_output=True)
     assert result.returncode == code, result.stderr
     assert (tmp_path / "STARTS").read_text().count("start") == len(plan)
+
+
+def test_run_forever_can_be_stopped_in_its_pause(tmp_path: Path) -> None:
+    (tmp_path / "PLAN").write_text("- - 1\n" * 3)
+    (tmp_path / "fake.sh").write_text(FAKE)
+    command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]
+    environment = {**os.environ, "RUN_FOREVER_PAUSE": "3600"}
+    script = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    assert script.stderr is not None and "started again in 3600 s" in script.stderr.readline()
+    script.terminate()
+    assert script.wait(HANG_SECONDS) == 1
+    assert (tmp_path / "STARTS").read_text().count("start") == 1

@@ -1,6 +1,8 @@
 """What people and lost disks do to a run's folder: each is one sentence, and nothing starts over by itself."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import publish_files, record_result
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.same_run import StartRequest
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.ranks.distributed import read_ranks
 from fsdp_qlora.storage.files import write_json
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
@@ -88,6 +90,25 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(lose: Callable[[Pa
     lose(root)
     start = finds(run, resume_from="off", overwrite=True)
     assert isinstance(start, Start) and start.step == 0 and not root.is_symlink()
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize("name", [TENSORS, checkpoint.STATE, checkpoint.MANIFEST, run_folder.RUN, run_folder.STATUS])
+def test_what_cannot_be_read_now_is_tried_again_and_set_aside_by_nobody(
+    name: str, number: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, before = Path.open, sorted(run.rglob("*"))
+
+    def fails(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise OSError(number, os.strerror(number), str(path))
+        return original(path, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(RunStopped, match=f"{os.strerror(number)}.*{name}") as stopped:
+        patch.setattr(Path, "open", fails)
+        begin(run)
+    assert stopped.value.ending == ENDINGS["unreadable"] and stopped.value.ending.exit_code == 75
+    assert sorted(run.rglob("*")) == before and begin(run).step == 5
 
 
 def test_without_a_whole_checkpoint_nothing_starts_from_zero(run: Path) -> None:
