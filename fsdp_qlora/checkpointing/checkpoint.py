@@ -16,10 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import FileRecord, publish_folder, write_hashed_json
 
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
+_SHARD_NAME = re.compile(r"state_\d{5}\.safetensors")
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _SET_ASIDE = ".set_aside"
 _CHUNK_BYTES = 2**22
@@ -120,9 +124,16 @@ def verify(folder: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: names the file that has changed.
+        UserError: a later version of this program saved it.
         OSError: a file cannot be read now, which says nothing about its content.
     """
-    check_files(folder, _read_manifest(folder))
+    files = _read_manifest(folder)
+    check_files(folder, files)
+    for name in filter(_SHARD_NAME.fullmatch, files):
+        with safe_open(folder / name, "np") as file:
+            shard = (file.metadata() or {}).get("shard", "")
+        if shard not in ("", str(int(name[6:11]))):
+            raise DamagedCheckpoint(f"{name} holds the rows of shard {shard}")
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -143,7 +154,10 @@ def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     except (IsADirectoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name} has changed ({error})") from error
     if version != FORMAT_VERSION:
-        raise DamagedCheckpoint(f"it has format {version}, and this version reads {FORMAT_VERSION}")
+        raise UserError(
+            f"{folder} has checkpoint format {version}, and this version of fsdp_qlora reads {FORMAT_VERSION}. Resume "
+            "with the version that saved it, or start from zero with --resume off --overwrite_output_dir true."
+        )
     if STATE not in files:
         raise DamagedCheckpoint(f"{STATE} is not in it")
     return files

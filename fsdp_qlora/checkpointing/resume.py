@@ -402,6 +402,10 @@ def _start_at(run: Run, folder: Path, state: Mapping[str, Any]) -> Start:
         refuse(folder, differences)
     global_batch_size = stored["global_batch_size"]
     log.info("Resuming at step %d from %s, which passed verification.", progress["step"], folder)
+    then, now = stored.get("versions", {}), identity.get("versions", {})
+    others = [f"{name} {then[name]} then, {now[name]} now" for name in then.keys() & now if then[name] != now[name]]
+    if others:
+        log.warning("It was saved by other versions, which may change the numbers: %s.", "; ".join(sorted(others)))
     if identity["global_batch_size"] != global_batch_size:
         batch_size, world_size = identity["options"]["batch_size"], identity["world_size"]
         log.info(

@@ -129,7 +129,7 @@ class CachedWeights(WeightFiles):
             super().__init__(folder, as_bytes=True)
             if self._checksums.keys() != self.files.keys():
                 raise ValueError("its tensors and its checksums do not match")
-        except (UserError, OSError, ValueError, KeyError, TypeError) as error:
+        except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedEntry(str(error)) from error
         self._own = dict(self.files)
         self.files = {**original.files, **self._own}

@@ -1,6 +1,7 @@
 """Removes secrets from everything that a run prints or writes: tokens, keys, and passwords in URLs."""
 
 import contextlib
+import errno
 import functools
 import netrc
 import os
@@ -98,6 +99,9 @@ class _RedactedStream:
             yield
         except OSError as error:
             self.lost = self.lost or f"lost: {error.strerror}"
+            if error.errno in (errno.EPIPE, errno.EIO):  # nobody will read it any more, nor what libraries write there
+                with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), self._stream.fileno())
 
     def writelines(self, lines: Sequence[str]) -> None:
         for line in lines:

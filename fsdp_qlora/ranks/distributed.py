@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.errors import LostRank, UserError
+from fsdp_qlora.errors import LostRank, RunStopped, UserError
 from fsdp_qlora.output.text import LineHandler, PrintableFormatter
 from fsdp_qlora.ranks.device import choose_device
 
@@ -442,6 +442,25 @@ def release_loading_memory(device: torch.device) -> None:
 def stop_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def process_group_closed() -> Iterator[None]:
+    """End the process group with the block: a thread of torch that outlives Python may crash the process at its end.
+
+    After a failure it is aborted, since another rank may be gone or wait for this one.
+    """
+    try:
+        yield
+    except RunStopped:
+        raise
+    except BaseException:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.group.WORLD.abort()  # type: ignore[union-attr]
+        raise
+    finally:
+        stop_process_group()
 
 
 def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:

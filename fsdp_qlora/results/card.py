@@ -128,7 +128,8 @@ def how_to_load(base: Base | None, folder: str) -> list[str]:
 
 
 def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any]) -> str:
-    base = Base(record["base"]["name"], record["base"]["is_on_hub"])
+    name = record["base"]["name"]
+    base = Base(name, record["base"].get("is_on_hub", "/" in name))
     metadata = ModelCardData(
         base_model=base.name if base.is_on_hub else None,
         library_name="peft" if kind else "transformers",

@@ -14,6 +14,7 @@ from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
+from fsdp_qlora.output.environment import versions
 from fsdp_qlora.planning.plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
@@ -67,6 +68,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
         **({"parent": parent} if parent else {}),
         "world_size": ranks.world_size,
         "global_batch_size": plan.schedule.global_batch_size,
+        "versions": versions(),
         **plan.data.provenance,
     }
 

@@ -71,7 +71,8 @@ def run(config: TrainConfig) -> None:
         log.debug("Options:\n%s", resolved_yaml(config))
         make_plan(config, ranks, None)
         return
-    with RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed() as folder:
+    claim = RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed()
+    with claim as folder, distributed.process_group_closed():
         started = clock.elapsed()  # what comes before the first step counts for the budget too
         timeout_minutes = max(30, 2 * config.hang_minutes)
         store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
@@ -95,7 +96,6 @@ def run(config: TrainConfig) -> None:
                 helps = memory_settings(config, plan.model, ranks)
                 guard = Guard(config, folder, start, presence, started=started, memory_settings=helps)
                 train_and_export(config, plan, weights, identity, guard)
-    distributed.stop_process_group()
 
 
 def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Guard) -> None:

@@ -80,11 +80,15 @@ KILLED = partial(signal.raise_signal, signal.SIGKILL)
 
 
 def _train_with(argv: list[str], fault: Fault | None) -> int:
+    import torch
+
     import train
 
     if fault is not None:
         fault()
-    return train.main(argv)
+    status = train.main(argv)
+    assert not torch.distributed.is_initialized()  # its threads would outlive Python
+    return status
 
 
 # --- runs ---

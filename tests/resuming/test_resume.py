@@ -1,30 +1,37 @@
 """Where a run begins, as decided from what is in its folder."""
 
 import contextlib
+import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed import HashStore
 
 from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
 from fsdp_qlora.checkpointing.mirror import open_store
+from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.same_run import FACTS, StartRequest
+from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.errors import RunStopped, UserError
+from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import read_ranks
 from fsdp_qlora.run.supervision import Guard
 from fsdp_qlora.storage.files import read_json, write_hashed_json, write_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
+from tests.resuming import test_train_state
 
 OPTIONS = {"lr": 0.1, "batch_size": 1, "gradient_accumulation_steps": 1}
 ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(FACTS, "x")}
-ABOUT |= {"world_size": 1, "global_batch_size": 1}
+ABOUT |= {"world_size": 1, "global_batch_size": 1, "versions": {"torch": "2.13.0"}}
 TENSORS, ROWS = "state_00000.safetensors", {"kind": "rows", "dtype": "F32", "dims": [3]}
 DESCRIPTION: dict[str, Any] = {
     **{"files": 1, "is_sharded": False, "shapes": {"w": [2, 3]}, "groups": [{"lr": 0.1}]},
@@ -178,3 +185,44 @@ def test_a_machine_that_is_taken_away_while_the_model_is_loaded_is_no_failure(tm
             os.kill(os.getpid(), signal.SIGTERM)
         assert stopped.value.ending.exit_code == 75
     assert read_json(out / run_folder.STATUS)["state"] == "preempted" and begin(out).step == 3
+
+
+# --- checkpoints of other releases ---
+
+FORMAT_1 = Path(__file__).with_name("format_1")  # saved after two steps; what the third gives is beside it
+
+
+@pytest.fixture
+def saved_before(tmp_path: Path) -> Path:
+    folder: Path = shutil.copytree(FORMAT_1 / "step_000002", tmp_path / "saved" / "step_000002")
+    return folder
+
+
+def test_a_checkpoint_of_format_1_resumes_to_the_same_bits(
+    saved_before: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    start = begin(tmp_path / "out", resume_from=saved_before)
+    assert (start.step, Progress.from_dict(start.progress).num_tokens) == (2, 100)
+    assert "It was saved by other versions, which may change the numbers: torch 2.0.0 then" in lines[-1]
+    monkeypatch.setattr(test_train_state, "SHAPES", {"lora_A": (2, 3), "lora_B": (4, 2)})
+    ranks = read_ranks()
+    distributed.start_process_group(ranks, HashStore())
+    try:
+        mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+        model, optimizer = test_train_state.make_model("adamw", mesh)
+        TrainState(model, optimizer, mesh, ranks, is_large=False).load(Path(str(start.folder)), start.tensors)
+        test_train_state.step(model, optimizer, 2)
+        found = test_train_state.result_of(model)
+    finally:
+        distributed.stop_process_group()
+    torch.testing.assert_close(found, load_file(FORMAT_1 / "after_step_3.safetensors")["result"], rtol=1e-6, atol=1e-7)
+
+
+def test_a_later_format_is_refused_by_name_and_left_alone(saved_before: Path, tmp_path: Path) -> None:
+    manifest = json.loads((saved_before / checkpoint.MANIFEST).read_text()) | {"format": 2}
+    del manifest["sha256"]
+    manifest["sha256"] = checkpoint._manifest_hash(manifest)
+    (saved_before / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"step_000002 has checkpoint format 2, and this version .* reads 1"):
+        begin(tmp_path / "out", resume_from=saved_before.parent)
+    assert saved_before.is_dir()
