@@ -6,7 +6,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.ranks.distributed import Ranks, first_failure, gather_numbers, gather_texts
+from fsdp_qlora.ranks.distributed import Ranks, gather_texts
 from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
 
 log = logging.getLogger("fsdp_qlora")
@@ -64,95 +64,88 @@ class Saver:
         started = time.monotonic()
         self.state.check_finite()
         while (failure := self._try(progress)) is not None:
-            is_full, reason = failure
-            freed = self._free_oldest() if is_full else None
-            if freed is None:
-                self._note_failure(progress.step, reason)
+            if failure["freed"] is None:
+                self._note_failure(progress.step, failure["reason"], failure["failing_seconds"])
                 return False
-            log.warning("Step %d: %s. To make room, %s was deleted.", progress.step, reason, freed)
+            log.warning(
+                "Step %d: %s. To make room, %s was deleted.", progress.step, failure["reason"], failure["freed"]
+            )
         self.saved_step, self._failing_since = progress.step, None
         self.seconds = time.monotonic() - started
         self._prune()
         log.info("Checkpoint of step %d: %s", progress.step, checkpoint.step_folder(self.root, progress.step))
         return True
 
-    def _note_failure(self, step: int, reason: str) -> None:
-        """Report that nothing was saved; end the run if that has lasted too long by rank 0's clock."""
+    def _note_failure(self, step: int, reason: str, failing_seconds: float) -> None:
+        """Report that nothing was saved; end the run if that has lasted too long."""
         last = f"the last checkpoint is step {self.saved_step}" if self.saved_step >= 0 else "there is none yet"
-        now = time.monotonic()
-        self._failing_since = self._failing_since or now
-        failing = gather_numbers([now - self._failing_since], self.ranks.device).flatten()[0].item()
-        if failing > self.max_failing_seconds:
+        if failing_seconds > self.max_failing_seconds:
             raise TrainingError(
-                f"Step {step}: no checkpoint could be saved for {failing / 60:.0f} minutes: {reason}. The run ends, "
-                f"since its work would be lost; {last}. Make {self.root} writable, and the same command resumes."
+                f"Step {step}: no checkpoint could be saved for {failing_seconds / 60:.0f} minutes: {reason}. The run "
+                f"ends, since its work would be lost; {last}. Make {self.root} writable, and the same command resumes."
             )
         log.warning("Step %d: no checkpoint was saved: %s. Training continues; %s.", step, reason, last)
 
-    def _try(self, progress: Progress) -> tuple[bool, str] | None:
-        """Write and publish once. If it fails on any rank, return whether the disk is full, and the reason."""
-        staging = checkpoint.staging_folder(self.root, progress.step)
-        error: OSError | None = None
+    def _try(self, progress: Progress) -> dict[str, Any] | None:
+        """Write and publish once; None, or how it failed on any rank, the same on every rank.
+
+        reason: of the first rank that failed. freed: the checkpoint that has made room for another try, if one has.
+        failing_seconds: since a save first failed, by rank 0's clock.
+        """
+        staging, failure = checkpoint.staging_folder(self.root, progress.step), None
         if self.ranks.is_rank_0:
             try:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
-            except OSError as failure:
-                error = failure
-        self._all_ok(None)  # waits for the folder
-        files: dict[str, FileRecord] = {}
+            except OSError as error:
+                failure = self._describe(error)
+        gather_texts("", self.ranks.device)  # waits for the folder
+        part: dict[str, Any] = {}
         description: dict[str, Any] = {}
         try:
             files, description = self.state.write(staging)
-        except OSError as failure:
-            error = error or failure
-        if reason := self._all_ok(error):
-            self._discard(staging)
-            return reason
-        records = gather_texts(
-            json.dumps({name: record._asdict() for name, record in files.items()}), self.ranks.device
-        )
-        if self.ranks.is_rank_0:
-            for text in records:
-                files |= {name: FileRecord(**record) for name, record in json.loads(text).items()}
+            part = {name: record._asdict() for name, record in files.items()}
+        except OSError as error:
+            failure = failure or self._describe(error)
+        parts = gather_texts(json.dumps([failure, part]), self.ranks.device)
+        outcome = self._publish(staging, progress, description, parts) if self.ranks.is_rank_0 else None
+        found: dict[str, Any] | None = json.loads(gather_texts(json.dumps(outcome), self.ranks.device)[0])
+        return found
+
+    def _publish(
+        self, staging: Path, progress: Progress, description: Mapping[str, Any], parts: Sequence[str]
+    ) -> dict[str, Any] | None:
+        """Publish what all ranks have written, on rank 0, or make room for another try; see `_try`."""
+        failures: list[tuple[bool, str]] = []
+        files: dict[str, FileRecord] = {}
+        for failure, records in map(json.loads, parts):
+            failures += filter(None, [failure])
+            files |= {name: FileRecord(**record) for name, record in records.items()}
+        if not failures:
             try:
                 content = {"progress": progress.to_dict(), "tensors": description, "about": self.identity}
                 files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, content)
                 checkpoint.publish_checkpoint(staging, checkpoint.step_folder(self.root, progress.step), files)
-            except OSError as failure:
-                error = failure
-        reason = self._all_ok(error)
-        if reason:
-            self._discard(staging)
-        return reason
+                return None
+            except OSError as error:
+                failures.append(self._describe(error))
+        shutil.rmtree(staging, ignore_errors=True)
+        freed = delete_oldest(self.root) if any(is_full for is_full, _ in failures) else None
+        self._failing_since = self._failing_since or time.monotonic()
+        failing_seconds = time.monotonic() - self._failing_since
+        return {"reason": failures[0][1], "freed": freed, "failing_seconds": failing_seconds}
 
-    def _all_ok(self, error: OSError | None) -> tuple[bool, str] | None:
-        """None if no rank has failed, else (whether a disk is full, the reason), the same on all ranks."""
-        code = 0 if error is None else 1 if is_full(error) else 2
-        codes = gather_numbers([float(code)], self.ranks.device).flatten().tolist()
-        if not any(codes):
-            return None
-        text = "" if error is None else f"{error.filename or self.root}: {error.strerror or error}"
-        return 1.0 in codes, first_failure(text, self.ranks.device) or ""
-
-    def _discard(self, staging: Path) -> None:
-        if self.ranks.is_rank_0:
-            shutil.rmtree(staging, ignore_errors=True)
+    def _describe(self, error: OSError) -> tuple[bool, str]:
+        """Whether an error says that a disk is full, and its words."""
+        return is_full(error), f"{error.filename or self.root}: {error.strerror or error}"
 
     # --- deleting old checkpoints ---
-
-    def _free_oldest(self) -> str | None:
-        """Delete one checkpoint, never the newest; returns its name, or None if there is none to delete."""
-        name = ""
-        if self.ranks.is_rank_0:
-            name = delete_oldest(self.root) or ""
-        return gather_texts(name, self.ranks.device)[0] or None
 
     def _prune(self) -> None:
         folders = checkpoint.published(self.root) if self.ranks.is_rank_0 else {}
         keep = {*list(folders)[-self.save_total_limit :], best_step(folders)}
         for step, folder in folders.items():
-            if step not in keep:
+            if step not in keep and read_json(folder / checkpoint.STATE):  # what cannot be read now may be the best
                 try:
                     checkpoint.remove(folder)
                 except OSError as error:

@@ -1,6 +1,7 @@
 """Runs of train.py whose ranks can be killed, and faults that are put into a rank before it starts."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -68,6 +69,22 @@ def at_step(step: int, happens: Fault, *ranks: int, during: str = "train_step") 
 def hang() -> NoReturn:
     while True:
         time.sleep(0.1)
+
+
+def fill_disk(folder: Path, most: int) -> None:
+    """Let the checkpoints' folder have room for `most` tensor files."""
+    from fsdp_qlora.checkpointing import train_state
+
+    original = train_state.write_tensors
+
+    def write_tensors(path: Path, forms: Any, values: Any, metadata: Any) -> Any:
+        if len(list(folder.glob("*/state_*.safetensors"))) >= most:
+            for _ in values:
+                pass
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return original(path, forms, values, metadata)
+
+    train_state.write_tensors = write_tensors
 
 
 def be_impatient() -> None:

@@ -1,6 +1,5 @@
 """Full disks, numbers that are none, ranks that fail, hang or lose their way, too little memory."""
 
-import errno
 import os
 import re
 import resource
@@ -16,7 +15,7 @@ from unittest.mock import ANY
 import pytest
 import torch
 
-from fsdp_qlora.checkpointing import checkpoint, train_state
+from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import spike
 from fsdp_qlora.control import presence, watchdog
 from fsdp_qlora.control.clock import Heartbeat
@@ -32,6 +31,7 @@ from tests.chaos.harness import (
     at_step,
     be_impatient,
     ended,
+    fill_disk,
     finish,
     hang,
     numbers,
@@ -42,20 +42,6 @@ from tests.chaos.harness import (
 )
 
 # --- the disk ---
-
-
-def fill_disk(folder: Path, most: int) -> None:
-    """Let the checkpoints' folder have room for `most` tensor files."""
-    original = train_state.write_tensors
-
-    def write_tensors(path: Path, forms: Any, values: Any, metadata: Any) -> Any:
-        if len(list(folder.glob("*/state_*.safetensors"))) >= most:
-            for _ in values:
-                pass
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return original(path, forms, values, metadata)
-
-    train_state.write_tensors = write_tensors
 
 
 def test_on_a_full_disk_the_oldest_checkpoint_makes_room(

@@ -1,11 +1,18 @@
-"""kill -9 of a rank at any moment: the run resumes, and its results are the same."""
+"""Faults at any moment, kill -9 in any phase of a save: the run resumes, and its results are the same."""
 
+import contextlib
+import errno
 import os
 import random
+import shutil
 import signal
+import socket
 import time
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import ANY
 
 import pytest
@@ -14,28 +21,107 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import KILLED, RANKS, Job, Same, at_step, ended, numbers, on, run, steps_done, wait_for
+from tests.chaos.harness import (
+    KILLED,
+    RANKS,
+    Fault,
+    Job,
+    Same,
+    at_step,
+    ended,
+    fill_disk,
+    numbers,
+    on,
+    run,
+    steps_done,
+    wait_for,
+)
 from tests.tiny import make_rows, write_rows
 
+# --- random faults ---
 
-def test_random_kills_change_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
-    kills, seed = int(os.environ.get("CHAOS_KILLS", 4)), int(os.environ.get("CHAOS_SEED", time.time()))
+
+def fail_reads(rank: int) -> None:
+    """Let no file of a checkpoint be read, as on a network disk that is away."""
+    original = Path.open
+
+    def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if on(rank) and mode == "rb" and path.parent.name.startswith("step_"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return original(path, mode, *args, **options)
+
+    Path.open = opened  # type: ignore[method-assign, assignment]
+
+
+def drop_links() -> None:
+    """Close the connections to the other ranks, as a network that fails does."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as link:
+            if not link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                link.shutdown(socket.SHUT_RDWR)
+
+
+def stall(job: Job, rank: int) -> None:
+    """Stop a rank for longer than a step takes, and for less than it may be silent."""
+    job.kill(rank, signal.SIGSTOP)
+    time.sleep(3)
+    job.kill(rank, signal.SIGCONT)
+
+
+class Disturbance(NamedTuple):
+    """What is put into the ranks before a start, for (a step, a rank, the run's folder), or done to one meanwhile."""
+
+    fault: Callable[[int, int, Path], Fault] | None = None
+    action: Callable[[Job, int], None] | None = None
+    statuses: frozenset[int] = frozenset()  # besides 0
+
+
+DISTURBANCES = {
+    "kill": Disturbance(action=Job.kill, statuses=frozenset({1, -signal.SIGKILL})),
+    "stop": Disturbance(action=partial(Job.kill, number=signal.SIGTERM), statuses=frozenset({1, 75, -signal.SIGTERM})),
+    "stalled rank": Disturbance(action=stall),
+    "full disk": Disturbance(lambda step, rank, out: partial(fill_disk, out / "checkpoints", 1)),
+    "failing reads": Disturbance(lambda step, rank, out: partial(fail_reads, 0), statuses=frozenset({75})),
+    "dropped link": Disturbance(
+        lambda step, rank, out: partial(at_step, step, drop_links, rank), statuses=frozenset({1})
+    ),
+}
+
+
+def test_random_faults_change_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
+    """One of each kind in one run; with CHAOS_MINUTES, as many as come in that time, in as many runs as it takes."""
+    seed, minutes = int(os.environ.get("CHAOS_SEED", time.time())), float(os.environ.get("CHAOS_MINUTES", 0))
     print(f"CHAOS_SEED={seed}")
-    chance = random.Random(seed)
-    options = reference.same_but(tmp_path / "out")
-    for kill in range(kills):
-        with ended(Job(options, tmp_path / f"logs{kill}")) as job:
+    chance, counts, num_runs = random.Random(seed), Counter[str](), 0
+    out, end = tmp_path / "out", time.monotonic() + 60 * minutes
+    options = reference.same_but(out)
+    while len(counts) < len(DISTURBANCES) or time.monotonic() < end:
+        kind = min(chance.sample(sorted(DISTURBANCES), 6), key=counts.__getitem__)
+        counts[kind] += 1
+        fault, action, statuses = DISTURBANCES[kind]
+        before, further, rank = steps_done(out) % 20, chance.choice([0, 1, 2, 4, 8]), chance.randrange(RANKS)
+        logs = tmp_path / f"logs{counts.total()}"
+        with ended(Job(options, logs, fault=fault and fault(before + further, rank, out))) as job:
             # Somewhere in a start, or between here and 8 steps on.
-            before, further = steps_done(tmp_path / "out"), chance.choice([0, 1, 2, 4, 8])
-            wait_for(lambda: not job.is_alive() or steps_done(tmp_path / "out") >= before % 20 + further)  # noqa: B023
+            wait_for(lambda: not job.is_alive() or steps_done(out) >= before + further)  # noqa: B023
             time.sleep(chance.uniform(0, 0.5))
-            if job.is_alive():
-                job.kill(chance.randrange(RANKS))
-            job.wait()
-            for folder in checkpoint.published(tmp_path / "out" / "checkpoints").values():
-                checkpoint.verify(folder)
+            if job.is_alive() and action:
+                action(job, rank)
+            found = set(job.wait())
+        assert found <= {0, *statuses}, f"{kind}: {found}\n{job.output()[-6000:]}"
+        for folder in checkpoint.published(out / "checkpoints").values():
+            checkpoint.verify(folder)
+        assert not checkpoint.quarantined(out / "checkpoints")
+        if found == {0}:
+            assert_same(out)
+            shutil.rmtree(out)
+            num_runs += 1
     run(options, tmp_path / "logs")
-    assert_same(tmp_path / "out")
+    assert_same(out)
+    print(f"{num_runs + 1} runs ended as the undisturbed one after {dict(counts)}")
+
+
+# --- kills at chosen moments, and kinds of training ---
 
 
 def die_at(call: str, count: int) -> None:

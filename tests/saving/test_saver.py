@@ -35,8 +35,6 @@ def test_a_run_that_cannot_save_for_too_long_ends(
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(saving, "gather_texts", lambda text, *_: [text])
-    monkeypatch.setattr(saving, "gather_numbers", lambda numbers, *_: torch.tensor([numbers], dtype=torch.float64))
-    monkeypatch.setattr(saving, "first_failure", lambda failure, *_: failure)
     ranks, disk = Ranks(0, 0, 1, 1, torch.device("cpu")), Disk()
     saver = Saver(
         tmp_path,
