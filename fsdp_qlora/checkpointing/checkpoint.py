@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import safe_open
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import FileRecord, publish_folder, write_hashed_json
+from fsdp_qlora.storage.files import FileRecord, publish_folder, read_file, write_hashed_json
 
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -144,14 +144,14 @@ def verify(folder: Path) -> dict[str, Any]:
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_file(path))
         if manifest.pop("sha256") != _manifest_hash(manifest):
             raise ValueError("its hash differs")
         version = manifest["format"]
         files = {name: FileRecord(**record) for name, record in manifest["files"].items()}
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise DamagedCheckpoint(f"{path.name} is not there") from None
-    except (IsADirectoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name} has changed ({error})") from error
     if version != FORMAT_VERSION:
         raise UserError(

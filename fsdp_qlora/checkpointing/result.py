@@ -13,7 +13,7 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_files, 
 from fsdp_qlora.checkpointing.run_folder import CARD, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
 from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.storage.files import FileRecord, flush, flush_files
+from fsdp_qlora.storage.files import FileRecord, flush, flush_files, read_file
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -98,11 +98,11 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
         OSError: a file cannot be read now.
     """
     try:
-        content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
+        content: dict[str, Any] = json.loads(read_file(output_dir / RESULT))
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
     except FileNotFoundError:
         return None if only is not None or _has_weights(output_dir) else f"none of {', '.join(_WEIGHTS)} is there"
-    except (IsADirectoryError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{RESULT} cannot be read ({error})"
     if not files or any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         return f"{RESULT} names no files of the folder"
