@@ -1,18 +1,28 @@
-"""Saves a run's checkpoints on all ranks: when to save, which to keep, and what to do if the disk is full."""
+"""Saves a run's checkpoints on all ranks, large ones in the background, and decides which to keep.
 
+A large state is copied to the host's memory and written by a thread on each rank. The ranks tell each other with the
+numbers of every step whether they are still writing; then all publish it after the same step.
+"""
+
+import contextlib
 import errno
 import json
 import logging
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
-from fsdp_qlora.checkpointing.train_state import TrainState
+from fsdp_qlora.checkpointing.train_state import Tensors, TrainState
 from fsdp_qlora.errors import TrainingError
 from fsdp_qlora.ranks.distributed import Ranks, gather_texts
 from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
@@ -20,6 +30,25 @@ from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
 log = logging.getLogger("fsdp_qlora")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+MIN_BACKGROUND_BYTES = 2**26  # a smaller state is written in less time than a step takes
+_Part = tuple[tuple[bool, str] | None, dict[str, Any]]  # a rank's failure, and the records of its files
+
+
+@dataclass
+class _Save:
+    """A checkpoint that is being written. part: of this rank, of which num_taken tensors have been taken so far."""
+
+    progress: dict[str, Any]
+    staging: Path
+    contents: Mapping[str, Tensors]
+    description: Mapping[str, Any]
+    started: float
+    in_background: bool
+    part: "Future[_Part]" = field(default_factory=Future)
+    num_taken: int = 0
+    num_seen: int = 0  # of them, when the heartbeat was last given
 
 
 class Saver:
@@ -47,34 +76,119 @@ class Saver:
         self.root, self.state, self.ranks, self.identity = root, state, ranks, identity
         self.save_total_limit, self.saved_step = save_total_limit, saved_step
         self.max_failing_seconds = max_failing_seconds
-        self.seconds = 0.0  # of the last save
+        self.seconds = 0.0  # of the last save, until it was published
         self._failing_since: float | None = None
+        self._save: _Save | None = None  # the one that is being written
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def save(self, progress: Progress) -> bool:
-        """Publish a checkpoint of this step, unless there is one; returns whether there is one now.
+    def save(self, progress: Progress, *, until_published: bool = True) -> bool:
+        """Save a checkpoint of this step, unless there is one; returns whether there is one now.
 
-        A disk that is full or fails is reported, and training may continue: earlier checkpoints are untouched.
+        A disk that is full or fails is reported, and training may continue: earlier checkpoints are untouched. The save
+        before is finished first, so checkpoints appear in order.
 
+        Args:
+            until_published: wait for it. Otherwise a large state is copied to the host's memory, if that has room, and
+                written by a thread; `finish` publishes it.
         Raises:
             TrainingError: the parameters are not finite, or nothing could be saved for too long.
         """
+        self.finish()
         if self.saved_step == progress.step:
             self._prune()  # the previous start may have been killed before it did
             return True
         started = time.monotonic()
         self.state.check_finite()
-        while (failure := self._try(progress)) is not None:
-            if failure["freed"] is None:
-                self._note_failure(progress.step, failure["reason"], failure["failing_seconds"])
-                return False
-            log.warning(
-                "Step %d: %s. To make room, %s was deleted.", progress.step, failure["reason"], failure["freed"]
-            )
-        self.saved_step, self._failing_since = progress.step, None
-        self.seconds = time.monotonic() - started
-        self._prune()
-        log.info("Checkpoint of step %d: %s", progress.step, checkpoint.step_folder(self.root, progress.step))
-        return True
+        staging, failure = checkpoint.staging_folder(self.root, progress.step), None
+        if self.ranks.is_rank_0:
+            try:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+            except OSError as error:
+                failure = self._describe(error)
+        in_background = self._fits_in_memory() and not until_published  # waits for the folder
+        contents, description = self.state.contents()
+        if in_background:
+            contents = {name: content.copied() for name, content in contents.items()}
+        self._save = _Save(progress.to_dict(), staging, contents, description, started, in_background=in_background)
+        self._start(self._save, failure)
+        if in_background:
+            return False
+        self.finish()
+        return self.saved_step == progress.step
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's part of a save is still being written."""
+        return self._save is not None and not self._save.part.done()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether there is a save to finish, the same on every rank."""
+        return self._save is not None
+
+    def finish(self) -> None:
+        """Wait for a save that is being written, and publish it."""
+        while (save := self._save) is not None:
+            step = save.progress["step"]
+            while not wait([save.part], timeout=1).done:
+                self._beat(save)
+            parts = gather_texts(json.dumps(save.part.result()), self.ranks.device)
+            outcome = self._publish(save, parts) if self.ranks.is_rank_0 else None
+            failure = json.loads(gather_texts(json.dumps(outcome), self.ranks.device)[0])
+            if failure is None:
+                self._save, self.saved_step, self._failing_since = None, step, None
+                self.seconds = time.monotonic() - save.started
+                self._prune()
+                log.info("Checkpoint of step %d: %s", step, checkpoint.step_folder(self.root, step))
+            elif failure["freed"] is None:
+                self._save = None
+                self._note_failure(step, failure["reason"], failure["failing_seconds"])
+            else:
+                log.warning("Step %d: %s. To make room, %s was deleted.", step, failure["reason"], failure["freed"])
+                if not save.in_background:  # its values have been taken
+                    save.contents, _ = self.state.contents()
+                self._start(save)
+
+    def close(self) -> None:
+        """Publish what is still being written, if no other rank has a part of it: the run has failed."""
+        save, self._save = self._save, None
+        if save is not None and self.ranks.is_rank_0 and not save.description["is_sharded"]:
+            self._publish(save, [json.dumps(save.part.result())])
+        self._thread.shutdown()
+
+    def _fits_in_memory(self) -> bool:
+        """Whether the state is so large that a thread should write it, and the host's memory has room for a copy."""
+        own = json.dumps([self.state.num_bytes, psutil.virtual_memory().available])
+        sizes, free = zip(*map(json.loads, gather_texts(own, self.ranks.device)), strict=True)
+        return MIN_BACKGROUND_BYTES <= sum(sizes) < min(free) / 2  # ranks of one machine share its memory
+
+    def _start(self, save: _Save, failure: tuple[bool, str] | None = None) -> None:
+        """Write this rank's part, in a thread if it may take its time."""
+        if save.in_background and not failure:
+            save.part = self._thread.submit(self._write, save, failure)
+        else:
+            save.part = Future()
+            save.part.set_result(self._write(save, failure))
+
+    def _beat(self, save: _Save) -> None:
+        """Heartbeat if the thread has come to another tensor."""
+        if save.num_taken != save.num_seen:
+            save.num_seen = save.num_taken
+            self.state.beat()
+
+    def _write(self, save: _Save, failure: tuple[bool, str] | None) -> _Part:
+        def counted(values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+            for value in values:
+                save.num_taken += 1
+                yield value
+
+        contents = {name: content._replace(values=counted(content.values)) for name, content in save.contents.items()}
+        try:
+            files = self.state.write(save.staging, contents)
+            return failure, {name: record._asdict() for name, record in files.items()}
+        except OSError as error:
+            return failure or self._describe(error), {}
 
     def _note_failure(self, step: int, reason: str, failing_seconds: float) -> None:
         """Report that nothing was saved; end the run if that has lasted too long."""
@@ -86,36 +200,13 @@ class Saver:
             )
         log.warning("Step %d: no checkpoint was saved: %s. Training continues; %s.", step, reason, last)
 
-    def _try(self, progress: Progress) -> dict[str, Any] | None:
-        """Write and publish once; None, or how it failed on any rank, the same on every rank.
+    def _publish(self, save: _Save, parts: Sequence[str]) -> dict[str, Any] | None:
+        """Publish what all ranks have written, or make room for another try. For rank 0.
 
-        reason: of the first rank that failed. freed: the checkpoint that has made room for another try, if one has.
-        failing_seconds: since a save first failed, by rank 0's clock.
+        Returns:
+            None if it was published, else reason: of the first rank that failed; freed: the checkpoint that was
+            deleted, if one could be; failing_seconds: since a save first failed.
         """
-        staging, failure = checkpoint.staging_folder(self.root, progress.step), None
-        if self.ranks.is_rank_0:
-            try:
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True)
-            except OSError as error:
-                failure = self._describe(error)
-        gather_texts("", self.ranks.device)  # waits for the folder
-        part: dict[str, Any] = {}
-        description: dict[str, Any] = {}
-        try:
-            files, description = self.state.write(staging)
-            part = {name: record._asdict() for name, record in files.items()}
-        except OSError as error:
-            failure = failure or self._describe(error)
-        parts = gather_texts(json.dumps([failure, part]), self.ranks.device)
-        outcome = self._publish(staging, progress, description, parts) if self.ranks.is_rank_0 else None
-        found: dict[str, Any] | None = json.loads(gather_texts(json.dumps(outcome), self.ranks.device)[0])
-        return found
-
-    def _publish(
-        self, staging: Path, progress: Progress, description: Mapping[str, Any], parts: Sequence[str]
-    ) -> dict[str, Any] | None:
-        """Publish what all ranks have written, on rank 0, or make room for another try; see `_try`."""
         failures: list[tuple[bool, str]] = []
         files: dict[str, FileRecord] = {}
         for failure, records in map(json.loads, parts):
@@ -123,14 +214,18 @@ class Saver:
             files |= {name: FileRecord(**record) for name, record in records.items()}
         if not failures:
             try:
-                content = {"progress": progress.to_dict(), "tensors": description, "about": self.identity}
-                files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, content)
-                checkpoint.publish_checkpoint(staging, checkpoint.step_folder(self.root, progress.step), files)
+                content = {"progress": save.progress, "tensors": save.description, "about": self.identity}
+                files[checkpoint.STATE] = write_hashed_json(save.staging / checkpoint.STATE, content)
+                target = checkpoint.step_folder(self.root, save.progress["step"])
+                checkpoint.publish_checkpoint(save.staging, target, files)
                 return None
             except OSError as error:
                 failures.append(self._describe(error))
-        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(save.staging, ignore_errors=True)
         freed = delete_oldest(self.root) if any(is_full for is_full, _ in failures) else None
+        if freed:
+            with contextlib.suppress(OSError):  # the next try says so
+                save.staging.mkdir()
         self._failing_since = self._failing_since or time.monotonic()
         failing_seconds = time.monotonic() - self._failing_since
         return {"reason": failures[0][1], "freed": freed, "failing_seconds": failing_seconds}

@@ -12,10 +12,11 @@ An entry of the optimizer's state is stored by its kind:
 """
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,17 @@ _PARAMETER = "parameter"  # the key of the parameter itself
 START = "start.safetensors"  # the factors that were subtracted from the base on loading, where there are any
 
 
+class Tensors(NamedTuple):
+    """The content of a safetensors file: the tensors' forms, the tensors in that order, and its metadata."""
+
+    forms: Mapping[str, TensorForm]
+    values: Iterable[torch.Tensor]
+    metadata: Mapping[str, str]
+
+    def copied(self) -> "Tensors":
+        return self._replace(values=list(self.values))
+
+
 class TrainState:
     """Trainable parameters and optimizer state of one sharded model.
 
@@ -78,13 +90,16 @@ class TrainState:
 
     # --- writing ---
 
-    def write(self, folder: Path) -> tuple[dict[str, FileRecord], dict[str, Any]]:
-        """Write this rank's part into `folder`. Called on every rank.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's part."""
+        values = itertools.chain.from_iterable(map(self._local_values, self.parameters.values()))
+        return sum(value.numel() * value.element_size() for value in values)
 
-        Returns:
-            The files that this rank wrote, and the description that `load` needs.
-        Raises:
-            OSError: this rank's part could not be written; the ranks' collectives have been completed.
+    def contents(self) -> tuple[dict[str, Tensors], dict[str, Any]]:
+        """What this rank writes, by file name, and the description that `load` needs. Called on every rank.
+
+        A value is copied to the host when it is taken, which may be a collective: take all, in this order.
         """
         layout = self._agreed_layout()
         is_sharded = self.is_large or _has_local(layout)
@@ -107,10 +122,14 @@ class TrainState:
                 pass
             return {}, description
         metadata = {"format": "pt", "shard": str(index), "shards": str(description["files"])}
-        files = {_file(index): write_tensors(folder / _file(index), _forms(values), on_host, metadata)}
+        contents = {_file(index): Tensors(_forms(values), on_host, metadata)}
         if self.start:
-            files[START] = write_tensors(folder / START, _forms(self.start), self.start.values(), {"format": "pt"})
-        return files, description
+            contents[START] = Tensors(_forms(self.start), self.start.values(), {"format": "pt"})
+        return contents, description
+
+    def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:
+        """Write files of the result of `contents`. Raises OSError if that fails; all values have been taken then."""
+        return {name: write_tensors(folder / name, *content) for name, content in contents.items()}
 
     def check_finite(self) -> None:
         """Refuse to save parameters that are not finite. Called on every rank.
@@ -122,11 +141,7 @@ class TrainState:
         bad = [
             index
             for index, parameter in enumerate(self.parameters.values())
-            if not all(
-                bool(value.isfinite().all())
-                for value in (local_part(parameter), *self.optimizer.state_of(parameter).values())
-                if isinstance(value, torch.Tensor) and value.is_floating_point()
-            )
+            if not all(value.isfinite().all() for value in self._local_values(parameter) if value.is_floating_point())
         ]
         first = gather_numbers([float(bad[0] if bad else len(names))], self.ranks.device).min().item()
         if first < len(names):
@@ -134,6 +149,12 @@ class TrainState:
                 f"{names[int(first)]} or its optimizer state has values that are not finite, so nothing is saved. "
                 "Earlier checkpoints are good. A lower --lr or --precision bf16/fp32 may help."
             )
+
+    def _local_values(self, parameter: nn.Parameter) -> Iterator[torch.Tensor]:
+        """This rank's part of a parameter, and of its optimizer state."""
+        for value in (local_part(parameter), *self.optimizer.state_of(parameter).values()):
+            if isinstance(value, torch.Tensor):
+                yield value
 
     def _agreed_layout(self) -> _Layout:
         """The stored entries of each parameter. A rank without rows of it learns them from the others."""
@@ -167,7 +188,7 @@ class TrainState:
 
     def _on_host(self, value: torch.Tensor) -> torch.Tensor:
         self.beat()
-        return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        return (value.full_tensor() if isinstance(value, DTensor) else value).to("cpu", copy=True)
 
     # --- reading ---
 

@@ -38,7 +38,7 @@ STOPS = (
     Stop("interrupted", "SIGINT"),
 )
 _OF_SIGNAL = {signal.SIGUSR1: 3, signal.SIGHUP: 4, signal.SIGTERM: 5, signal.SIGINT: 6}
-NUM_FLAGS = 3  # of Control.flags
+NUM_FLAGS = 4  # of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
 
 
@@ -100,6 +100,7 @@ class Control:
         heartbeat: the position of the training thread, for the watchdog.
         stop: why all ranks stop after this step; None to continue.
         save: whether all ranks save after this step.
+        is_writing: whether this rank writes a checkpoint in the background. is_written: whether no rank does.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class Control:
         self.heartbeat = Heartbeat()
         self.stop: Stop | None = None
         self.save = False
+        self.is_writing: Callable[[], bool] = lambda: False
+        self.is_written = False
         self._wish = 0
         self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
         self._steps, self._saves = clock.Longest(), clock.Longest()
@@ -161,13 +164,13 @@ class Control:
         return self.budget.used_seconds + clock.elapsed() - self.started
 
     def flags(self, step: int) -> list[float]:
-        """This rank's flags for the others: its step, whether and why to stop, whether to save."""
+        """This rank's flags for the others: its step, why to stop, whether to save, whether it still writes."""
         if not self.is_rank_0:
-            return [step, self._wish, 0]
+            return [step, self._wish, 0, self.is_writing()]
         now = clock.elapsed()
         over_budget = self.budget.exceeded(now - self.started + self.reserve_seconds())
         is_due = 0 < self.save_seconds <= now - self._saved_at
-        return [step, max(self._wish, over_budget), is_due]
+        return [step, max(self._wish, over_budget), is_due, self.is_writing()]
 
     def agree(self, flags: torch.Tensor) -> None:
         """Decide from the flags of all ranks, [ranks, NUM_FLAGS], as every other rank does.
@@ -178,8 +181,8 @@ class Control:
         steps = flags[:, 0].int().tolist()
         if len(set(steps)) > 1:
             raise TrainingError(f"The ranks are at different steps, from rank 0 on: {', '.join(map(str, steps))}.")
-        stop, save = flags[:, 1:].max(dim=0).values.tolist()
-        self.stop, self.save = STOPS[int(stop)], save > 0
+        stop, save, writing = flags[:, 1:].max(dim=0).values.tolist()
+        self.stop, self.save, self.is_written = STOPS[int(stop)], save > 0, not writing
         now = clock.awake()
         self._steps.add(now - self._agreed_at)
         self._agreed_at = now

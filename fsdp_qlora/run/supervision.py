@@ -1,7 +1,7 @@
 """What surrounds the training of a run: a Guard that ends it in order, and a Recorder that keeps what it makes."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,7 @@ class Guard:
             metrics = closed_last.enter_context(open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0))
             store = self.folder.request.mirror if is_rank_0 else None
             mirror = closed_last.enter_context(contextlib.closing(Mirror(path, store)))
+            closed_last.enter_context(contextlib.closing(saver))
             closed_last.push(self._report)  # first of all: the mirror's last copy may take minutes
             self.facts.mark("loading")
             yield Recorder(self, saver, metrics, mirror, samples)
@@ -168,6 +169,7 @@ class Recorder:
     def __init__(self, guard: Guard, saver: Saver, metrics: MetricLog, mirror: Mirror, samples: Samples | None) -> None:
         self.guard, self.saver, self.metrics, self.mirror, self.samples = guard, saver, metrics, mirror, samples
         self.config, self.control, self.facts = guard.config, guard.control, guard.facts
+        self.control.is_writing = lambda: saver.is_writing
         self.profiler = open_profiler(self.config, rank=guard.ranks.rank)
 
     @contextlib.contextmanager
@@ -186,6 +188,8 @@ class Recorder:
         self.guard.memory.record(f"after step {progress.step}")
         if "recompute" in record:
             self.guard.status.values["recompute"] = record["recompute"]
+        if self.saver.is_unfinished and self.control.is_written:
+            self._note_save(self.saver.saved_step, self.saver.finish)
         self._keep_status(progress)
 
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
@@ -199,19 +203,22 @@ class Recorder:
         every = self.config.save_steps
         return self.config.save_model and every > 0 and step % every == 0
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: Progress, *, wait: bool = True) -> None:
         if not self.config.save_model:
             return
         self.control.heartbeat.beat(progress.step, "save")
-        before = self.saver.saved_step
         self.metrics.flush()  # a checkpoint must not outlive the records before it
-        self.saver.save(progress)
+        self._note_save(self.saver.saved_step, partial(self.saver.save, progress, until_published=wait))
+        self._keep_status(progress)
+
+    def _note_save(self, before: int, save: Callable[[], object]) -> None:
+        """Note how long a save takes, and copy what it publishes. before: the step of the last checkpoint."""
+        save()
         self.control.saved(self.saver.seconds)
         self.facts.mark("saving")
         self.facts.write()
         if self.saver.saved_step != before:
             self.mirror.copy_later()
-        self._keep_status(progress)
 
     def describe_saved(self) -> str:
         if not self.config.save_model or self.saver.saved_step < 0:

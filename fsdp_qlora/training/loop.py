@@ -33,8 +33,8 @@ class Observer(Protocol):
     def is_save_due(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
 
-    def save(self, progress: Progress) -> None:
-        """Save a checkpoint of this step, unless there is one already."""
+    def save(self, progress: Progress, *, wait: bool = True) -> None:
+        """Save a checkpoint of this step, unless there is one already. wait: until it is on the disk."""
 
     def describe_saved(self) -> str:
         """Where the newest checkpoint is, in words."""
@@ -94,7 +94,7 @@ def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observe
         is_best = is_best and _evaluate(trainer, data, progress, observer)
         _stop_if_asked(control, progress, observer)
         if is_best or control.save or observer.is_save_due(progress.step):
-            observer.save(progress)
+            observer.save(progress, wait=False)
     observer.save(progress)
 
 

@@ -87,6 +87,24 @@ def fill_disk(folder: Path, most: int) -> None:
     train_state.write_tensors = write_tensors
 
 
+def write_slowly() -> None:
+    """Let a thread write every checkpoint, however small it is, and take longer than a step."""
+    from fsdp_qlora.checkpointing import saving, train_state
+
+    original = train_state.write_tensors
+
+    def write_tensors(*content: Any) -> Any:
+        time.sleep(0.5)
+        return original(*content)
+
+    saving.MIN_BACKGROUND_BYTES, train_state.write_tensors = 0, write_tensors
+
+
+def together(*faults: Fault) -> None:
+    for fault in faults:
+        fault()
+
+
 def be_impatient() -> None:
     from fsdp_qlora.control import presence
 

@@ -38,17 +38,21 @@ from tests.chaos.harness import (
     on,
     run,
     status,
+    together,
     wait_for,
+    write_slowly,
 )
 
 # --- the disk ---
 
 
+@pytest.mark.parametrize("more", [(), (write_slowly,)])
 def test_on_a_full_disk_the_oldest_checkpoint_makes_room(
-    reference: Reference, assert_same: Same, tmp_path: Path
+    more: tuple[Fault, ...], reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     root = tmp_path / "out" / "checkpoints"
-    text = run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=partial(fill_disk, root, 2))
+    fault = partial(together, partial(fill_disk, root, 2), *more)
+    text = run(reference.same_but(tmp_path / "out"), tmp_path / "logs", fault=fault)
     assert "No space left on device. To make room, step_000003 was deleted." in text
     assert_same(tmp_path / "out")
     left = checkpoint.published(root)

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -34,7 +35,9 @@ from tests.chaos.harness import (
     on,
     run,
     steps_done,
+    together,
     wait_for,
+    write_slowly,
 )
 from tests.tiny import make_rows, write_rows
 
@@ -99,9 +102,11 @@ def test_random_faults_change_nothing(reference: Reference, assert_same: Same, t
         kind = min(chance.sample(sorted(DISTURBANCES), 6), key=counts.__getitem__)
         counts[kind] += 1
         fault, action, statuses = DISTURBANCES[kind]
+        more = chance.choice([together, write_slowly])
         before, further, rank = steps_done(out) % 20, chance.choice([0, 1, 2, 4, 8]), chance.randrange(RANKS)
         logs = tmp_path / f"logs{counts.total()}"
-        with ended(Job(options, logs, fault=fault and fault(before + further, rank, out))) as job:
+        put_in = partial(together, more, fault(before + further, rank, out) if fault else together)
+        with ended(Job(options, logs, fault=put_in)) as job:
             # Somewhere in a start, or between here and 8 steps on.
             wait_for(lambda: not job.is_alive() or steps_done(out) >= before + further)  # noqa: B023
             time.sleep(chance.uniform(0, 0.5))
@@ -168,6 +173,7 @@ def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_only(
 
 KINDS: dict[str, dict[str, object]] = {
     **{train_type: {"train_type": train_type} for train_type in ("full", "bnb_llama_pro", "hqq_dora", "int8_lora")},
+    "full, in the background": {"train_type": "full"},
     # Rows are taken up again in the middle of a block. 41 rows, 4 a step: the second epoch begins in step 11.
     "streaming": {"streaming": True, "shuffle_buffer": 15, "max_steps": 22, "num_epochs": 2},
 }
@@ -187,12 +193,16 @@ def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: 
         for name, part in (("a", make_rows(41)[:25]), ("b", make_rows(41)[25:])):
             write_rows(tmp_path / "rows" / f"{name}.jsonl", part)
         options["dataset"] = tmp_path / "rows"
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    run({**options, "output_dir": whole}, tmp_path / "logs")
-    run({**options, "output_dir": out}, tmp_path / "logs0", ANY, fault=partial(at_step, 8, KILLED, 1))
+    whole, out, is_slow = tmp_path / "whole", tmp_path / "out", "background" in kind
+    output = run({**options, "output_dir": whole}, tmp_path / "logs", fault=write_slowly if is_slow else None)
+    # Training goes on while a checkpoint is written.
+    assert (output.index("Checkpoint of step 3") > output.index("step  4/")) == is_slow
+    fault = partial(together, write_slowly if is_slow else together, partial(at_step, 8, KILLED, 1))
+    run({**options, "output_dir": out}, tmp_path / "logs0", ANY, fault=fault)
     newest = list(checkpoint.published(out / "checkpoints").values())[-1]
     # Each rank writes its rows of a whole model; an adapter is small enough for rank 0.
     assert len(list(newest.glob("*.safetensors"))) == (1 if train_type.has_adapter else RANKS)
-    assert "Resuming at step 6" in run({**options, "output_dir": out}, tmp_path / "logs1")
+    found = re.search(r"Resuming at step (\d)", run({**options, "output_dir": out}, tmp_path / "logs1"))
+    assert found and int(found[1]) in ((3, 6) if is_slow else (6,))
     name = "adapter_model.safetensors" if train_type.has_adapter else "model.safetensors"
     assert (out / name).read_bytes() == (whole / name).read_bytes() and numbers(out) == numbers(whole)

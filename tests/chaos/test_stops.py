@@ -14,26 +14,48 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.control import stops
 from fsdp_qlora.errors import TrainingError
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import Job, Same, at_step, ended, finish, hang, numbers, run, status, steps_done, wait_for
+from tests.chaos.harness import (
+    Fault,
+    Job,
+    Same,
+    at_step,
+    ended,
+    finish,
+    hang,
+    numbers,
+    run,
+    status,
+    steps_done,
+    together,
+    wait_for,
+    write_slowly,
+)
 
 
 @pytest.mark.parametrize(
-    ("rank", "number", "state", "code"),
+    ("rank", "number", "state", "code", "more"),
     [
-        (1, signal.SIGTERM, "preempted", 75),
-        (0, signal.SIGHUP, "preempted", 75),
-        (0, signal.SIGINT, "interrupted", 130),
+        (1, signal.SIGTERM, "preempted", 75, write_slowly),
+        (0, signal.SIGHUP, "preempted", 75, together),
+        (0, signal.SIGINT, "interrupted", 130, together),
     ],
 )
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
-    rank: int, number: signal.Signals, state: str, code: int, reference: Reference, assert_same: Same, tmp_path: Path
+    rank: int,
+    number: signal.Signals,
+    state: str,
+    code: int,
+    more: Fault,
+    reference: Reference,
+    assert_same: Same,
+    tmp_path: Path,
 ) -> None:
-    options = reference.same_but(tmp_path / "out", save_steps=0)
-    signalled = partial(at_step, 4, partial(signal.raise_signal, number), rank)
+    options = reference.same_but(tmp_path / "out", save_steps=4)
+    signalled = partial(together, more, partial(at_step, 4, partial(signal.raise_signal, number), rank))
     job = finish(options, tmp_path / "logs0", [code, code], fault=signalled)
     found = status(tmp_path / "out")
     assert (found["state"], found["exit_code"], found["step"], found["saved_step"]) == (state, code, 5, 5)
-    assert list(checkpoint.published(tmp_path / "out" / "checkpoints"))[-1] == 5
+    assert list(checkpoint.published(tmp_path / "out" / "checkpoints")) == [4, 5]
     said = [f"Stopped after step 5 ({number.name}): the checkpoint of step 5" in log.read_text() for log in job.logs]
     assert said == [True, False]  # once on a machine
     assert "Resuming at step 5 from" in run(options, tmp_path / "logs1")

@@ -19,14 +19,18 @@ class Disk:
     """Stands for the state of a model whose disk fails while `fails`."""
 
     fails = False
+    num_bytes = 0
 
     def check_finite(self) -> None:
         pass
 
-    def write(self, folder: Path) -> tuple[dict[str, FileRecord], dict[str, object]]:
+    def contents(self) -> tuple[dict[str, object], dict[str, object]]:
+        return {}, {}
+
+    def write(self, folder: Path, contents: object) -> dict[str, FileRecord]:
         if self.fails:
             raise OSError(errno.EIO, "Input/output error", str(folder))
-        return {}, {}
+        return {}
 
 
 def test_a_run_that_cannot_save_for_too_long_ends(
