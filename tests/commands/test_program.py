@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -133,11 +134,13 @@ def test_env_prints_versions_and_no_secret(
 def test_options_from_python_are_those_of_the_command_line() -> None:
     values = {
         "model_name": Path("a/model"), "dataset": ["a.jsonl", "b.jsonl"], "lr": 2e-4, "double_quant": False,
-        "eval_dataset": None, "lora_target_parameters": [], "quant_type": "NF4", "batch_size": 2,
+        "eval_dataset": None, "lora_target_parameters": [], "quant_type": "NF4", "batch_size": 2, "recompute": 8,
     }  # fmt: skip
     argv = (
-        "--model_name a/model --dataset a.jsonl b.jsonl --lr 2e-4 --double_quant false --quant_type NF4 --batch_size 2"
+        "--model_name a/model --dataset a.jsonl b.jsonl --lr 2e-4 --double_quant false --quant_type NF4 --batch_size 2 "
+        "--recompute 8"
     )
+    assert get_type_hints(fsdp_qlora.train)["options"] is Any  # a type checker must not refuse what the program takes
     config = make_train_config(None, values)
     assert config == parse_train_config(argv.split())
     assert make_train_config(config, {"batch_size": 3}) == parse_train_config([*argv.split(), "--batch_size", "3"])
