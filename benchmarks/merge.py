@@ -1,8 +1,9 @@
-"""Peak memory and seconds of `merge`: `python benchmarks/merge.py`.
+"""Peak memory and seconds of `merge`: `python -m benchmarks.merge [--shape 70b]`.
 
-Makes a random bf16 llama of 1.5 GB with untied embeddings and a LoRA adapter of rank 16 on every linear layer, then
-merges in fresh processes. Memory is the whole process's peak resident memory, with Python and torch. Exits with 1 if
-it is above the two largest tensors and 600 MB.
+Writes a random llama in bf16 (some blocks, embeddings and head) and a LoRA adapter of rank 16 on every linear layer;
+then merges in fresh processes. Memory is the whole process's peak resident memory, with Python and torch. Needs twice
+the model's size on disk (`--folder`), which is free again at the end. Exits with 1 above the two largest tensors and
+600 MB.
 """
 
 import argparse
@@ -12,11 +13,41 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks.common import describe_machine, write_results
+from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
+
 ROOT = Path(__file__).resolve().parent.parent
-MORE_BYTES = 600e6
+RANK, MORE_BYTES = 16, 600e6
+SHAPES = {
+    "1.4 GB": {
+        "vocab_size": 32768,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 12,
+    },
+    "70b": {
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 2,
+    },
+}
+_PIECE = 2**25  # elements written at a time, the same ones again and again
+
+
 MEASURED = """
 import json, re, sys
 from fsdp_qlora.__main__ import main
@@ -26,30 +57,36 @@ print(json.dumps({"status": status, "peak": int(peak[1]) * 1024}))
 """
 
 
-def make(folder: Path, args: argparse.Namespace) -> int:
-    """The base and the adapter; returns the bytes of the two largest tensors."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def write_base(folder: Path, config: LlamaConfig) -> dict[str, torch.Size]:
+    """Returns the shapes of its tensors."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    folder.mkdir()
+    config.save_pretrained(folder)
+    files = PackedFiles(folder, {name: TensorForm(torch.bfloat16, shape) for name, shape in shapes.items()})
+    files.create()
+    values = torch.empty(_PIECE, dtype=torch.bfloat16).normal_(0, 0.02)
+    for name, shape in shapes.items():
+        for start in range(0, shape.numel(), _PIECE):
+            files.write(name, 2 * start, values[: shape.numel() - start])
+    files.close()
+    return shapes
 
-    config = LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 11 // 4,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 128,
-        num_key_value_heads=args.hidden // 256,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder / "base", max_shard_size="500MB")
-    sizes = sorted(parameter.nbytes for parameter in model.parameters())
-    adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.02)
-    adapted.save_pretrained(str(folder / "adapter"))
-    print(f"{sum(sizes) / 1e9:.2f} GB, the two largest tensors {sum(sizes[-2:]) / 1e6:.0f} MB", flush=True)
-    return sum(sizes[-2:])
+
+def write_adapter(folder: Path, base: Path, shapes: dict[str, torch.Size]) -> None:
+    """A LoRA adapter in PEFT's format on all linear layers of the blocks."""
+    linears = [name.removesuffix(".weight") for name in shapes if "_proj." in name]
+    tensors = {}
+    for name in linears:
+        rows, columns = shapes[f"{name}.weight"]
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(RANK, columns) * 0.01
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, RANK) * 0.01
+    targets = sorted({name.rpartition(".")[2] for name in linears})
+    adapter = LoraConfig(r=RANK, target_modules=targets, task_type="CAUSAL_LM", base_model_name_or_path=str(base))
+    folder.mkdir()
+    adapter.save_pretrained(str(folder))
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def measure(folder: Path, *words: str) -> dict[str, Any]:
@@ -64,27 +101,30 @@ def measure(folder: Path, *words: str) -> dict[str, Any]:
     return found | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
+    parser.add_argument("--shape", choices=SHAPES, default="1.4 GB")
+    parser.add_argument("--folder", type=Path, help="where there is room (default: the system's temporary folder)")
+    parser.add_argument("--output", help="JSON file to write")
+    args = parser.parse_args(argv)
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        allowed = make(folder, args) + MORE_BYTES
+        shapes = write_base(folder / "base", LlamaConfig(**SHAPES[args.shape]))
+        write_adapter(folder / "adapter", folder / "base", shapes)
+        sizes = sorted(2 * shape.numel() for shape in shapes.values())
+        result |= {"model_bytes": sum(sizes), "largest_bytes": sizes[-2:], "allowed": sum(sizes[-2:]) + MORE_BYTES}
         for title, words in {
             "original": (),
             "dequantized (nf4)": ("--base", "dequantized", "--train_type", "qlora"),
         }.items():
-            results[title] = measure(folder, *words)
-            print(f"{title}: {results[title]['peak'] / 1e6:.0f} MB, allowed {allowed / 1e6:.0f}", flush=True)
+            result[title] = measure(folder, *words)
+            print(json.dumps({title: result[title], "allowed": result["allowed"]}), flush=True)
     if args.output:
-        args.output.write_text(json.dumps({"allowed": allowed, **results}, indent=2) + "\n")
-    sys.exit(any(result["peak"] > allowed for result in results.values()))
+        command = f"python -m benchmarks.merge --shape {args.shape}"
+        write_results(args.output, command, {"machine": describe_machine(torch.device("cpu")), **result})
+    return int(any(result[title]["peak"] > result["allowed"] for title in ("original", "dequantized (nf4)")))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
