@@ -27,7 +27,8 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 # Flags in the documents that are not options of train.py.
 OTHER_FLAGS = {
-    *("max-restarts", "nnodes", "signals-to-handle"),  # torchrun
+    *("max-restarts", "nnodes", "signals-to-handle", "local_addr"),  # torchrun
+    *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id"),
     *("out", "prune", "expansion_rate", "best", "version", "json"),  # our commands
     *("base", "verify", "dtype", "model", "type"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate

@@ -165,8 +165,8 @@ class TrainConfig:
     ] = "auto"
     """How the model is distributed: full_shard needs the least memory, shard_grad_op keeps gathered weights until the
     backward pass, ddp replicates the model on every process, hybrid_ shards within a machine and replicates between
-    machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else full_shard; on a CPU
-    full_shard."""
+    machines. On GPUs auto chooses ddp if the whole model fits on each with a margin, else, between machines,
+    hybrid_full_shard if it fits on one of them, else full_shard; on a CPU full_shard."""
     recompute: Annotated[Literal["auto", "all", "none"] | int, COUNT_OR_WORD, MAY_DIFFER] = "auto"
     """Decoder blocks whose activations are computed again in the backward pass instead of kept: all needs the least
     memory, none is the fastest, a number means the first ones. On GPUs auto finds the smallest number that fits, by

@@ -14,6 +14,7 @@ from fsdp_qlora.output.text import GIB, format_bytes
 from fsdp_qlora.planning.build_model import MetaModel
 from fsdp_qlora.planning.memory import Needs
 from fsdp_qlora.planning.step_memory import StepBytes
+from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.sharding.model_parts import count_bytes, count_parameters
 
 SERVED_RANK = 16  # vLLM's default of max_lora_rank
@@ -61,6 +62,18 @@ def describe_memory(
     if on_gpu and gpu_bytes is not None and total > gpu_bytes:
         lines.append(f"This does not fit in the {gpu_bytes / GIB:.0f} GiB of a GPU here.")
     return lines
+
+
+def describe_link(meta: MetaModel, *, sharding_strategy: str, num_nodes: int) -> str:
+    """One line: about how much each of several nodes sends to the others in a step."""
+    sharded_over, frees_blocks = SHARDING_STRATEGIES[sharding_strategy]
+    sizes = {name: count.total for name, count in count_bytes(meta.model, 1).items()}
+    all_reduced = 2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes
+    line = f"Between {num_nodes} nodes: each sends about {format_bytes(all_reduced)} per step, gradients of what trains"
+    if sharded_over == "all":
+        gathered = sum(sizes.values()) * (2 if frees_blocks else 1) * (num_nodes - 1) // num_nodes
+        line += f", and {format_bytes(gathered)} per micro-batch, gathered weights"
+    return line
 
 
 def describe_batches(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> str:

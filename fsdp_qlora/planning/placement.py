@@ -42,6 +42,7 @@ def candidates(
     cpu_offload: bool | int | str,
     *,
     world_size: int,
+    per_node: int,
     on_gpu: bool,
     can_offload: bool = True,
     accumulates: Sequence[bool] = (True,),
@@ -49,9 +50,10 @@ def candidates(
     """The placements that the options leave open, the fastest first; on a CPU there is one.
 
     A rank with a whole model has whole gradients in the end, so there is nothing to gain by reducing them earlier.
+    Several nodes each hold the model if it fits, if need be in host memory: their link is slower than that.
 
     Args:
-        sharding_strategy, cpu_offload: the options; auto leaves the choice open.
+        sharding_strategy, cpu_offload: the options; auto leaves the choice open. per_node: ranks of each node.
         can_offload: whether auto may choose the host. accumulates: what is possible, the faster first.
     """
     is_auto = sharding_strategy == "auto"
@@ -60,13 +62,14 @@ def candidates(
         return [Placement("full_shard" if is_auto else sharding_strategy, asked, accumulates[0])]
     strategies = [sharding_strategy]
     if is_auto:
-        strategies = ["ddp", "full_shard"] if world_size > 1 and not asked else ["full_shard"]
-    found = [(strategy, asked) for strategy in strategies]
-    if cpu_offload == "auto" and can_offload:
-        found.append((strategies[-1], True))
+        possible = {"ddp": world_size > 1 and not asked, "hybrid_full_shard": 1 < per_node < world_size}
+        strategies = [*(strategy for strategy, is_possible in possible.items() if is_possible), "full_shard"]
+    offloads = (False, True) if cpu_offload == "auto" and can_offload else (asked,)
     return [
         Placement(strategy, offload, adds_up)
-        for strategy, offload in found
+        for strategy in strategies
+        for offload in offloads
+        if not (is_auto and strategy == "ddp" and offload)
         for adds_up in (accumulates if world_size > 1 and strategy != "ddp" else accumulates[:1])
     ]
 

@@ -279,6 +279,7 @@ def choose_placement(
         config.sharding_strategy,
         config.use_cpu_offload,
         world_size=world_size,
+        per_node=distributed.ranks_per_node(ranks, world_size),
         on_gpu=planned_device(config, ranks).type == "cuda",
         can_offload=not is_paged_whole,
         accumulates=(False,) if plan.trains_whole_modules else ways,
@@ -373,7 +374,7 @@ def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
 def memory_lines(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> list[str]:
     """Describe a rank's memory needs, and whether they fit in the visible GPU."""
     gpu_bytes = torch.cuda.mem_get_info(ranks.device)[1] if ranks.device.type == "cuda" else None
-    return describe.describe_memory(
+    lines = describe.describe_memory(
         plan.meta,
         estimate_needs(config, ranks, plan),
         step_bytes(config, plan),
@@ -382,6 +383,10 @@ def memory_lines(config: TrainConfig, ranks: Ranks, plan: ModelPlan) -> list[str
         on_gpu=planned_device(config, ranks).type == "cuda",
         gpu_bytes=gpu_bytes,
     )
+    if (num_nodes := ranks.world_size // ranks.local_world_size) > 1:
+        strategy = plan.placement.sharding_strategy
+        lines.append(describe.describe_link(plan.meta, sharding_strategy=strategy, num_nodes=num_nodes))
+    return lines
 
 
 def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:

@@ -117,6 +117,12 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not ranks.is_rank_0:
         _wait_for_store(ranks.rank, address, port, min(wait_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES))
+    resolved = _resolve(address)
+    if ranks.is_rank_0 and resolved is not None and resolved.is_global:
+        log.warning(
+            "The store of this run listens at %s:%d, which is a public address, and has no password: close the port to "
+            "all but the run's own nodes (docs/clusters.md).", address, port,
+        )  # fmt: skip
     is_master = ranks.is_rank_0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(
         address,
@@ -124,7 +130,7 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
         is_master=is_master,
         timeout=datetime.timedelta(minutes=timeout_minutes),
         wait_for_workers=False,
-        master_listen_fd=_listen_on_loopback(address, port) if is_master else None,
+        master_listen_fd=_listen_on_loopback(resolved, port) if is_master else None,
     )
     # torchrun keeps its store when it restarts the workers. Without a prefix they would read addresses of the previous
     # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). The name of the run, which our launcher and
@@ -153,17 +159,25 @@ def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:
         )
 
 
-def _listen_on_loopback(address: str, port: int) -> int | None:
+def _resolve(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address of a host; None if it has none, which torch says better."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(address))
+    except OSError:
+        return None
+
+
+def _listen_on_loopback(address: ipaddress.IPv4Address | ipaddress.IPv6Address | None, port: int) -> int | None:
     """A listening socket if all ranks are on this machine; None if `address` is not a loopback address.
 
     Without it torch's store listens on every interface, and anyone who reaches the port can read and write it.
     """
+    if address is None or not address.is_loopback:
+        return None
     try:
-        if not ipaddress.ip_address(socket.gethostbyname(address)).is_loopback:
-            return None
-        return socket.create_server((address, port)).detach()
+        return socket.create_server((str(address), port)).detach()
     except OSError:
-        return None  # torch says what is wrong with the address or the port
+        return None  # torch says what is wrong with the port
 
 
 @contextlib.contextmanager
@@ -292,6 +306,11 @@ def _becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
     return is_true
 
 
+def ranks_per_node(ranks: Ranks, world_size: int) -> int:
+    """As on this node; a run that is only planned, with another number of ranks, is planned for one node."""
+    return ranks.local_world_size if ranks.world_size == world_size else world_size
+
+
 def num_shards(ranks: Ranks, world_size: int, *, sharding_strategy: str) -> int:
     """The number of ranks that share one copy of the model.
 
@@ -299,8 +318,7 @@ def num_shards(ranks: Ranks, world_size: int, *, sharding_strategy: str) -> int:
         UserError: a hybrid strategy on nodes with different numbers of ranks.
     """
     scope, _ = SHARDING_STRATEGIES[sharding_strategy]
-    per_node = ranks.local_world_size if ranks.world_size == world_size else world_size
-    shards = {"all": world_size, "node": per_node, "none": 1}[scope]
+    shards = {"all": world_size, "node": ranks_per_node(ranks, world_size), "none": 1}[scope]
     if world_size % shards:
         raise UserError(
             f"sharding_strategy {sharding_strategy} needs the same number of ranks on every node; "

@@ -215,6 +215,15 @@ def test_who_reaches_the_port_does_not_know_the_keys_of_a_run(monkeypatch):
     assert store.check(["abort"])
 
 
+@pytest.mark.parametrize(("address", "is_warned"), [("10.0.0.1", False), ("8.8.8.8", True)])
+def test_a_store_at_a_public_address_is_warned_of(address, is_warned, monkeypatch, lines):
+    monkeypatch.setattr(distributed.dist, "TCPStore", lambda *_, **__: distributed.dist.HashStore())
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
+    assert any("has no password" in line for line in lines) == is_warned
+
+
 def test_a_final_end_keeps_torchrun_from_restarting(monkeypatch):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}

@@ -26,12 +26,15 @@ from fsdp_qlora.ranks.distributed import Ranks, least_over_ranks
 pytestmark = pytest.mark.quick
 
 DDP, SHARDED, OFFLOADED = Placement("ddp", False), Placement("full_shard", False), Placement("full_shard", True)
+HYBRID = [Placement("hybrid_full_shard", False), Placement("hybrid_full_shard", True)]
 GIB = 2**30
 
 
 @pytest.mark.parametrize(
     ("given", "ranks", "expected"),
     [
+        (("auto", "auto"), 4, [DDP, *HYBRID, SHARDED, OFFLOADED]),  # on two nodes
+        (("auto", True), 4, [HYBRID[1], OFFLOADED]),
         (("auto", "auto"), 2, [DDP, SHARDED, OFFLOADED]),
         (("auto", "auto"), 1, [SHARDED, OFFLOADED]),
         (("auto", False), 2, [DDP, SHARDED]),
@@ -43,11 +46,13 @@ GIB = 2**30
     ],
 )
 def test_auto_leaves_open_what_is_not_asked_for(given: Any, ranks: int, expected: list[Placement]) -> None:
-    assert candidates(*given, world_size=ranks, on_gpu=True) == expected
+    assert candidates(*given, world_size=ranks, per_node=2, on_gpu=True) == expected
     # On a CPU nothing is left open.
     strategy, offload = given
     here = "full_shard" if strategy == "auto" else strategy
-    assert candidates(*given, world_size=ranks, on_gpu=False) == [Placement(here, offload != "auto" and offload)]
+    assert candidates(*given, world_size=ranks, per_node=2, on_gpu=False) == [
+        Placement(here, offload != "auto" and offload)
+    ]
 
 
 def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
@@ -64,11 +69,11 @@ def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
 
 
 def test_gradients_that_do_not_fit_unsharded_are_reduced_in_each_micro_batch_before_anything_slower_is_chosen() -> None:
-    found = candidates("auto", "auto", world_size=2, on_gpu=True, accumulates=(True, False))
+    found = candidates("auto", "auto", world_size=2, per_node=2, on_gpu=True, accumulates=(True, False))
     # A rank with a whole model has whole gradients in any case.
     reducing = [each._replace(accumulates=False) for each in (SHARDED, OFFLOADED)]
     assert found == [DDP, SHARDED, reducing[0], OFFLOADED, reducing[1]]
-    assert candidates("auto", False, world_size=1, on_gpu=True, accumulates=(True, False)) == [SHARDED]
+    assert candidates("auto", False, world_size=1, per_node=1, on_gpu=True, accumulates=(True, False)) == [SHARDED]
     sized = [Sized(each, needs * GIB) for each, needs in zip(found, (15, 12, 10, 6, 4), strict=True)]
     assert [choose(sized, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [True, True, False, True, False]
     assert str(describe_choice(sized, 13 * GIB)).startswith("Placement: full_shard. With a margin ddp needs 15.0 GiB, ")
@@ -79,7 +84,7 @@ def test_gradients_that_do_not_fit_unsharded_are_reduced_in_each_micro_batch_bef
     )
     # Where the rest is asked for, and where whole modules train.
     assert describe_choice(sized[1:3], 11 * GIB) is None and choose(sized[1:3], None) == SHARDED
-    whole = candidates("auto", "auto", world_size=2, on_gpu=True, accumulates=(False,))
+    whole = candidates("auto", "auto", world_size=2, per_node=2, on_gpu=True, accumulates=(False,))
     sized = [Sized(each, 9 * GIB) for each in whole]
     assert len(whole) == 3 and choose(sized, None) == SHARDED._replace(accumulates=False)
     assert describe_reduction(sized, 1 * GIB) is None and describe_choice(sized, 1 * GIB)
