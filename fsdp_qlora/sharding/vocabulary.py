@@ -113,6 +113,11 @@ def tokens_known(
             lookup.tokens = lookup.first = None
 
 
+def same_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """`tokens_known` where all ranks look up the same ones, on the CPU: no rank is asked, not even a fake one."""
+    return tokens_known(model, [input_ids.flatten()] * len(sharing_ranks(model)) or None)
+
+
 def _has_frozen_rows(module: nn.Module, num_shards: int, param_dtype: torch.dtype | None) -> bool:
     """Whether a module's only parameter is a frozen weight of which every rank has a row."""
     weight: torch.Tensor | None = getattr(module, "weight", None)

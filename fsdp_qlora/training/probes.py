@@ -18,6 +18,7 @@ from fsdp_qlora.output.text import GIB
 from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
+from fsdp_qlora.sharding.vocabulary import same_tokens
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
 
 log = logging.getLogger("fsdp_qlora")
@@ -145,7 +146,7 @@ def _difference(model: PreTrainedModel, implementation: str | None, ranks: Ranks
 
     def logits(input_ids: torch.Tensor, **documents: Any) -> torch.Tensor:
         kind, dtype = ranks.device.type, precision.compute_dtype
-        with torch.autocast(kind, dtype=dtype, enabled=precision.autocast):
+        with torch.autocast(kind, dtype=dtype, enabled=precision.autocast), same_tokens(model, input_ids):
             found: torch.Tensor = model(input_ids=input_ids.to(ranks.device), use_cache=False, **documents).logits
         reshard_all(model)
         return found

@@ -25,7 +25,7 @@ from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
-from fsdp_qlora.sharding.vocabulary import sharing_ranks, tokens_known
+from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.head_loss import learned_rows, loss_of_logits
 from fsdp_qlora.training.probes import GpuMeter, MemoryWatch, few_tokens, fit_recompute, probe_head_loss
 
@@ -116,7 +116,7 @@ class Trainer:
         self.memory_watch: MemoryWatch | None = None
         few = {"input_ids": few_tokens(model)}
         documents = {} if schedule.padding else {"documents": describe_documents([few["input_ids"].shape[1]])}
-        with self._attention(), self._autocast():
+        with self._attention(), self._autocast(), same_tokens(model, few["input_ids"]):
             found = probe_head_loss(model, self._inputs({**few, **documents}))
         self.loss_of_tokens = found or partial(loss_of_logits, model)
 
