@@ -104,29 +104,6 @@ def merged_documents(
     return documents(record, kind=None, changed=identity_settings(record["settings"])[1])
 
 
-def how_to_load(base: Base | None, folder: str) -> list[str]:
-    """Python lines that load an adapter of a base, or a whole model (None)."""
-    if base is None:
-        return [
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f'model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")',
-        ]
-    if base.is_on_hub:
-        return [
-            "from peft import AutoPeftModelForCausalLM",
-            "",
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{folder}", dtype="auto")',
-        ]
-    return [
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM",
-        "",
-        f'base = AutoModelForCausalLM.from_pretrained({json.dumps("PATH_OF/" + base.name)}, dtype="auto")',
-        f'model = PeftModel.from_pretrained(base, "{folder}")',
-    ]
-
-
 def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any]) -> str:
     name = record["base"]["name"]
     base = Base(name, record["base"].get("is_on_hub", "/" in name))
@@ -136,8 +113,7 @@ def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any
         pipeline_tag="text-generation",
         tags=[kind, "fsdp_qlora"] if kind else ["fsdp_qlora"],
     )
-    what, losses, prompt = _KINDS.get(kind or "", "model"), record["losses"], record["prompt"]
-    eval_loss = losses.get("eval_loss")
+    prompt, eval_loss = record["prompt"], record["losses"].get("eval_loss")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["name"] = _escape
     return environment.from_string(_TEMPLATE.read_text()).render(
@@ -145,11 +121,9 @@ def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any
         metadata=metadata.to_yaml(),
         base=base,
         kind=kind,
-        what=what,
-        origin=_origin(record, what if kind else None),
+        kinds=_KINDS,
         perplexity=math.exp(eval_loss) if eval_loss is not None and eval_loss < 100 else None,
         prompts=example_prompts(prompt) if prompt and prompt["kind"] == TEMPLATE else {},
-        how_to_load="\n".join(how_to_load(base if kind else None, "PATH_OF/THIS_FOLDER")),
         changed=changed,
     )
 
@@ -157,13 +131,3 @@ def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any
 def _escape(name: object) -> str:
     """A name from outside in Markdown: one line, and no markup."""
     return re.sub(r"([\\`*\[\]<>])", r"\\\1", " ".join(str(name).split()))
-
-
-def _origin(record: Mapping[str, Any], what: str | None) -> str:
-    """How an adapter of the kind `what`, or a model (None), was made."""
-    trained = f", trained with fsdp_qlora as `{record['settings'].get('train_type')}` to step {record['step']}"
-    if (merged := record.get("merged")) is None:
-        return f"{f'A {what}' if what else 'The model'}{trained}."
-    into = "weights after the quantization of the training" if merged["into"] == "dequantized" else "own weights"
-    known = trained if record["step"] is not None else ""
-    return f"The {_KINDS[merged['kind']]} {_escape(merged['adapter'])}{known}, merged into the base's {into}."
