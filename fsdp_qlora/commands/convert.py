@@ -114,7 +114,8 @@ def _rows(value: Any, option: str) -> tuple[str, Any, str]:
             return "", None, "its rows have no path"
         config = f":{row['name']}" if row.get("name") else ""
         split = f"[{row['split']}]" if row.get("split") else ""
-        names.append(f"{row.get('data_files') or row['path']}{config}{split}")
+        files = row.get("data_files") or row["path"]
+        names += [f"{file}{config}{split}" for file in (files if isinstance(files, list) else [files])]
     return option, names, ""
 
 

@@ -97,8 +97,8 @@ CASES: dict[str, tuple[str, dict[str, object], set[str]]] = {
         {"resume_from_checkpoint"},
     ),
     "16 bits": (
-        "base_model: a/b\nadapter: lora\nload_in_8bit: false\nuse_dora: true\ndatasets: [{path: c/d}]\n",
-        {"train_type": "dora", "model_name": "a/b", "dataset": ["c/d"]},
+        "base_model: a/b\nadapter: lora\nload_in_8bit: false\nuse_dora: true\ndatasets: [{path: json, data_files: [c.jsonl, d.jsonl]}]\n",
+        {"train_type": "dora", "model_name": "a/b", "dataset": ["c.jsonl", "d.jsonl"]},
         set(),
     ),
 }  # fmt: skip
