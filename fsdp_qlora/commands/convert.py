@@ -24,7 +24,8 @@ _TYPE_KEYS = (
     "adapter", "finetuning_type", "use_peft", "use_dora", "peft_use_dora", "load_in_4bit", "load_in_8bit",
     "quantization_bit",
 )  # fmt: skip
-_TO_GIVE = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}  # refused until they are given
+# What has to be given: refused until it is.
+_TO_GIVE = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}
 
 
 def convert(path: Path) -> str:
@@ -40,7 +41,7 @@ def convert(path: Path) -> str:
     if not isinstance(content, dict):
         raise UserError(f"{path} is no table of options.")
     entries = dict(_flat(content))
-    taken: dict[str, Any] = {"train_type": _train_type(entries)} if _train_type(entries) else {}
+    taken: dict[str, Any] = {"train_type": _train_type(entries)}
     left = ""
     for name, value in entries.items():
         option, ours, reason = _translate(name, value)
@@ -77,15 +78,20 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield str(name), value
 
 
-def _train_type(entries: Mapping[str, Any]) -> str | None:
+def _train_type(entries: Mapping[str, Any]) -> str:
     given = {name: str(entries[name]).lower() for name in _TYPE_KEYS if name in entries}
-    if not given:
-        return None
-    bits = 4 if "qlora" in given.values() or given.get("load_in_4bit") == "true" else 0
-    bits = 8 if given.get("load_in_8bit") == "true" else int(given.get("quantization_bit", bits))
-    is_lora = bits or {"lora", "true"} & {given.get(name) for name in ("adapter", "finetuning_type", "use_peft")}
-    is_dora = "true" in (given.get("use_dora"), given.get("peft_use_dora"))
-    return _TRAIN_TYPES.get(("dora" if is_dora else "lora" if is_lora else "full", bits))
+    bits = {"4": 4, "8": 8}.get(given.get("quantization_bit", ""), 0)
+    if "qlora" in given.values() or given.get("load_in_4bit") == "true":
+        bits = 4
+    elif given.get("load_in_8bit") == "true":
+        bits = 8
+    # LLaMA-Factory, whose configs have a stage, trains adapters by default, the others all weights.
+    kind = given.get("finetuning_type", "lora" if "stage" in entries else "full")
+    if bits or given.get("adapter") == "lora" or given.get("use_peft") == "true":
+        kind = "lora"
+    if "true" in (given.get("use_dora"), given.get("peft_use_dora")):
+        kind = "dora"
+    return _TRAIN_TYPES.get((kind, bits), "GIVE_ONE")
 
 
 def _translate(name: str, value: Any) -> tuple[str, Any, str]:

@@ -97,8 +97,19 @@ CASES: dict[str, tuple[str, dict[str, object], set[str]]] = {
         {"resume_from_checkpoint"},
     ),
     "16 bits": (
-        "base_model: a/b\nadapter: lora\nload_in_8bit: false\nuse_dora: true\ndatasets: [{path: json, data_files: [c.jsonl, d.jsonl]}]\n",
+        """
+base_model: a/b
+adapter: lora
+load_in_8bit: false
+use_dora: true
+datasets: [{path: json, data_files: [c.jsonl, d.jsonl]}]
+""",
         {"train_type": "dora", "model_name": "a/b", "dataset": ["c.jsonl", "d.jsonl"]},
+        set(),
+    ),
+    "all weights": (
+        "base_model: a/b\ndatasets: [{path: c/d}]\n",
+        {"train_type": "full", "model_name": "a/b", "dataset": ["c/d"]},
         set(),
     ),
 }  # fmt: skip
@@ -117,9 +128,14 @@ def test_what_is_known_is_taken_and_the_rest_is_a_comment(case: str, tmp_path: P
 
 def test_conflicts_and_files_that_are_no_configs_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "theirs.yaml"
-    path.write_text("base_model: a/b\neval_steps: 5\n")
-    assert main(["convert", str(path)]) == 0
-    assert "# To be changed before it starts: --eval_steps needs rows" in capsys.readouterr().out
+    for text, said in (
+        ("base_model: a/b\neval_steps: 5\n", "--eval_steps needs rows"),
+        ("base_model: a/b\nload_in_8bit: true\nuse_dora: true\n", "'GIVE_ONE' is not a choice"),
+    ):
+        path.write_text(text)
+        assert main(["convert", str(path)]) == 0
+        made = capsys.readouterr().out
+        assert "# To be changed before it starts: " in made and said in made
     for text in ("- a", "a: [", ""):
         path.write_text(text)
         assert main(["convert", str(path)]) == 2 and str(path) in capsys.readouterr().err
