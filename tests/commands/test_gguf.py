@@ -1,7 +1,6 @@
 """GGUF files hold what transformers reads back: the same weights, tokens and answers."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
@@ -131,40 +130,6 @@ def test_an_adapters_file_added_to_the_bases_is_the_merged_one(
                 values + alpha / len(lora_a) * lora_b @ lora_a
             )  # as llama.cpp's llama_adapter_lora_weight::get_scale
         np.testing.assert_allclose(values, wanted[tensor.name], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("config", "factor", "words"),
-    [
-        ({"lora_alpha": math.nan}, None, "has nan for lora_alpha"),
-        ({"rank_pattern": {"q_proj": 0}}, None, "has 0 for q_proj"),
-        ({}, torch.zeros(4, 60), "is [4, 60] and must be [4, 128]"),
-        ({}, torch.zeros(4, 128, dtype=torch.int32), "is of type I32, and factors are floats"),
-        ({}, torch.full([4, 128], math.inf), "has values that are not finite"),
-    ],
-)
-def test_every_command_refuses_a_damaged_adapter_alike(
-    config: dict[str, object], factor: torch.Tensor | None, words: str, models: Models, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    base = models("llama")
-    adapter = make_adapter(base, tmp_path / "adapter")
-    path, about = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | config))
-    tensors = load_file(path)
-    name = next(name for name in tensors if "down_proj.lora_A" in name)
-    save_file(tensors | ({} if factor is None else {name: factor}), path)
-    commands = {
-        "gguf": ["--base", base, "--out", tmp_path / "out.gguf"],
-        "merge": ["--model_name", base, "--out", tmp_path / "out"],
-        "generate": ["--model_name", base, "--prompt", "a"],
-    }
-    if "finite" in words:  # said by every rank of `generate`: tests/resuming/test_pretrained_adapter.py
-        del commands["generate"]
-    for command, argv in commands.items():
-        assert main([command, "--adapter", str(adapter), *map(str, argv)]) == 2, command
-        assert words in capsys.readouterr().err, command
-    assert not list(tmp_path.glob("out*"))
 
 
 def test_what_cannot_be_converted_is_refused(

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
+from tests.commands.test_merge import make_adapter
 from tests.parity.test_experts import FAMILIES
 from tests.reference import load_adapter, load_base
-from tests.tiny import PROBE, flags, make_rows, on_ranks, read_metrics, run_ranks, train_ok, write_rows
+from tests.tiny import PROBE, flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 # What identifies a run besides what the adapter decides.
@@ -31,7 +32,6 @@ KINDS: dict[str, dict[str, object]] = {
     "hqq_lora": {"train_type": "hqq_lora", "use_rslora": True, "lora_rank": 5},
     "pissa, saved in twice the rank": {"init_lora_weights": "pissa", "lora_rank": 3, "lora_alpha": 6},
     "int8_lora": {"train_type": "int8_lora", "lora_rank": 4},
-    "hqq_dora": {"train_type": "hqq_dora", "lora_rank": 4, "lora_target_modules": "q_proj,down_proj"},
     "experts": {
         "lora_rank": 4,
         "lora_target_modules": "q_proj",
@@ -113,80 +113,17 @@ def test_an_adapter_that_peft_made_is_trained_further(
     torch.testing.assert_close(again, expected, atol=1e-4, rtol=1e-4)
 
 
-def damage(folder: Path, how: str) -> None:
-    """Spoil an adapter in one way."""
-    weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    state, about = load_file(weights), json.loads(config.read_text())
-    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-    if how == "missing":
-        del state[name]
-    elif how == "extra":
-        state["base_model.model.lm_head.lora_A.weight"] = state[name].clone()
-    elif how == "shape":
-        state[name] = state[name][:, :-1].contiguous()
-    elif how == "not finite":
-        state[name][2, 5] = torch.nan
-    elif how == "pissa":
-        about["init_lora_weights"] = "pissa"
-    elif how == "bias":
-        about["bias"] = "all"
-    elif how == "other base":
-        about["base_model_name_or_path"] = "owner/other"
-    elif how == "targets":
-        about["target_modules"] = ["q_proj", "w1"]
-    save_file(state, weights)
-    config.write_text(json.dumps(about))
-    if how == "cut":
-        weights.write_bytes(weights.read_bytes()[:-100])
-
-
-REFUSED = {
-    "missing": "it lacks base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight",
-    "extra": "this model's adapter has no base_model.model.lm_head.lora_A.weight",
-    "shape": "layers.1.self_attn.q_proj.lora_A.weight is [4, 63] and must be [4, 64]",
-    "not finite": "layers.1.self_attn.q_proj.lora_A.weight has values that are not finite",
-    "pissa": "was made with init_lora_weights pissa",
-    "bias": "has bias 'all', which cannot be trained here",
-    "other base": "was trained on owner/other, and --model_name is owner/this. If they are the same",
-    "targets": "no linear layer of the decoder blocks is named w1",
-    "cut": "adapter_model.safetensors is damaged",
-}
-
-
 @pytest.fixture(scope="module")
-def good(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good") / "adapter"
-    peft_adapter(folder, models(), r=4, target_modules=["q_proj", "up_proj"])
+def trained(models: Models, data: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "out"
+    train_ok(1, folder, **data, model_name=models(), lora_rank=2)
     return folder
 
 
-def start_all(argvs: list[list[str]]) -> int:
-    """0 if every start is refused."""
-    import train
-
-    return 0 if [train.main(argv) for argv in argvs] == [2] * len(argvs) else 1
-
-
-def test_an_adapter_that_does_not_fit_is_refused_by_name(
-    good: Path, models: Models, data: dict[str, object], tmp_path: Path
+def test_other_weights_and_a_changed_file_are_refused(
+    trained: Path, models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:
-    named, spare = tmp_path / "models--owner--this" / "snapshots" / "0", tmp_path / "without_weights"
-    shutil.copytree(models(), named)  # a copy in the hub's cache has a name there
-    shutil.copytree(models(), spare, ignore=shutil.ignore_patterns("*.safetensors"))  # no weight is needed to refuse it
-    given = {}
-    for how in REFUSED:
-        damage(shutil.copytree(good, tmp_path / how), how)
-        model = {"other base": named, "not finite": models()}.get(how, spare)
-        given[how] = flags(**data, model_name=model, adapter=tmp_path / how, output_dir=tmp_path / "out")
-    statuses, output = run_ranks(2, given.pop("not finite"), tmp_path / "logs")
-    assert statuses == [2, 2] and REFUSED["not finite"] in output, output[-3000:]
-    statuses, output = on_ranks(1, start_all, (list(given.values()),), tmp_path / "logs")
-    assert statuses == [0] and [how for how in given if REFUSED[how] not in output] == [], output[-6000:]
-    assert not (tmp_path / "out").exists()
-
-
-def test_other_weights_and_a_changed_file_are_refused(models: Models, data: dict[str, object], tmp_path: Path) -> None:
-    train_ok(1, tmp_path / "first", model_name=models(), **data, lora_rank=2)
+    shutil.copytree(trained, tmp_path / "first")
     other = tmp_path / "other"
     shutil.copytree(models(), other)
     state = load_file(other / "model.safetensors")
@@ -203,7 +140,8 @@ def test_other_weights_and_a_changed_file_are_refused(models: Models, data: dict
     assert statuses == [2, 2] and "adapter_model.safetensors has changed: its SHA-256 differs" in output
 
 
-def test_options_that_contradict_the_adapter_are_refused(good: Path, tmp_path: Path) -> None:
+def test_options_that_contradict_the_adapter_are_refused(models: Models, tmp_path: Path) -> None:
+    good = make_adapter(models(), tmp_path / "good", target_modules=["q_proj", "up_proj"])
     words = ["--adapter", str(good), "--output_dir", str(tmp_path / "out")]
     config = parse_train_config(words)
     assert (config.lora_rank, config.lora_alpha, set(config.lora_target_modules)) == (4, 8, {"q_proj", "up_proj"})
@@ -221,16 +159,14 @@ def test_options_that_contradict_the_adapter_are_refused(good: Path, tmp_path: P
 
 
 def test_a_finished_run_says_how_its_adapter_is_trained_further(
-    models: Models, data: dict[str, object], tmp_path: Path
+    trained: Path, models: Models, data: dict[str, object], tmp_path: Path
 ) -> None:
-    given = {**data, "model_name": models(), "lora_rank": 2, "output_dir": tmp_path / "out"}
-    train_ok(1, **{**given, "output_dir": tmp_path / "out"})
-    advice = f"give another --output_dir and --adapter {tmp_path / 'out'}"
+    given = {**data, "model_name": models(), "lora_rank": 2, "output_dir": trained}
+    advice = f"give another --output_dir and --adapter {trained}"
     statuses, output = run_ranks(1, flags(**{**given, "max_steps": 4}), tmp_path / "logs0")
     assert statuses == [2] and "--max_steps was 2 and is 4" in output and advice in output
-    other = {**given, "resume": tmp_path / "out", "output_dir": tmp_path / "more", "lora_rank": 3}
+    other = {**given, "resume": trained, "output_dir": tmp_path / "more", "lora_rank": 3}
     statuses, output = run_ranks(1, flags(**other), tmp_path / "logs1")
     assert statuses == [2] and advice in output
-    checkpoint = tmp_path / "out" / "checkpoints" / "step_000002"
     with pytest.raises(UserError, match=r"it is a checkpoint. Make an adapter of it: fsdp-qlora export"):
-        read_adapter(checkpoint)
+        read_adapter(trained / "checkpoints" / "step_000002")
