@@ -225,54 +225,42 @@ def test_fp8_scales_that_are_wrong_are_named(scales: dict, words: str, models: M
     assert name in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("quantized", "options", "words"),
-    [
-        ({"llm_int8_skip_modules": ["norm"]}, {}, "lm_head.weight is a 4-bit weight outside the decoder blocks"),
-        ({}, {"train_type": "lora"}, "quantized to 4 bits, which train_type lora cannot train. Use --train"),
-        ({}, {"train_type": "full"}, "quantized to 4 bits, which train_type full cannot train. Use --train"),
-    ],
-)
-def test_4bit_weights_that_cannot_be_used_are_refused(
-    quantized: dict, options: dict, words: str, models: Models, tmp_path: Path
+UP = "model.layers.0.mlp.up_proj.weight"
+NF4_STATE = f"{UP}.quant_state.bitsandbytes__nf4"
+# How it was quantized, tensors that are replaced (None removes one), the run's options, and what is said.
+UNUSABLE: list[tuple[dict, dict, dict, str]] = [
+    ({"llm_int8_skip_modules": ["norm"]}, {}, {}, "lm_head.weight is a 4-bit weight outside the decoder blocks"),
+    ({}, {}, {"train_type": "lora"}, "quantized to 4 bits, which train_type lora cannot train. Use --train"),
+    (
+        {},
+        {f"{UP}.absmax": torch.zeros(9, dtype=torch.uint8)},
+        {},
+        f"wrong shape: {UP}.absmax in model.safetensors is [9]",
+    ),
+    ({}, {f"{UP}.quant_map": torch.zeros(16)}, {}, f"{UP}.quant_map is not bitsandbytes' table"),
+    ({}, {f"{UP}.nested_absmax": torch.full([1], torch.nan)}, {}, f"Weight {UP}.nested_absmax has values that are not"),
+    ({}, {NF4_STATE: {"blocksize": 128}}, {}, f"{NF4_STATE} describes a 4-bit weight that cannot be used"),
+    ({}, {f"{UP}.nested_absmax": None}, {}, f"missing: {UP}.nested_absmax"),
+]
+
+
+@pytest.mark.parametrize(("quantized", "tensors", "options", "words"), UNUSABLE)
+def test_4bit_models_that_cannot_be_used_are_refused_by_name(
+    quantized: dict, tensors: dict, options: dict, words: str, models: Models, tmp_path: Path
 ) -> None:
     folder = save_4bit(models(), tmp_path / "model", **nf4(True), **quantized)
-    assert words in refusal(folder, tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    ("suffix", "replacement", "words"),
-    [
-        (".absmax", torch.zeros(9, dtype=torch.uint8), "wrong shape: {name} in model.safetensors is [9]"),
-        (".quant_map", torch.zeros(16), "{name} is not bitsandbytes' table"),
-        (".nested_absmax", torch.full([1], torch.nan), "Weight {name} has values that are not finite"),
-        (".quant_state.bitsandbytes__nf4", {"blocksize": 128}, "{name} describes a 4-bit weight that cannot be used"),
-        (".nested_absmax", None, "missing: {name}"),
-    ],
-)
-def test_damaged_statistics_are_named(
-    suffix: str, replacement: torch.Tensor | dict | None, words: str, models: Models, tmp_path: Path
-) -> None:
-    folder = save_4bit(models(), tmp_path / "model", **nf4(True))
-    tensors = load_file(folder / "model.safetensors")
-    name = f"model.layers.0.mlp.up_proj.weight{suffix}"
-    if isinstance(replacement, dict):
-        state = json.loads(bytes(tensors[name].tolist()))
-        replacement = torch.tensor(list(json.dumps({**state, **replacement}).encode()), dtype=torch.uint8)
-    tensors.pop(name)
-    save_file(tensors | ({} if replacement is None else {name: replacement}), folder / "model.safetensors")
-    assert words.format(name=name) in refusal(folder, tmp_path)
+    file = folder / "model.safetensors"
+    stored = load_file(file) | tensors
+    if isinstance(changed := stored.get(NF4_STATE), dict):
+        state = json.loads(bytes(load_file(file)[NF4_STATE].tolist())) | changed
+        stored[NF4_STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file({name: value for name, value in stored.items() if value is not None}, file)
+    argv = flags(model_name=folder, dataset=write_rows(tmp_path / "rows.jsonl", make_rows(4)), **options)
+    statuses, output = run_ranks(1, [*argv, "--output_dir", str(tmp_path / "out")], tmp_path / "logs")
+    assert statuses == [2] and "Traceback" not in output, output
+    assert words in output.partition("error: ")[2]
 
 
 def set_config(folder: Path, **values: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **values}))
-
-
-def refusal(folder: Path, tmp_path: Path, **options: object) -> str:
-    """What a run on one rank says before it stops with the status of bad input."""
-    data = write_rows(tmp_path / "rows.jsonl", make_rows(4))
-    argv = flags(model_name=folder, dataset=data, output_dir=tmp_path / "out", **options)
-    statuses, output = run_ranks(1, argv, tmp_path / "logs")
-    assert statuses == [2] and "Traceback" not in output, output
-    return output.partition("error: ")[2]

@@ -1,6 +1,5 @@
 """The cache of quantized weights: the same run from it, on any number of ranks, and what happens when it breaks."""
 
-import errno
 import json
 import os
 import resource
@@ -202,7 +201,7 @@ def test_a_damaged_entry_is_named_and_made_again_in_the_same_run(
 
 
 def _train_and_fail(argv: list[str], how: str) -> int:
-    """A run in which writing the cache goes wrong on its last rank, half-way."""
+    """A run in which files cannot be as long as the cache, or whose last rank is killed half-way."""
     import train
     from fsdp_qlora.storage.safetensors_files import PackedFiles
 
@@ -211,9 +210,7 @@ def _train_and_fail(argv: list[str], how: str) -> int:
 
     def fail(self: PackedFiles, name: str, start: int, values: torch.Tensor) -> None:
         if is_last and next(count) == 20:
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(errno.ENOSPC, "No space left on device")
+            os.kill(os.getpid(), signal.SIGKILL)
         write(self, name, start, values)
 
     if how == "file size limit":
@@ -243,15 +240,10 @@ def test_a_kill_while_writing_leaves_nothing_that_a_later_start_reads(runs: Runs
     assert names(tmp_path / "cache") == ["entry", "writing"] and (tmp_path / "cache" / "alive.writing").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("how", "words"), [("full disk", "No space left on device"), ("file size limit", "File too large")]
-)
-def test_training_goes_on_without_a_cache_when_the_disk_is_full(
-    how: str, words: str, runs: Runs, tmp_path: Path
-) -> None:
-    statuses, output = failing_run(how, runs, tmp_path)
+def test_training_goes_on_without_a_cache_that_cannot_be_written(runs: Runs, tmp_path: Path) -> None:
+    statuses, output = failing_run("file size limit", runs, tmp_path)
     assert statuses == [0, 0] and output.count("No quantized cache is") == 1, output
-    assert f"cache cannot be written ({words}); give another folder with --quant_cache" in output
+    assert "cache cannot be written (File too large); give another folder with --quant_cache" in output
     assert names(tmp_path / "cache") == []
     assert read_metrics(tmp_path / "failing") == runs.without(2)
 
