@@ -80,7 +80,7 @@ class Hub(LocalFileSystem):
         return path.replace("hf://owner/run", str(cls.folder))
 
 
-@pytest.fixture(params=["folder", "memory", "rclone", "rclone's stand-in", "hf"])
+@pytest.fixture(params=["folder", "memory", "rclone", "hf"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """An empty place for copies: tmp_path/there, or in memory, where any URL is represented."""
     there = tmp_path / "there"
@@ -96,10 +96,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         register_implementation("hf", Hub, clobber=True)
         request.addfinalizer(lambda: register_implementation("hf", HfFileSystem, clobber=True))
         return open_store("hf:owner/run")
-    if request.param == "rclone":
-        if shutil.which("rclone") is None:
-            pytest.skip("rclone is not installed")
-    else:
+    if shutil.which("rclone") is None:
         (program := tmp_path / "bin" / "rclone").parent.mkdir()
         program.write_text(RCLONE)
         program.chmod(0o755)
