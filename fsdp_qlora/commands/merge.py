@@ -215,7 +215,7 @@ def _config_of(merge: Merge, merged: MergedModel) -> dict[str, Any]:
             part["dtype"] = str(merged.dtype or torch.bfloat16).removeprefix("torch.")
     if merged.copies:
         content["tie_word_embeddings"] = text["tie_word_embeddings"] = False
-    sizes = {shape[0] for name in merged.changes.names() if (shape := merged.resized(name))}
-    if sizes:
+    sizes = [merged.shape(name)[0] for name, shape in merged.parameters.items() if merged.shape(name) != shape]
+    if sizes:  # embeddings were resized
         text["vocab_size"] = max(sizes)
     return content

@@ -236,8 +236,12 @@ class MergedModel:
 
     def forms(self) -> dict[str, TensorForm]:
         """Every tensor of the merged model's files, in the base's order."""
-        forms = {part: form for name in self._order() for part, form in self._forms_of(name)}
-        files = self.weights.files
+        forms, files = {}, self.weights.files
+        for name in self._order():
+            parts = self._parts(name)
+            for part, _, _ in parts:
+                shape = self.shape(name) if len(parts) == 1 else files.shape(part)
+                forms[part] = TensorForm(self.dtype or self._own_dtype(name), tuple(shape))
         rest = {name: files.form(name) for name in self.names if name not in forms}
         return {name: forms[name] for name in [*self.names, *forms] if name in forms} | rest
 
@@ -279,23 +283,11 @@ class MergedModel:
         change = self.changes.replaced(name)
         return change.shape if change else self.parameters[name]
 
-    def resized(self, name: str) -> torch.Size | None:
-        """The shape of a parameter that is not the base's."""
-        return self.shape(name) if self.shape(name) != self.parameters[name] else None
-
     def _parts(self, name: str) -> list[TensorSlice]:
         """The tensors of the merged files that make up a parameter."""
         whole = TensorSlice(name if name in self.copies else self._source(name), 0, self.shape(name).numel())
         is_new = name in self.copies or self.weights.packed or self.changes.replaced(name)
         return [whole] if is_new else self.weights.files.parts(self._source(name))
-
-    def _forms_of(self, name: str) -> Iterator[tuple[str, TensorForm]]:
-        dtype, parts = self.dtype or self._own_dtype(name), self._parts(name)
-        for part, _, _ in parts:
-            yield (
-                part,
-                TensorForm(dtype, tuple(self.shape(name) if len(parts) == 1 else self.weights.files.shape(part))),
-            )
 
     def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(tensor of the files, start, values) of the pieces of one parameter."""
