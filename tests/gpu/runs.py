@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.harness import steps_done, wait_for
 from tests.tiny import ROOT, _free_port
 
 
@@ -43,8 +43,8 @@ class Started:
                 stderr=subprocess.STDOUT,
             )
 
-    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
-        os.kill(self.processes[rank].pid, number)
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
 
     def wait(self, seconds: float = 120) -> list[int]:
         """Exit statuses of all ranks, which end by themselves within that time; else all are killed."""
@@ -89,15 +89,11 @@ def last_line(output: str) -> dict[str, Any]:
     return found
 
 
-def steps_done(output_dir: Path) -> int:
-    metrics = output_dir / "metrics.jsonl"
-    return metrics.read_text().count('"loss"') if metrics.exists() else 0
-
-
-def wait_for_step(program: Started, output_dir: Path, step: int, seconds: float = 120) -> None:
+def wait_for_step(program: Started, output_dir: Path, step: int) -> None:
     """Wait until a run has done its first `step` steps."""
-    end = time.monotonic() + seconds
-    while steps_done(output_dir) < step:
+
+    def reached() -> bool:
         assert all(process.poll() is None for process in program.processes), program.output()[-6000:]
-        assert time.monotonic() < end, f"step {step} was not reached:\n{program.output()[-4000:]}"
-        time.sleep(0.02)
+        return steps_done(output_dir) >= step
+
+    wait_for(reached)

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.less_memory import long_rows
 from tests.phantom import environment
-from tests.tiny import flags
+from tests.tiny import flags, write_rows
 
 # The run itself is replaced: what it would find is printed.
 LOOK = """
@@ -52,7 +51,14 @@ def _train_with_less(
     left: float, models: Callable[..., Path], folder: Path, *, ranks: int = 1, **options: Any
 ) -> list[environment.Rank]:
     """Three steps of long rows; after the first the last rank's GPU has only a share left of what a step needs."""
-    arguments = flags(**long_rows(models, folder, ranks=ranks), output_dir=folder / "out", **options)
+    row = {"instruction": "write", "input": "", "output": "water river " * 700}
+    options |= {
+        "model_name": models(num_hidden_layers=8, intermediate_size=4096, max_position_embeddings=2048),
+        "dataset": write_rows(folder / "rows.jsonl", [row] * 12 * ranks), "output_dir": folder / "out",
+        "train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 2048, "precision": "bf16",
+        "gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_minutes": 0,
+    }  # fmt: skip
+    arguments = flags(**options)
     program = "tests/phantom/programs/less_memory.py"
     of_last: dict[int, dict[str, object]] = {ranks - 1: {"LEFT": left}}
     return environment.run([program, *arguments], folder / "logs", ranks=ranks, settings_of_rank=of_last)
@@ -60,8 +66,8 @@ def _train_with_less(
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(1, {}), (1, {"use_cpu_offload": True}), (2, {"sharding_strategy": "full_shard"})],
-    ids=["1 rank", "1 rank, offload", "2 ranks"],
+    [(1, {"use_cpu_offload": True}), (2, {"sharding_strategy": "full_shard"})],
+    ids=["1 rank, offload", "2 ranks"],
 )
 def test_restart_after_out_of_memory_recomputes_more_until_the_run_ends_well(
     ranks: int, options: dict[str, Any], models: Callable[..., Path], tmp_path: Path

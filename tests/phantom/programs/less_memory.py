@@ -4,7 +4,7 @@ needs that remains; a rank without it has no such neighbour."""
 import ctypes
 import os
 import sys
-from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,17 +12,31 @@ import torch
 import fsdp_qlora.run.run
 import train
 from fsdp_qlora.run.load_model import build_trainer
-from tests.less_memory import build_with_less
 
 
-def take(used: int, needed: int) -> None:
-    if "LEFT" not in os.environ:
-        return
+def build_with_less(*args: Any) -> Any:
+    """`build_trainer`'s trainer, for which memory is taken away after the first step."""
+    trainer = build_trainer(*args)
+    train_step = trainer.train_step
+
+    def train_step_with_less(step: int, rows: Any) -> Any:
+        if step == 1 and "LEFT" in os.environ:
+            take_all_but(float(os.environ["LEFT"]))
+        return train_step(step, rows)
+
+    trainer.train_step = train_step_with_less  # type: ignore[method-assign]
+    return trainer
+
+
+def take_all_but(share: float) -> None:
+    used = torch.cuda.memory_allocated()
+    needed = torch.cuda.max_memory_reserved() - used
+    torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - used
-    size = ctypes.c_size_t(int(free - float(os.environ["LEFT"]) * needed))
+    size = ctypes.c_size_t(int(free - share * needed))
     assert ctypes.CDLL("libcudart.so.13").cudaMalloc(ctypes.byref(ctypes.c_void_p()), size) == 0
 
 
 if __name__ == "__main__":
-    with mock.patch.object(fsdp_qlora.run.run, "build_trainer", partial(build_with_less, build_trainer, take)):
+    with mock.patch.object(fsdp_qlora.run.run, "build_trainer", build_with_less):
         sys.exit(train.main(sys.argv[1:]))
