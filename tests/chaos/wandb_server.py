@@ -58,7 +58,6 @@ class WandbServer:
 
     def __init__(self) -> None:
         self.runs: dict[str, Run] = {}
-        self.uploads: dict[str, bytes] = {}  # files by name
         self.status = 200
         self.errors: list[Exception] = []
         self.num_requests = 0
@@ -126,8 +125,7 @@ class WandbServer:
         if path.endswith("/file_stream"):
             self.runs[path.split("/")[-2]].take(json.loads(body))
             return {}
-        if path != "/graphql":
-            self.uploads[path.removeprefix("/upload/")] = body
+        if path != "/graphql":  # an uploaded file
             return {}
         request = json.loads(body)
         values = request.get("variables") or {}
@@ -141,11 +139,6 @@ class WandbServer:
                 return {"data": {"createRunFiles": {"runID": values["run"], "uploadHeaders": [], "files": files}}}
             case "Viewer":
                 return {"data": {"viewer": VIEWER}}
-            case "CreateArtifact":  # of a table, whose file is uploaded with the run's: nothing more is wanted
-                made = {"id": "a", "state": "COMMITTED", "artifactSequence": {"latestArtifact": {"id": "a"}}}
-                return {"data": {"createArtifact": {"artifact": made}}}
-        if "artifactType" in request.get("query", ""):
-            return {"data": {"project": {"artifact": None}}}
         return {"data": {}}  # questions about features: there are none
 
     def _upsert(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -163,14 +156,13 @@ class WandbServer:
         if name not in self.runs:
             return None
         run = self.runs[name]
-        events = run.lines.get("wandb-events.jsonl", [])
         return {
             **self._about(name),
             "summaryMetrics": json.dumps(run.summary),
             "logLineCount": 0,
-            "eventsLineCount": len(events),
+            "eventsLineCount": 0,
             "historyTail": json.dumps(run.lines.get("wandb-history.jsonl", [])[-1:]),
-            "eventsTail": json.dumps(events[-1:]),
+            "eventsTail": "[]",
             "tags": [],
             "wandbConfig": json.dumps({"t": run.config["_wandb"]["value"]["t"]}),
         }
