@@ -1,6 +1,7 @@
 """`fsdp-qlora quantize | cache`: what is saved against transformers' own; the cache listed and pruned."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,25 +47,22 @@ def test_the_saved_model_is_the_one_that_transformers_quantizes(
     assert AutoTokenizer.from_pretrained(out)("sort the list") == AutoTokenizer.from_pretrained(source)("sort the list")
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
-def test_the_saved_model_trains_as_the_weights_it_was_made_of(
+# tests/loading/test_prequantized.py trains models of the form that transformers writes too.
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_saved_experts_train_as_the_weights_they_were_made_of(
     family: str, models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_folder, "_PIECE_BYTES", 8192)  # weights in several pieces
-    source, out = models(family, **(FAMILIES | {"llama": UNEVEN})[family]), tmp_path / "model"
+    source, out = models(family, **FAMILIES[family]), tmp_path / "model"
     caplog.set_level("INFO", "fsdp_qlora")
     assert main(["quantize", str(source), "--out", str(out)]) == 0
-    assert ("training can load the saved model, transformers cannot" in caplog.text) == (family != "llama")
+    assert "training can load the saved model, transformers cannot" in caplog.text
     common = {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(6)), "lr": 1e-3, "precision": "fp32"}
     ours = train_ok(2, tmp_path / "ours", model_name=source, **common)
     saved = train_ok(2, tmp_path / "saved", model_name=out, **common)
     assert read_metrics(tmp_path / "saved") == read_metrics(tmp_path / "ours")
-    assert model_line(saved) == model_line(ours)
-
-
-def model_line(output: str) -> str:
-    """What is quantized and how much of it, as a run prints it."""
-    return next(line for line in output.splitlines() if line.startswith("Model: "))
+    # What is quantized and how much of it.
+    assert re.findall("^Model: .*$", saved, re.MULTILINE) == re.findall("^Model: .*$", ours, re.MULTILINE) != []
 
 
 def test_bad_input_is_said_and_leaves_nothing(
