@@ -257,7 +257,8 @@ class Conversation:
         is_last = turn + 1 == len(self.messages)
         alone = self if is_last else Conversation(self._render, self.messages[: turn + 1], self._end_tokens)
         if turn in self._blocks:
-            return [(found.text, found._blocks[turn]) for found in dict.fromkeys((self, alone))]
+            both = dict.fromkeys((self, alone))
+            return [(found.text, found._blocks[turn]) for found in both if turn in found._blocks]
         prompts = self._prompts(turn)
         here, there = (
             next((len(prompt) for prompt in prompts if found.text.startswith(prompt)), None) for found in (self, alone)
@@ -279,8 +280,10 @@ class Conversation:
             opening = (self._try(question, add_generation_prompt=True) or "").removeprefix(asked).partition(BEGINS)[0]
             start, found, _ = self.text.partition(opening) if opening else ("", "", "")
             return [start + found] * bool(found)
-        opened = -1 if prompt is None else prompt.find(BEGINS, len(asked))
-        return [found for found in (prompt, prompt and prompt[: max(opened, 0)]) if found]
+        if prompt is None:
+            return []
+        opened = prompt.find(BEGINS, len(asked))
+        return [prompt] if opened < 0 else [prompt, prompt[:opened]]
 
     def _try(self, messages: list[Message], add_generation_prompt: bool = False) -> str | None:
         try:
