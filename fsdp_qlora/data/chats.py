@@ -112,12 +112,11 @@ def _plain(content: object, number: int) -> str:
         raise BadRow(f"turn {number}: its content is not text but {type(content).__name__}")
     texts = []
     for part in content:
-        found = part.get("text", part.get("value")) if isinstance(part, Mapping) else part
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        if not isinstance(found, str) or kind != "text":
-            kind = kind if isinstance(part, Mapping) else type(part).__name__
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text", part.get("value") if kind == "text" else None) if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
             raise BadRow(f"turn {number}: a part of its content is {kind}, and only text can be trained on")
-        texts.append(found)
+        texts.append(text)
     return "".join(texts)
 
 
