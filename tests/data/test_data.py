@@ -540,7 +540,7 @@ def test_cache_key_covers_all_that_decides_the_tokens(prepare: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("damage", ["cut", "half", "head", "empty", "noise", "foreign", "mixed", "bit"])
 def test_a_damaged_cache_file_is_made_again(damage: str, prepare: Any, tmp_path: Path, lines: list[str]) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS * 50)  # of many pages of memory
     expected = prepare(path)[0].input_ids.tolist()
     [file] = (tmp_path / "cache" / "tokenized").glob("*.safetensors")
     data, arrays = file.read_bytes(), load_file(file)

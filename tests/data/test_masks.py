@@ -118,17 +118,6 @@ def test_a_turn_of_weight_0_is_only_read(tags: str, weight: dict[str, Any]) -> N
         tokens_of("byte_level", "messages", {"messages": messages}, chat=chat)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sharegpt_gives_the_same_tokens_as_messages(kind: str) -> None:
-    said = [("human", "hi"), ("gpt", "go on"), ("human", "so"), ("gpt", "no")]
-    rows = [
-        {"conversations": [{"from": speaker, "value": text} for speaker, text in said]},
-        {"conversations": CHAT["messages"]},
-    ]
-    for row in rows:
-        assert tokens_of(kind, "sharegpt", row, chat=template()) == tokens_of(kind, "messages", CHAT, chat=template())
-
-
 def test_workers_fill_the_same_rows_in_the_same_order() -> None:
     tokenizer, row_format = spelled_tokenizer("byte_level"), FORMATS["messages"]
     contents = [row_format.read({"messages": turns(f"hi {i}", f"go {i}")}) for i in range(250)]
@@ -293,13 +282,6 @@ def test_what_is_odd_about_a_template_is_noted() -> None:
     row = {"messages": [{**CHAT["messages"][0], "lang": "en", "note": None}, *CHAT["messages"][1:]]}
     notes = tokens_of("byte_level", "messages", row, chat=template())[2]
     assert notes == ("turns have fields that are not used: lang",)
-
-
-def test_guanaco_learns_each_turn_of_the_assistant_and_no_other() -> None:
-    text = "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"
-    tokens, learned, _ = tokens_of("byte_level", "guanaco", {"text": text})
-    assert "".join(tokens) == "<s>" + text.replace(" ", "Ġ").replace("\n", "Ċ") + "</s>"
-    assert "".join(token for token, bit in zip(tokens, learned, strict=True) if bit) == "ĠgoĠonĠno</s>"
 
 
 def test_tokens_are_taken_as_they_are() -> None:

@@ -19,7 +19,7 @@ from fsdp_qlora.data.schedule import Schedule, mix
 from fsdp_qlora.data.sources import DatasetName, find_source, parse_name
 from fsdp_qlora.errors import UserError
 from tests.data.conftest import SharedWorker
-from tests.data.test_data import rows_of, write_csv, write_json, write_jsonl, write_parquet
+from tests.data.test_data import rows_of, write_csv, write_jsonl, write_parquet
 from tests.tiny import make_rows, spelled_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -86,7 +86,6 @@ def semicolons(path: Path, rows: Rows) -> Path:
 in_data = written(lambda rows: json.dumps({"version": "1", "data": rows}).encode())
 packed = written(lambda rows: gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
 cp1252 = written(lambda _: "instruction,output\na,b\ncafé,c\n".encode("cp1252"))
-lines = written(lambda rows: "".join(f"{row['text']}\n" for row in rows).encode())
 
 
 def split_files(path: Path, rows: Rows) -> Path:
@@ -137,18 +136,10 @@ class Case(NamedTuple):
 
 
 LONG = [{"instruction": "a" * 3000, "output": "b"}]
-SYSTEM = {"role": "system", "content": "s"}
 CASES = {
     "alpaca csv from Excel": Case(with_bom, "a.csv", ALPACA, 4),
-    "system, history": Case(write_json, "a.json", [{**ALPACA[0], "system": "s", "history": [["q", "r"]], "id": 7}], 1, ": id"),
     "train and test files": Case(split_files, "folder", ALPACA, 4, "train.jsonl is trained on; not test.jsonl"),
-    "messages with system": Case(write_jsonl, "a.jsonl", [{"messages": [SYSTEM, *TALK]}], 1),
-    "messages with weight": Case(write_jsonl, "a.jsonl", [{"messages": [*TALK, TALK[0], {**TALK[1], "weight": 0}]}], 1),
     "sharegpt": Case(write_jsonl, "a.jsonl", [{"conversations": SHARED, "id": "x"}], 1, "does not use: id"),
-    "prompted messages": Case(write_jsonl, "a.jsonl", [{"prompt": TALK[:1], "completion": TALK[1:]}], 1),
-    "with context": Case(write_jsonl, "a.jsonl", [{"question": "a", "context": "c", "answer": "b"}], 1),
-    "dolly": Case(write_jsonl, "a.jsonl", [{"instruction": "a", "context": "c", "response": "b", "category": "d"}], 1, ": category"),
-    "lines of text": Case(lines, "a.txt", [{"text": "go"}, {"text": ""}, {"text": "on"}], 2),
     "preferences": Case(write_jsonl, "a.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}], 0, "chosen and rejected"),
     "capitals": Case(excel, "a.csv", ALPACA, 4),
     "semicolons": Case(semicolons, "a.csv", ALPACA, 4),

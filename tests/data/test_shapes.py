@@ -57,7 +57,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "KTO, a good answer": ({"messages": [ASK, SAY], "label": True}, "go on</s>"),
     "no images": ({"messages": [ASK, SAY], "images": []}, "go on</s>"),
     "Wikipedia": ({"id": "x", "url": "x", "title": "x", "text": "go on"}, "<s>go on</s>"),
-    "Guanaco": ({"text": "### Human: hi### Assistant: go on"}, " go on</s>"),
+    "Guanaco": ({"text": "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"}, " go on no</s>"),
 }  # fmt: skip
 
 
