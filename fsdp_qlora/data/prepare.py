@@ -306,8 +306,8 @@ class DatasetPipeline:
             while batch := list(islice(left, _ROWS_PER_BATCH)):
                 if rows := self._named(batch, source, report):
                     row_format = FORMATS[self._format_name]
-                    of_format = self.options.learn, row_format.template
-                    renderer = Renderer(self.tokenizer, self.template, *of_format, self.workers)
+                    learn, of_format = self.options.learn, row_format.template
+                    renderer = Renderer(self.tokenizer, self.template, learn, of_format, self.workers)
                     piece, of_rows = tokenization.tokenize_batch(
                         rows, row_format, renderer, self.tokenizer, self.options.context_length, report
                     )
