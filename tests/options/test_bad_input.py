@@ -20,19 +20,11 @@ NORM = "model.norm.weight"
 # What is wrong -> (options besides the good ones, words that every rank's message has).
 BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     # Options.
-    "wrong YAML key": (
-        {"config": "wrong_key.yaml"},
-        ["wrong_key.yaml, line 2", 'unknown key "contxt_length"', 'did you mean "context_length"?'],
-    ),
     "several at once": (
         {"context_length": 0, "batch_size": 0, "dataset_samples": 0, "seed": -1},
         ["4 options are wrong", "--context_length must be 2 or more, but is 0", "--batch_size must be 1 or more"],
     ),
     # The model's folder.
-    "missing model folder": (
-        {"model_name": "./no_such_model"},
-        ["model_name ./no_such_model", "no such folder", "Check the path"],
-    ),
     "hub model without a network": (
         {"model_name": "owner/model"},
         ["model_name owner/model", "no such local folder", "out of reach", "path of a model folder"],
@@ -53,10 +45,6 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
     "unknown model type": (
         {"model_name": "unknown_type"},
         ["unknown_type/config.json", "model_type 'lllama'", "does not know", "pip install --upgrade transformers"],
-    ),
-    "model that needs code of its own": (
-        {"model_name": "remote_code"},
-        ["model_name remote_code needs its own Python code", "--trust_remote_code true runs it with your permissions"],
     ),
     "encoder-decoder model": ({"model_name": "t5"}, ["model_name t5", "'t5'", "not a decoder-only", "llama"]),
     "target modules that match nothing": (
@@ -80,10 +68,6 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         {"model_name": "integers"},
         ["integers", f"wrong type: {NORM} in model.safetensors is int32, and weights are 16- or 32-bit floats"],
     ),
-    "file that is not safetensors": (
-        {"model_name": "not_safetensors"},
-        ["not_safetensors/model.safetensors is not a readable safetensors file", "Download it again"],
-    ),
     "truncated file": (
         {"model_name": "truncated"},
         ["truncated/model.safetensors is not a readable safetensors file", "Download it again"],
@@ -97,6 +81,9 @@ BAD_INPUT: dict[str, tuple[dict[str, object], list[str]]] = {
         ["outside/model.safetensors.index.json names '../model/model.safetensors'", "not a file of its folder"],
     ),
     "config.json that is no object": ({"model_name": "list_config"}, ["list_config/config.json"]),
+    "config.json of endless nesting": ({"model_name": "nested_config"}, ["nested_config/config.json is not valid"]),
+    "too many layers": ({"model_name": "layers"}, ["num_hidden_layers 2147483648, more than the 1000"]),
+    "unknown activation": ({"model_name": "activation"}, ["described by config.json cannot be built: 'nope'"]),
     "size that is a text": (
         {"model_name": "text_size"},
         ["model_name text_size: its config.json cannot be used", "'intermediate_size' expected int, got str"],
@@ -201,7 +188,6 @@ def inputs(models: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
     (folder / "t5" / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
     make_tokenizer(folder / "t5")
     _write_datasets(folder / "data")
-    (folder / "wrong_key.yaml").write_text("batch_size: 2\ncontxt_length: 128\n")
     (folder / "other_run").mkdir()
     (folder / "other_run" / "adapter_config.json").write_text("{}")
     on_ranks(1, train_offline, (folder, ["--help"]), folder / "logs")  # the first start pays for the imports
@@ -242,10 +228,6 @@ def _break_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama",')
 
 
-def _overwrite(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-
-
 def _truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -273,18 +255,19 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no_eos": _edit_config("tokenizer_config.json", eos_token=None),
     "broken_config": _break_config,
     "unknown_type": _edit_config(model_type="lllama"),
-    "remote_code": _edit_config(model_type="mine", auto_map={"AutoConfig": "mine.MineConfig"}),
     "missing_tensor": _edit_tensors(lambda tensors: tensors.pop(NORM)),
     "extra_tensor": _edit_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)})),
     "wrong_shape": _edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(63)})),
     "integers": _edit_tensors(lambda tensors: tensors.update({NORM: tensors[NORM].int()})),
-    "not_safetensors": _overwrite,
     "truncated": _truncate,
     "absent_file": _index("model-00002-of-00002.safetensors", drop_norm=False),
     "absent_tensor": _index("model.safetensors", drop_norm=True),
     "pickled": _pickle,
     "outside": _index("../model/model.safetensors", drop_norm=False),
     "list_config": lambda folder: (folder / "config.json").write_text("[1, 2]"),
+    "nested_config": lambda folder: (folder / "config.json").write_text("[" * 100_000),
+    "layers": _edit_config(num_hidden_layers=2**31),
+    "activation": _edit_config(hidden_act="nope"),
     "text_size": _edit_config(intermediate_size="128"),
     "heads": _edit_config(num_attention_heads=4, num_key_value_heads=3),
 }
