@@ -30,14 +30,11 @@ ENTRY = """
 import os, signal, sys, time
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.cli import launch
 from fsdp_qlora.cli.launch import relaunch_if_needed
-
-launch.WORKER = ("-u", __file__)
 
 config = parse_train_config(sys.argv[1:])
 try:
-    status = relaunch_if_needed(config, sys.argv[1:])
+    status = relaunch_if_needed(config, sys.argv[1:], ("-u", __file__))
 except UserError as error:
     print(error, file=sys.stderr)
     sys.exit(2)

@@ -218,7 +218,6 @@ def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
     [
         ({"train_type": "dora", "init_lora_weights": "pissa"}, "leave --init_lora_weights at true"),
         ({"train_type": "bnb_dora", "lora_target_parameters": ("mlp.experts.down_proj",)}, "for linear layers only"),
-        ({"init_lora_weights": "eva"}, "Take pissa_niter_16"),
         ({"init_lora_weights": "pisa"}, "choices: true, pissa, pissa_niter_N, olora, loftq"),
         ({"init_lora_weights": "loftq", "train_type": "lora"}, "--train_type lora does not quantize"),
         ({"init_lora_weights": "olora", "quant_cache": "folder"}, "leave out --quant_cache"),

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fsdp_qlora.checkpointing.same_run import StartRequest, find_other_options
+from fsdp_qlora.checkpointing.same_run import StartRequest, find_differences
 from fsdp_qlora.commands.export import stored_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
@@ -115,7 +115,7 @@ def test_paged_optimizers_are_refused_without_a_gpu() -> None:
 
 
 def test_checkpoints_of_a_removed_optimizer_are_refused() -> None:
-    (line,) = find_other_options({"options": {"optimizer": "muon"}}, StartRequest({"optimizer": "adamw"}))
+    (line,) = find_differences({"options": {"optimizer": "muon"}}, {}, StartRequest({"optimizer": "adamw"}))
     assert "was muon" in line and "cannot resume" in line
     with pytest.raises(UserError, match="muon, which is gone"):
         stored_config({"options": {"optimizer": "muon"}})
