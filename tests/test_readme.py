@@ -28,12 +28,12 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 # Flags in the documents that are not options of train.py.
 OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle", "local_addr"),  # torchrun
-    *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id"),
+    *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "standalone"),
     *("out", "prune", "expansion_rate", "best", "version", "json"),  # our commands
     *("base", "verify", "dtype", "model", "type"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("logdir", "shm-size", "ipc"),  # tensorboard, docker
-    *("report", "nightly"),  # benchmarks/gpu.py, the tests
+    *("report", "nightly", "shape"),  # benchmarks, the tests
     *("config", "help", "dry_run"),
 }
 
