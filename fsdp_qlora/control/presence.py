@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -86,8 +87,9 @@ class Presence:
         self.watch: Callable[[], None] = self.check_peers
         self._missing_seconds = 60 * min(hang_minutes or MAX_WAIT_MINUTES, MAX_WAIT_MINUTES)
         self._neighbour = (ranks.rank + 1) % ranks.world_size  # each rank watches one other
+        self._agent = os.getppid()  # if torchrun has started this process
         self._lock = threading.Lock()  # one request to the store at a time
-        self._has_lost_store = False
+        self._has_lost_store = self._is_silent = False
         self._heard = b""  # the neighbour's last heartbeat
         self._pulse_at = self._heard_at = self._looked_at = time.monotonic()
         # Seen when, and which rank ends the run why and how. Kept, since the store may end before this rank does.
@@ -162,7 +164,7 @@ class Presence:
         self._exit_if_aborted_elsewhere(grace=_OWN_REASON_SECONDS if self.is_starting else 0.0)
         if self.ranks.world_size > 1 and self._abort is None:
             self._exchange_heartbeats(now)
-            if now - self._heard_at > self._silence_limit():
+            if self._is_silent or now - self._heard_at > self._silence_limit():
                 self._exit_for_silence()
 
     @contextlib.contextmanager
@@ -171,8 +173,9 @@ class Presence:
         with self._lock:
             try:
                 yield self._store
-            except Exception:
+            except Exception as error:
                 self._store, self._has_lost_store = dist.HashStore(), True
+                self._is_silent = isinstance(error, TimeoutError)
 
     def _set(self, key: str, value: str) -> None:
         with self.using_store() as store:
@@ -218,7 +221,16 @@ class Presence:
         message = self._describe_silence()
         write_line(f"[rank {self.ranks.rank}] error: {message}")
         self.abort_others(message)
+        if self._is_silent and "TORCHELASTIC_RUN_ID" in os.environ:
+            self._end_agent()
         self._end("failed", message, message, is_said=True)
+
+    def _end_agent(self) -> None:
+        """End torchrun's agent: it uses the lost store too, and might wait a quarter of an hour for TCP to give up."""
+        for number in (signal.SIGTERM, signal.SIGKILL):  # where it waits in C++, no signal is handled
+            if os.getppid() == self._agent:
+                os.kill(self._agent, number)
+                time.sleep(4)
 
     def _end(self, state: str, message: str, reason: str, *, is_said: bool = False) -> NoReturn:
         """End this process. torchrun shows the reason of the first rank; ranks without it show their own."""
