@@ -4,11 +4,14 @@ Keys and names of tensors come from the tables of the package gguf. FAMILIES say
 than transformers; each row follows the family's class in llama.cpp's convert_hf_to_gguf.py.
 """
 
+import ctypes
 import json
 import logging
 import math
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +27,9 @@ from fsdp_qlora.adapters.peft_folder import PREFIX
 from fsdp_qlora.adapters.targets import find_pattern
 from fsdp_qlora.commands.merging import PeftFolder, open_fitting_adapter
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.storage.files import staged_file
+from fsdp_qlora.storage.files import read_json, staged_file
 
 ADVICE = "llama.cpp's own converter, convert_hf_to_gguf.py, knows more."
 
@@ -180,13 +184,39 @@ def write_model(folder: Path, out: Path, kind: str) -> None:
 
     def add_keys(writer: GGUFWriter) -> None:
         writer.add_type(gguf.GGUFType.MODEL)
-        writer.add_name(folder.resolve().name)
+        writer.add_name(_model_name(folder))
         architecture.add_keys(writer)
         writer.add_file_type(file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add_tokenizer(writer, folder, config.vocab_size)
 
     _write(out, architecture.arch_name, add_keys, tensors)
+
+
+def write_quantized(folder: Path, out: Path, kind: str) -> None:
+    """Write a model folder in one of llama.cpp's own types, such as q4_k_m, which its function makes of f16.
+
+    Raises:
+        UserError: as `write_model`, or llama.cpp has no such type or fails.
+    """
+    import llama_cpp
+
+    file_type = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}", None)
+    if file_type is None:
+        raise UserError(f"--type {kind} is no type of llama.cpp. Give one such as q4_k_m, q5_k_m, q6_k or iq4_xs.")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = file_type
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=".gguf_") as name, staged_file(out) as partial:
+        half = Path(name) / "f16.gguf"
+        write_model(folder, half, "f16")
+        if llama_cpp.llama_model_quantize(os.fsencode(half), os.fsencode(partial), ctypes.byref(params)):
+            raise UserError(f"llama.cpp could not make {kind} of {folder}: its own lines above say why.")
+
+
+def _model_name(folder: Path) -> str:
+    """The name of a model: of a merged one its base's, else its own on the hub or its folder's."""
+    base = read_json(folder / "training.json").get("base", {})
+    return str(base.get("name") or public_name(str(folder))).rpartition("/")[2]
 
 
 def write_adapter(folder: Path, base: Path, out: Path) -> None:

@@ -55,6 +55,8 @@ def test_a_merged_model_read_back_answers_the_same(
     for kind, tolerance in (("f32", 1e-5), ("f16", 2e-2), ("q8_0", 0.5)):
         assert convert("--model", merged, "--out", tmp_path / f"{kind}.gguf", "--type", kind) == 0
         back = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=f"{kind}.gguf", dtype=torch.float32)
+        name = gguf.GGUFReader(tmp_path / f"{kind}.gguf").get_field("general.name")
+        assert name is not None and name.contents() == base.name
         with torch.no_grad():
             torch.testing.assert_close(back(PROBE).logits, model(PROBE).logits, atol=tolerance, rtol=0)
         if kind != "q8_0":
@@ -132,6 +134,19 @@ def test_an_adapters_file_added_to_the_bases_is_the_merged_one(
         np.testing.assert_allclose(values, wanted[tensor.name], atol=1e-6)
 
 
+def test_types_of_llama_cpp_are_made_by_its_package(models: Models, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    base = models("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64)
+    assert convert("--model", base, "--out", tmp_path / "q4.gguf", "--type", "q4_k_m") == 0
+    kinds = {tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "q4.gguf").tensors}
+    assert kinds == {gguf.GGMLQuantizationType[name] for name in ("F32", "Q4_K", "Q6_K")}
+    back = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="q4.gguf", dtype=torch.float32).state_dict()
+    for name, weight in load_file(base / "model.safetensors").items():
+        assert (back[name] - weight).norm() < 0.1 * weight.norm(), name
+    assert convert("--model", base, "--out", tmp_path / "q4_z.gguf", "--type", "q4_k_z") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["q4.gguf"]
+
+
 def test_what_cannot_be_converted_is_refused(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +161,7 @@ def test_what_cannot_be_converted_is_refused(
     (odd / "tokenizer.json").write_text(json.dumps(tokenizer | {"pre_tokenizer": {"type": "Metaspace"}}))
     for argv, words in {
         ("--model", models("gpt2", n_embd=64, n_head=4, n_layer=2)): "Models of type gpt2 are not converted here",
-        ("--model", base, "--type", "q4_k_m"): "llama-quantize F16.gguf OUT.gguf q4_k_m",
+        ("--adapter", dora, "--base", base, "--type", "q4_k_m"): "llama-quantize F16.gguf OUT.gguf q4_k_m",
         ("--model", odd): "its tokenizer is no BPE of a kind known here",
         ("--model", tmp_path / "absent"): "there is no such folder",
         ("--adapter", dora, "--base", base): "has DoRA, which llama.cpp does not apply",
