@@ -3,8 +3,6 @@
 import contextlib
 import difflib
 import logging
-import os
-import signal
 import sys
 from collections.abc import Iterator
 
@@ -28,13 +26,9 @@ def program() -> int:
 
 def main(argv: list[str]) -> int:
     """Run a command. Returns the exit status: 2 for bad input, 0 when it is done, else as in errors.ENDINGS."""
-    guard_output()
-    try:
-        status = _choose(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at its end
-        return 128 + signal.SIGPIPE
+    guard_output()  # also for the reader of a pipe, such as `head`, that has read enough
+    status = _choose(argv)
+    sys.stdout.flush()
     return status
 
 
