@@ -121,7 +121,7 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
     if ranks.is_rank_0 and resolved is not None and resolved.is_global:
         log.warning(
             "The store of this run listens at %s:%d, which is a public address, and has no password: close the port to "
-            "all but the run's own nodes (docs/clusters.md).", address, port,
+            "all but the run's own nodes.", address, port,
         )  # fmt: skip
     is_master = ranks.is_rank_0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = dist.TCPStore(
