@@ -7,7 +7,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
-from fsdp_qlora.planning.plan import Plan, build_plan
+from fsdp_qlora.planning.plan import Machine, Plan, build_plan, place
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.distributed import Ranks, derive_seed
@@ -106,7 +106,8 @@ def build_run(
     """
     configure_kernels()
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
-    model_plan = build_plan(config, ranks, weight_files.folder, model_config, tokenizer, world_size=ranks.world_size)
+    machine = Machine.of(config, ranks)
+    model_plan = place(config, build_plan(config, machine, weight_files.folder, model_config, tokenizer))
     model = model_plan.meta.model
     weights = match_tensors(model, weight_files)
     on_phase("planned")
@@ -138,11 +139,15 @@ def is_stand_in() -> bool:
 
 def random_rows(num_rows: int, length: int, vocab_size: int, *, masked: int, seed: int) -> TokenizedRows:
     """Rows of random tokens; the first `masked` of each are not learned, like a prompt."""
-    ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
-    learned = np.zeros((num_rows, length), dtype=bool)
-    learned[:, masked:] = True
-    offsets = np.arange(num_rows + 1, dtype=np.int64) * length
-    return TokenizedRows(ids.reshape(-1), learned.reshape(-1), offsets, np.arange(1, num_rows + 1))
+    return random_rows_of([length] * num_rows, vocab_size, masked=masked, seed=seed)
+
+
+def random_rows_of(lengths: Sequence[int], vocab_size: int, *, masked: int, seed: int) -> TokenizedRows:
+    """The same of these lengths."""
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    ids = np.random.default_rng(seed).integers(vocab_size, size=int(offsets[-1]), dtype=np.int32)
+    learned = np.concatenate([np.arange(length) >= masked for length in lengths])
+    return TokenizedRows(ids, learned, offsets, np.arange(1, len(lengths) + 1))
 
 
 def seconds_of(work: Callable[[], object]) -> tuple[float, float]:

@@ -84,7 +84,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.loading.load_weights import match_tensors
     from fsdp_qlora.loading.weight_files import WeightFiles
-    from fsdp_qlora.planning.plan import build_plan
+    from fsdp_qlora.planning.plan import Machine, build_plan, place
     from fsdp_qlora.ranks import distributed
     from fsdp_qlora.run.load_model import load_model
     from fsdp_qlora.sharding import model_parts
@@ -92,7 +92,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     ranks = distributed.read_ranks()
     config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)
     model_config, tokenizer = AutoConfig.from_pretrained(folder), None
-    plan = build_plan(config, ranks, folder, model_config, tokenizer, world_size=ranks.world_size)
+    plan = place(config, build_plan(config, Machine.of(config, ranks), folder, model_config, tokenizer))
     meta, weight_files = plan.meta, WeightFiles(folder)
     weights = match_tensors(meta.model, weight_files)
     distributed.start_process_group(ranks)

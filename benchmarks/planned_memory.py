@@ -1,7 +1,7 @@
 """Memory of QLoRA on 1, 2 and 4 cards of 24 GB, planned as `--dry_run` plans it: `python benchmarks/planned_memory.py`.
 
 No weight is read and no GPU is used. The models are built from their published shapes. Prints the table of
-docs/memory.md and writes benchmarks/results/planned_memory.json. What CUDA, NCCL and the allocator take is not in it.
+docs/memory.md and writes benchmarks/results/planned_memory.json. What CUDA and NCCL take is not in it.
 """
 
 import json
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from transformers import AutoConfig
 
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.planning.plan import estimate_needs, plan_model, step_bytes
+from fsdp_qlora.planning.plan import Machine, place, plan_model
 from fsdp_qlora.ranks import distributed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,8 +24,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "planned_memory.json"
 GIB = 2**30
 TOKENS = 2048
 CARD_GIB = 24
-# CUDA's context and NCCL's buffers (0.6 to 0.8 GiB), the allocator's rest.
-_BESIDE_GIB = 2.0
+# CUDA's context and NCCL's buffers (0.6 to 0.8 GiB), and the plan's error.
+_BESIDE_GIB = 1.5
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, Any]] = {
     "8B (Qwen3-8B)": {
@@ -54,11 +54,9 @@ def plan(folder: Path, cards: int, *, offload: bool) -> dict[str, Any]:
         use_cpu_offload=offload,
         dry_run=True,
     )
-    ranks = distributed.read_ranks()
-    model = plan_model(config, ranks, None, cards)
-    step, needs = step_bytes(config, model), estimate_needs(config, ranks, model)
-    device = needs.device + step.peak - step.kept
-    sizes = {"gpu": device / GIB, "inputs": step.kept / GIB, "host": needs.host / GIB}
+    memory = place(config, plan_model(config, Machine.of(config, distributed.read_ranks()), None)).memory
+    inputs = memory.phases[memory.peak].get("block inputs", 0)
+    sizes = {"gpu": (memory.reserved - inputs) / GIB, "inputs": inputs / GIB, "host": sum(memory.host.values()) / GIB}
     return {"cards": cards, "offload": offload, **sizes}
 
 

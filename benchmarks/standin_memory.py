@@ -1,19 +1,21 @@
-"""GPU memory of large models' steps, without a GPU: `python benchmarks/standin_memory.py [--cases 8b_2_ranks ...]`.
+"""The plan's judge: reserved GPU memory of large models' steps, without a GPU, beside what the plan says.
+
+    python benchmarks/standin_memory.py [--cases 8b_ddp ...]     # measures, and adds rows to the file of results
+    python benchmarks/standin_memory.py --plan                   # plans all rows of the file again, in a minute
 
 Runs on the stand-in for CUDA (tests/phantom/README.md), where memory that no one touches costs nothing and the caching
-allocator is torch's own. A case builds a model from its config, shards it as train.py does, reads no weights, and does
-three steps of QLoRA (rank 16 on all linear layers, bf16, AdamW, checkpointing). Where there are more ranks, this
-is rank 0 and the others are torch's fake process group.
+allocator is torch's own, with expandable segments, as in a run. A case builds a model from its config, shards it as
+train.py does, reads no weights, tries its longest rows and does three steps of AdamW in bf16 on rows of 2,048 tokens,
+if it does not say otherwise. Of its ranks this is rank 0; the others are torch's fake process group.
 
-Each case is printed and written beside the byte account. `resident` is what lies there between two steps: the shards
-and the optimizer's state. `at_peak` is what the third step had on top of it when it had most, by the Python line that
-asked for it; the expected bytes of both come from the shapes. What is reserved and not allocated is the allocator's.
+`planned` are bytes by the plan (fsdp_qlora/planning), at its peak by what they are. `resident` is what is allocated
+between two steps.
 """
 
 import argparse
-import collections
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,147 +27,241 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "standin_memory.json"
 GIB = 2**30
-SHAPES = {
-    # Qwen3-8B's sizes; Llama-2-70B's
-    "8b": dict(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
-               num_attention_heads=32, num_key_value_heads=8),
-    "70b": dict(vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-                num_attention_heads=64, num_key_value_heads=8),
-    "tiny": dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-                 num_attention_heads=4, num_key_value_heads=2),
+CARD_GIB = 24
+_WITHOUT_LIMIT_GIB = 400  # so that a case that does not fit a card is measured as well
+
+
+def _shape(
+    kind: str, vocabulary: int, hidden: int, inner: int, layers: int, heads: int, groups: int, **more: Any
+) -> Any:
+    return {
+        "model_type": kind, "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 128,
+        "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "7b": _shape("llama", 32000, 4096, 11008, 32, 32, 32),  # Llama-2-7B
+    "8b": _shape("llama", 151936, 4096, 12288, 36, 32, 8),  # Qwen3-8B's sizes
+    "14b": _shape("qwen3", 151936, 5120, 17408, 40, 40, 8),
+    "32b": _shape("qwen3", 151936, 5120, 25600, 64, 64, 8),
+    "70b": _shape("llama", 32000, 8192, 28672, 80, 64, 8),  # Llama-2-70B
+    # Qwen3-30B-A3B
+    "moe": _shape("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, num_experts=128, num_experts_per_tok=8,
+                  moe_intermediate_size=768, norm_topk_prob=True),
 }  # fmt: skip
+SHARD: dict[str, Any] = {"sharding_strategy": "full_shard"}
+OFFLOAD: dict[str, Any] = {**SHARD, "use_cpu_offload": True}
+MIXED: dict[str, Any] = {"batch_size": 8, "is_mixed": True}
 CASES: dict[str, dict[str, Any]] = {
-    "8b_2_ranks": {"shape": "8b", "ranks": 2, "sharding_strategy": "full_shard"},
-    "8b_2_ranks_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
-    "8b_1_card": {"shape": "8b", "ranks": 1},
-    "70b_2_ranks_offloaded": {"shape": "70b", "ranks": 2, "sharding_strategy": "full_shard", "use_cpu_offload": True},
-    "8b_2_ranks_1x32768": {
-        "shape": "8b", "ranks": 2, "batch_size": 1, "length": 32768, "sharding_strategy": "full_shard",
+    "8b": {"shape": "8b", "ranks": 2, **SHARD},
+    "8b_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
+    "8b_1_card": {"shape": "8b"},
+    "70b_offload": {"shape": "70b", "ranks": 2, **OFFLOAD},
+    "8b_1x32768": {"shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 32768, **SHARD},
+    "70b_activations": {"shape": "70b", "ranks": 2, "batch_size": 1, "use_activation_cpu_offload": True, **SHARD},
+    "70b_both": {"shape": "70b", "ranks": 2, "use_activation_cpu_offload": True, **OFFLOAD},
+    "70b_1x2048": {"shape": "70b", "ranks": 2, "batch_size": 1, **SHARD},
+    "70b_4_ranks": {"shape": "70b", "ranks": 4, **SHARD},
+    "70b_8_ranks": {"shape": "70b", "ranks": 8, "batch_size": 4, **SHARD},
+    "70b_1_card_offload": {"shape": "70b", "batch_size": 1, **OFFLOAD},
+    "70b_40_blocks": {"shape": "70b", "ranks": 2, "batch_size": 1, **SHARD, "use_cpu_offload": 40},
+    "70b_offload_4x512": {"shape": "70b", "ranks": 2, "batch_size": 4, "context_length": 512, **OFFLOAD},
+    "70b_offload_accumulates": {"shape": "70b", "ranks": 2, "gradient_accumulation_steps": 2, **OFFLOAD},
+    "70b_rank_64": {"shape": "70b", "ranks": 4, "lora_rank": 64, **SHARD},
+    "8b_none": {"shape": "8b", "ranks": 2, "recompute": "none", **SHARD},
+    "8b_12": {"shape": "8b", "ranks": 2, "recompute": 12, **SHARD},
+    "8b_ddp_none": {"shape": "8b", "ranks": 4, "recompute": "none", "sharding_strategy": "ddp"},
+    "8b_grad_op": {"shape": "8b", "ranks": 4, "sharding_strategy": "shard_grad_op"},
+    "8b_hybrid": {"shape": "8b", "ranks": 8, "nodes": 2, "sharding_strategy": "hybrid_full_shard"},
+    "8b_1_card_offload": {"shape": "8b", **OFFLOAD},
+    "8b_1_card_12_blocks": {"shape": "8b", **SHARD, "use_cpu_offload": 12},
+    "8b_8x512": {"shape": "8b", "ranks": 2, "batch_size": 8, "context_length": 512, **SHARD},
+    "8b_1x512": {"shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 512, **SHARD},
+    "8b_padding": {"shape": "8b", "ranks": 2, "padding": True, **MIXED, **SHARD},
+    "8b_padding_free": {"shape": "8b", "ranks": 2, **MIXED, **SHARD},
+    "8b_packed": {"shape": "8b", "ranks": 2, "packing": True, **MIXED, "batch_size": 2, **SHARD},
+    "8b_8192": {"shape": "8b", "batch_size": 1, "context_length": 8192},
+    "8b_activations_16384": {
+        "shape": "8b", "ranks": 2, "batch_size": 1, "context_length": 16384, "use_activation_cpu_offload": True,
+        **SHARD,
     },
-    "70b_2_ranks_activations_offloaded": {
-        "shape": "70b", "ranks": 2, "batch_size": 1, "sharding_strategy": "full_shard",
-        "use_activation_cpu_offload": True,
-    },
+    "8b_lora": {"shape": "8b", "ranks": 2, "train_type": "lora", **SHARD},
+    "8b_dora": {"shape": "8b", "ranks": 2, "train_type": "bnb_dora", **SHARD},
+    "8b_hqq": {"shape": "8b", "ranks": 2, "train_type": "hqq_lora", **SHARD},
+    "8b_hqq_dora": {"shape": "8b", "ranks": 2, "train_type": "hqq_dora", "batch_size": 1, **SHARD},
+    "8b_int8": {"shape": "8b", "ranks": 2, "train_type": "int8_lora", **SHARD},
+    "8b_pro": {"shape": "8b", "ranks": 2, "train_type": "bnb_llama_pro", "new_blocks": [17, 35], **SHARD},
+    "8b_head": {"shape": "8b", "ranks": 2, "modules_to_save": ("lm_head",), **SHARD},
+    "8b_accumulates": {"shape": "8b", "ranks": 2, "gradient_accumulation_steps": 4, "lora_rank": 64, **SHARD},
+    "7b": {"shape": "7b", "ranks": 2, "batch_size": 4, **SHARD},
+    "7b_ddp": {"shape": "7b", "ranks": 2, "batch_size": 8, "sharding_strategy": "ddp"},
+    "7b_full": {"shape": "7b", "ranks": 8, "train_type": "full", **SHARD},
+    "7b_full_offload": {"shape": "7b", "ranks": 4, "train_type": "full", **OFFLOAD},
+    "14b": {"shape": "14b", "ranks": 2, **SHARD},
+    "14b_1_card": {"shape": "14b", "batch_size": 1},
+    "32b": {"shape": "32b", "ranks": 2, **SHARD},
+    "32b_4x4096": {"shape": "32b", "ranks": 4, "batch_size": 1, "context_length": 4096, "recompute": 48, **SHARD},
+    "moe": {"shape": "moe", "ranks": 2, **SHARD},
+    "moe_1_card": {"shape": "moe", "batch_size": 1},
 }  # fmt: skip
-HIDDEN = "hidden states: block inputs, and of the block at work"
 COMMON: dict[str, Any] = {
-    "precision": "bf16", "attn_implementation": "sdpa", "batch_size": 2, "quant_cache": "off", "recompute": "all",
-    "use_cpu_offload": False,
+    "precision": "bf16", "batch_size": 2, "quant_cache": "off", "recompute": "all", "use_cpu_offload": False,
+    "context_length": 2048,
 }  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--segments", nargs="+", choices=("expandable", "fixed"), default=["expandable"])
-    parser.add_argument("--layers", type=int, default=0, help="decoder blocks, if not the shape's own number")
-    parser.add_argument("--output", default="", help="JSON file to write; what it has of other cases stays")
-    parser.add_argument("--table", action="store_true", help="print what --output has as the table of docs/gpu.md")
-    parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # by which the command calls itself
+    parser.add_argument("--output", type=Path, default=RESULTS, help="what it has of other cases stays")
+    parser.add_argument("--plan", action="store_true", help="measure nothing: plan what the output has again")
+    parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)  # by which the command calls itself
     args = parser.parse_args(argv)
-    if args.one:
-        print(json.dumps(measure(**CASES[args.one] | {"layers": args.layers})))
+    if args.inside:
+        for name in args.inside:
+            print(json.dumps({name: predict(**CASES[name]) if args.plan else measure(**CASES[name])}), flush=True)
         return 0
-    if args.table:
-        print_table(json.loads(Path(args.output).read_text())["cases"])
-        return 0
-    found = {}
-    for name in args.cases:
-        for segments in args.segments:
-            found[f"{name}, {segments} segments"] = result = _in_the_environment(name, segments, args.layers)
-            print(f"{name}, {segments} segments\n{describe(result)}", flush=True)
-            if args.output:
-                write(Path(args.output), f"python benchmarks/standin_memory.py {' '.join(argv)}", found)
+    found = json.loads(args.output.read_text())["cases"] if args.output.exists() else {}
+    if args.plan:
+        names = [name for name in CASES if name in found]
+        for name, planned in on_stand_in("--plan", "--inside", *names).items():
+            found[name]["planned"] = planned
+    else:
+        for name in args.cases:
+            found |= on_stand_in("--inside", name)
+            write(args.output, found)
+    write(args.output, found)
+    if all("planned" in row for row in found.values()):
+        print("\n".join(table(found)))
     return 0
 
 
-def _in_the_environment(name: str, segments: str, layers: int) -> dict[str, Any]:
+def on_stand_in(*argv: str) -> dict[str, Any]:
+    """What the command prints there, name -> result."""
     from tests.phantom import environment
 
     if reason := environment.why_not():
         sys.exit(reason)
     with tempfile.TemporaryDirectory() as folder:
-        settings: dict[str, object] = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{segments == 'expandable'}"}
-        settings |= {"PHANTOM_GIB": 24, "OMP_NUM_THREADS": 1}
-        command = [str(environment.PYTHON), __file__, "--one", name, "--layers", str(layers)]
+        settings: dict[str, object] = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        settings |= {"PHANTOM_GIB": _WITHOUT_LIMIT_GIB, "OMP_NUM_THREADS": 1}
+        command = [str(environment.PYTHON), __file__, *argv]
         variables = environment.variables(Path(folder), settings)
         done = subprocess.run(command, env=variables, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {name: result for line in lines for name, result in line.items()}
 
 
-def write(path: Path, command: str, found: dict[str, Any]) -> None:
-    before = json.loads(path.read_text())["cases"] if path.exists() else {}
-    path.write_text(json.dumps({"command": command, "unit": "bytes", "cases": {**before, **found}}, indent=2) + "\n")
+def write(path: Path, found: dict[str, Any]) -> None:
+    rows = [f'  "{name}": {json.dumps(found[name])}' for name in CASES if name in found]
+    head = '{\n "command": "python benchmarks/standin_memory.py",\n "unit": "bytes",\n "cases": {\n'
+    path.write_text(head + ",\n".join(rows) + "\n }\n}\n")
 
 
-def measure(*, shape: str, ranks: int, length: int = 2048, layers: int = 0, **options: Any) -> dict[str, Any]:
+def measure(**case: Any) -> dict[str, Any]:
     """Bytes of one case; runs on the stand-in."""
     import torch
 
-    sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    options = COMMON | options
-    trainer, plan, mesh, rows = build(sizes, ranks, length, options)
+    trainer, _, rows = build(**case)
     loaded = torch.cuda.memory_allocated()
-    for step in range(2):
+    trainer.try_longest(rows)
+    for step in range(3):
         trainer.train_step(step, rows)
-    resident = torch.cuda.memory_allocated()
-    torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=10**7)
-    trainer.train_step(2, rows)
-    trace = torch.cuda.memory._snapshot()["device_traces"][0]
-    torch.cuda.memory._record_memory_history(enabled=None)
-    model, tokens = plan.meta.model, options["batch_size"] * length
     return {
         "reserved": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),
         "loaded": loaded,
-        "resident": resident,
-        "at_peak": at_peak(trace, tokens * model.config.hidden_size * 2),
-        "expected": expect(model, mesh, options),
-        "expected_at_peak": expect_at_peak(model, mesh, tokens, options),
+        "resident": torch.cuda.memory_allocated(),
         "torch": torch.__version__,
     }
 
 
-def build(shape: dict[str, int], num_ranks: int, length: int, options: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """The trainer of rank 0 of a model whose weights are whatever lies in memory."""
+def predict(**case: Any) -> dict[str, Any]:
+    """What the plan says of one case; runs on the stand-in, whose torch is another."""
+    memory = plan_of(**case)[1].memory
+    at_peak = {**memory.resident, **memory.phases[memory.peak], "allocator": memory.overhead}
+    return {"reserved": memory.reserved, "peak": memory.peak, "at_peak": at_peak}
+
+
+def plan_of(
+    *,
+    shape: str,
+    ranks: int = 1,
+    nodes: int = 1,
+    is_mixed: bool = False,
+    layers: int = 0,
+    new_blocks: Any = None,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """A case's options, plan and rows."""
+    import numpy as np
+    from transformers import AutoConfig
+
+    from benchmarks.common import random_rows_of
+    from fsdp_qlora.config.options import TrainConfig
+    from fsdp_qlora.planning.plan import Machine, build_plan, longest_lengths, place
+    from fsdp_qlora.ranks import distributed
+
+    local = str(ranks // nodes)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": local}
+    config = TrainConfig(**(COMMON | options))
+    sizes = (
+        SHAPES[shape]
+        | ({"num_hidden_layers": layers} if layers else {})
+        | ({"new_blocks": new_blocks} if new_blocks else {})
+    )
+    sizes |= {"max_position_embeddings": config.context_length}
+    model_config = AutoConfig.for_model(**sizes)
+    tokenizer: Any = SimpleNamespace(eos_token_id=0)
+    machine = Machine.of(config, distributed.read_ranks())
+    plan = build_plan(config, machine, Path("no weights"), model_config, tokenizer)
+    number = config.batch_size * config.gradient_accumulation_steps * ranks
+    # As of a dataset: the shortest rows have a sixteenth of the longest's tokens, most of them few.
+    lengths = [config.context_length // (1 + i % 16) if is_mixed else config.context_length for i in range(number)]
+    data = random_rows_of(lengths, model_config.vocab_size, masked=0, seed=0)
+    longest = longest_lengths(schedule_of(config, data, ranks), np.arange(number), data.lengths)
+    return config, place(config, plan, longest), data
+
+
+def schedule_of(config: Any, rows: Any, world_size: int) -> Any:
+    from fsdp_qlora.data.schedule import Schedule
+
+    return config.pick(Schedule, num_rows=len(rows), world_size=world_size, rows_per_step=None, mixture=None)
+
+
+def build(**case: Any) -> tuple[Any, Any, Any]:
+    """The trainer of rank 0 of a model whose weights are whatever lies in memory, the plan, and all rows' indices."""
     import numpy as np
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from transformers import LlamaConfig
 
-    from benchmarks.common import random_rows
-    from fsdp_qlora.config.options import TrainConfig
     from fsdp_qlora.data.prepare import RunData
-    from fsdp_qlora.data.schedule import Schedule
-    from fsdp_qlora.planning.plan import Plan, build_plan
+    from fsdp_qlora.planning.plan import Plan, blocks_to_recompute
     from fsdp_qlora.ranks import distributed
     from fsdp_qlora.run.load_model import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
     from fsdp_qlora.sharding.recompute import wrap_blocks
 
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    ranks = distributed.read_ranks()
+    config, plan, data = plan_of(**case)
+    ranks = plan.machine.ranks
     torch.cuda.set_device(ranks.device)
-    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
-    config = TrainConfig(**options)
-    model_config = LlamaConfig(**shape, head_dim=128, max_position_embeddings=length, tie_word_embeddings=False)
-    tokenizer: Any = SimpleNamespace(eos_token_id=0)
-    plan = build_plan(config, ranks, Path("no weights"), model_config, tokenizer, world_size=num_ranks)
-    wrap_blocks(plan.meta.model, offload=config.use_activation_cpu_offload)
+    dist.init_process_group("fake", rank=0, world_size=ranks.world_size, store=FakeStore())
+    number, offload = blocks_to_recompute(config, plan), config.use_activation_cpu_offload
+    wrap_blocks(plan.meta.model, number=number, offload=offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
     on_host = parts.on_host(plan.placement.cpu_offload)
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
-    data = random_rows(config.batch_size * num_ranks, length, model_config.vocab_size, masked=0, seed=0)
     rows = np.arange(len(data))
-    schedule = config.pick(Schedule, num_rows=len(data), world_size=num_ranks, rows_per_step=None, mixture=None)
-    run_data = RunData(data, rows)
-    trainer = build_trainer(config, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
-    return trainer, plan, mesh, rows
+    schedule = schedule_of(config, data, ranks.world_size)
+    trainer = build_trainer(config, Plan(plan, RunData(data, rows), schedule, warmup_steps=0), ranks)
+    return trainer, plan, rows
 
 
 def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
@@ -173,8 +269,8 @@ def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
     that it returns were kept for its backward pass."""
     import torch
 
-    sizes, options = SHAPES[shape] | {"num_hidden_layers": num_blocks}, COMMON | {"recompute": "none"}
-    trainer, _, _, rows = build(sizes, 1, 2048, options)
+    sdpa = {"attn_implementation": "sdpa", "recompute": "none"}
+    trainer, _, rows = build(shape=shape, layers=num_blocks, **sdpa)
     trainer.train_step(0, rows)
     trainer.model.train()
     trainer._set_gradient_sync(False)
@@ -191,127 +287,19 @@ def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
     return trainer.model, run
 
 
-def expect(model: Any, mesh: Any, options: dict[str, Any]) -> dict[str, int]:
-    """Bytes of what lies there between steps, by category, from the shapes alone."""
-    from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
-    from fsdp_qlora.ranks import distributed
-    from fsdp_qlora.sharding.model_parts import count_bytes
-
-    account = count_bytes(model, distributed.shard_size(mesh))
-    offload = options["use_cpu_offload"]
-    here = {name: 0 if offload and name != "trainable" else part.largest_shard for name, part in account.items()}
-    states = int(account["trainable"].largest_shard * OPTIMIZER_STATES["adamw"])
-    return {**here, "optimizer state": states}
-
-
-def expect_at_peak(model: Any, mesh: Any, tokens: int, options: dict[str, Any]) -> dict[str, int]:
-    """Bytes of what a step of a llama in bf16 adds at its peak, by the categories of `at_peak`, from the shapes alone.
-
-    That is in the backward pass of the last block, where the gradients of its gate are computed: logits and what ranks
-    exchange for them come in chunks that are smaller.
-    """
-    from fsdp_qlora.model.fused import PIECE
-    from fsdp_qlora.model.models import find_blocks
-    from fsdp_qlora.ranks import distributed
-    from fsdp_qlora.sharding.model_parts import count_bytes
-
-    config, blocks = model.config, find_blocks(model)
-    hidden, wide = tokens * config.hidden_size * 2, tokens * config.intermediate_size * 2
-    keys = tokens * config.num_key_value_heads * config.head_dim * 2
-    kept = hidden * (1 if options.get("use_activation_cpu_offload") else len(blocks))
-    adapters = count_bytes(model, 1)["trainable"].total // 2  # in bf16, from forward to backward
-    of_block = count_bytes(blocks[0], 1)
-    block = sum(part.total for name, part in of_block.items() if name != "trainable")
-    gathered = adapters + (2 * block if distributed.shard_size(mesh) > 1 else 0)
-    decoded = config.hidden_size * config.intermediate_size * 2
-    # Of the MLP gate, up, SiLU of gate, the product's gradient, and those of gate and up; with few tokens, before
-    # these, gate, up and the product's gradient beside the decoded weight. Norms' inputs, queries, gradients.
-    # With many tokens the others come in pieces.
-    places = [(6 * hidden, 6 * wide), (7 * hidden, 3 * wide + decoded)]
-    if wide > 2 * PIECE:
-        places = [(6 * hidden, 3 * wide + 3 * 2 * PIECE), (6 * hidden, 3 * wide + decoded)]
-    more, work = max(places, key=sum)
-    return {
-        "gathered by FSDP2": gathered,
-        HIDDEN: kept + more,
-        "block at work": 2 * keys + work,
-    }
-
-
-def at_peak(trace: list[dict[str, Any]], hidden_bytes: int) -> dict[str, int]:
-    """What a step had allocated, and not freed, when that was most: bytes by category."""
-    live: dict[int, tuple[int, str]] = {}
-    now = most = 0
-    largest: dict[int, tuple[int, str]] = {}
-    is_growing = False
-    for event in trace:
-        if event["action"] == "alloc":
-            live[event["addr"]] = (event["size"], category(event, hidden_bytes))
-            now += event["size"]
-            is_growing = now > most
-            most = max(now, most)
-        elif event["action"] == "free_completed" and event["addr"] in live:
-            if is_growing:
-                largest, is_growing = dict(live), False
-            now -= live.pop(event["addr"])[0]
-    found: collections.Counter[str] = collections.Counter()
-    for size, name in (largest or live).values():
-        found[name] += size
-    return {"in all": most, **dict(found.most_common())}
-
-
-def category(event: dict[str, Any], hidden_bytes: int) -> str:
-    """Of an allocation: by the Python that asked for it, or by its size where autograd asked."""
-    frames, size = event["frames"], event["size"]
-    # `wrapped_method` is around the whole forward pass.
-    if any("_fully_shard/" in frame["filename"] and frame["name"] != "wrapped_method" for frame in frames):
-        reduces = any(frame["name"] in ("foreach_reduce", "post_backward") for frame in frames)
-        return "gradients" if reduces else "gathered by FSDP2"
-    if any(frame["name"] in ("_sum_over_chunks", "_loss_of_chunk", "logits") for frame in frames):
-        return "a chunk of logits"
-    if size == hidden_bytes:
-        return HIDDEN
-    return "block at work"
-
-
-def describe(result: dict[str, Any]) -> str:
-    """For the screen, in GiB."""
-    lines = [f"  {key}: {result[key] / GIB:.3f} GiB" for key in ("reserved", "allocated", "loaded", "resident")]
-    for part in ("expected", "at_peak", "expected_at_peak"):
-        lines.append(f"  {part}: " + ", ".join(f"{name} {value / GIB:.3f}" for name, value in result[part].items()))
-    return "\n".join(lines)
-
-
-def print_table(cases: dict[str, dict[str, Any]]) -> None:
-    """The table of docs/gpu.md: GiB measured, and in brackets what the shapes say."""
-    names = [name for name in CASES if f"{name}, expandable segments" in cases]
-    results = [cases[f"{name}, expandable segments"] for name in names]
-    print("| | " + " | ".join(name.replace("_", " ") for name in names) + " |\n|---|" + "---|" * len(names))
-    for title, measured, expected in [
-        ("reserved, the peak of three steps", [found["reserved"] for found in results], None),
-        ("allocated, its peak", [found["allocated"] for found in results], None),
-        ("loaded", [found["loaded"] for found in results], [_loaded(found["expected"]) for found in results]),
-        ("between steps", [found["resident"] for found in results], [sum(f["expected"].values()) for f in results]),
-        *(
-            (
-                title,
-                [found["at_peak"].get(name, 0) for found in results],
-                [found["expected_at_peak"].get(name, sum(found["expected_at_peak"].values())) for found in results],
-            )
-            for title, name in [
-                ("on top of that at the step's peak", "in all"),
-                *((f"... {name}", name) for name in results[0]["expected_at_peak"]),
-            ]
-        ),
-    ]:
-        cells = [f"{value / GIB:.3f}" for value in measured]
-        if expected:
-            cells = [f"{cell} ({value / GIB:.3f})" for cell, value in zip(cells, expected, strict=True)]
-        print(f"| {title} | {' | '.join(cells)} |")
-
-
-def _loaded(expected: dict[str, int]) -> int:
-    return sum(value for name, value in expected.items() if name != "optimizer state")
+def table(found: dict[str, Any]) -> list[str]:
+    """The rows as a Markdown table, and the errors of the plan."""
+    lines = ["| case | planned | reserved | error | allocated |", "|---|---|---|---|---|"]
+    errors = []
+    for name, row in found.items():
+        errors.append(row["planned"]["reserved"] / row["reserved"] - 1)
+        planned, reserved, allocated = (
+            f"{number / GIB:.2f}" for number in (row["planned"]["reserved"], row["reserved"], row["allocated"])
+        )
+        lines.append(f"| {name} | {planned} | {reserved} | {errors[-1]:+.1%} | {allocated} |")
+    sizes = [abs(error) for error in errors]
+    lines.append(f"\n{len(errors)} rows: mean error {statistics.mean(sizes):.2%}, worst {max(sizes):.2%}")
+    return lines
 
 
 if __name__ == "__main__":

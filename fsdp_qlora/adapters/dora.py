@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.adapters.lora import Dropout, LoraAdapter, LoraLinear, LowRank, as_before, as_rows, kept, low_rank_grads
+from fsdp_qlora.model.precision import autocast_kind
 from fsdp_qlora.quantizers.base import FrozenProduct, QuantizedWeight, frozen_product
 
 _PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
@@ -98,7 +99,7 @@ def row_norms(
         product: A W^T, [rank, out].
     """
     scaling = operands.scaling
-    with torch.autocast(product.device.type, enabled=False):  # it would run these float32 products in 16 bits
+    with torch.autocast(autocast_kind(product), enabled=False):  # it would run these float32 products in 16 bits
         lora_A, lora_B = lora_A.float(), lora_B.float()
         with_update = torch.addmm(
             product.T.float(), lora_B, torch.mm(lora_A, lora_A.T), beta=2 * scaling, alpha=scaling**2

@@ -37,7 +37,7 @@ class Dropout(NamedTuple):
 
     def factors(self, like: torch.Tensor) -> torch.Tensor:
         """0 or 1 / (1 - share) for each element, always the same."""
-        generator = torch.Generator(like.device).manual_seed(self.seed)
+        generator = None if like.is_meta else torch.Generator(like.device).manual_seed(self.seed)
         kept = torch.empty_like(like).bernoulli_(1 - self.share, generator=generator)
         return kept.div_(1 - self.share)
 

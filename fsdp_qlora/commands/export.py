@@ -17,7 +17,7 @@ from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS
-from fsdp_qlora.planning.plan import build_plan
+from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.results.write import result_form, upload
 from fsdp_qlora.storage.files import staged_folder
@@ -98,4 +98,5 @@ def _plan(config: TrainConfig) -> Any:
         raise UserError(f"{error} --model_name says where the run's base model is now.") from error
     model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
-    return build_plan(config, distributed.read_ranks("cpu"), folder, model_config, tokenizer, world_size=1)
+    machine = Machine.of(config, distributed.read_ranks("cpu"))
+    return build_plan(config, machine, folder, model_config, tokenizer)

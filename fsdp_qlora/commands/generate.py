@@ -18,7 +18,7 @@ from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextG
 from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question
 from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
-from fsdp_qlora.planning.plan import plan_model
+from fsdp_qlora.planning.plan import Machine, place, plan_model
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.distributed import Ranks
@@ -42,7 +42,7 @@ class LoadedModel:
         configure_kernels()
         store = distributed.connect(ranks, timeout_minutes=_IDLE_MINUTES)
         with distributed.kept_until_all_connect(store, ranks):
-            plan = plan_model(config, ranks, store, ranks.world_size)
+            plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
             hub.fetch_weights(config.model, plan.folder, ranks=ranks, store=store)
             weights = open_weights(plan)
         distributed.start_process_group(ranks, store, timeout_minutes=_IDLE_MINUTES)

@@ -16,7 +16,7 @@ from fsdp_qlora.adapters import first_values
 from fsdp_qlora.adapters.first_values import adapted_weights, reduces_base
 from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.adapters.lora import LoraLinear
-from fsdp_qlora.adapters.peft_folder import PretrainedAdapter
+from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, tensor_differences
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quantizers.base import QuantizedWeight
@@ -86,6 +86,26 @@ def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) ->
 
 
 # --- of a pretrained adapter: each rank reads its own rows ---
+
+
+def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, own: str, said_to_be: str | None, init: str) -> None:
+    """Refuse an adapter to start from that is not one for this model, before weights are downloaded.
+
+    Args:
+        own: the model's name. said_to_be: --base_name. init: as of `wanted_shapes`.
+    Raises:
+        UserError: its base has another name on the hub, or its tensors are not those of this model's adapter.
+    """
+    if adapter.has_other_base(own=own, said_to_be=said_to_be):
+        raise UserError(
+            f"--adapter {adapter.folder} was trained on {adapter.base_name}, and --model_name is {own}. If they are "
+            f"the same weights, in other bits or under another name, say so: --base_name {adapter.base_name}."
+        )
+    if found := tensor_differences(adapter.shapes, wanted_shapes(model, init=init)):
+        raise UserError(
+            f"--adapter {adapter.folder} does not fit this model and these options (its base is "
+            f"{adapter.base_name or 'not named'}):\n  " + "\n  ".join(found)
+        )
 
 
 def wanted_shapes(model: nn.Module, *, init: str) -> dict[str, tuple[int, ...]]:

@@ -26,6 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from fsdp_qlora.model.precision import autocast_kind
+
 REPEATED = "sdpa_repeated"  # our name for SDPA with a head of keys and values for each head of queries
 FLASH = "flash_attention_2"
 # transformers' name of an implementation -> the name of the one that does the same for documents.
@@ -204,7 +206,7 @@ def _attention(
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
     """torch's flash kernel; 16 bits, Ampere and newer."""
-    kind, missing = query.device.type, query.shape[-1] - value.shape[-1]
+    kind, missing = autocast_kind(query), query.shape[-1] - value.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     padded = F.pad(value, (0, missing)) if missing else value  # V is filled up to D
     query, key, padded = (tensor.squeeze(0).transpose(0, 1).to(dtype) for tensor in (query, key, padded))  # [T, H, D]

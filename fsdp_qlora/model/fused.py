@@ -178,14 +178,30 @@ def describe_fused(model: nn.Module) -> str:
     return f"{by}, the rest by the model's code"
 
 
+class _MetaRmsNorm(torch.autograd.Function):
+    """Takes the memory of a GPU's kernel, for the plan; torch would take the norm apart, with copies in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(ctx.saved_tensors[0])
+
+
 def _normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, x.shape[-1:], None, eps).to(x.dtype)
+    y: torch.Tensor = _MetaRmsNorm.apply(x) if x.is_meta else F.rms_norm(x, x.shape[-1:], None, eps)
+    return y.to(x.dtype)
 
 
 # Where models round to 16 bits, and how their weight counts: functions of x, the weight and epsilon.
 FORMS: dict[str, Form] = {
     "rounded, then weighted": lambda x, weight, eps: weight * _normalized(x, eps),
-    "weighted, then rounded": lambda x, weight, eps: F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype),
+    "weighted, then rounded": lambda x, weight, eps: (
+        _normalized(x, eps) * weight if x.is_meta else F.rms_norm(x, x.shape[-1:], weight, eps).to(x.dtype)
+    ),
     "weighted by 1 + weight": lambda x, weight, eps: (_normalized(x.float(), eps) * (1 + weight.float())).to(x.dtype),
 }
 

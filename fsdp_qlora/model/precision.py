@@ -43,6 +43,11 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
+def autocast_kind(tensor: torch.Tensor) -> str:
+    """The device type whose autocast holds for a tensor; the meta device has none, there the CPU's does."""
+    return "cpu" if tensor.is_meta else tensor.device.type
+
+
 def choose_precision(name: str, device: torch.device) -> str:
     """Resolve `auto`: bf16 on GPUs that support it (Ampere and newer), fp16 on older ones, fp32 on the CPU."""
     if name != "auto":

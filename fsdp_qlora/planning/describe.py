@@ -1,6 +1,7 @@
 """Describes a planned run in a few lines, from the model on the meta device."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,9 @@ from peft import LoraConfig
 
 from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.output.text import GIB, format_bytes
 from fsdp_qlora.planning.build_model import MetaModel
-from fsdp_qlora.planning.memory import Needs
-from fsdp_qlora.planning.step_memory import StepBytes
+from fsdp_qlora.planning.memory import Memory
 from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.sharding.model_parts import count_bytes, count_parameters
 
@@ -36,32 +35,30 @@ def describe_model(meta: MetaModel) -> str:
     )
 
 
-def describe_memory(
-    meta: MetaModel,
-    needs: Needs,
-    step: StepBytes,
-    *,
-    num_shards: int,
-    optimizer: str,
-    on_gpu: bool,
-    gpu_bytes: int | None = None,
-) -> list[str]:
-    """Bytes per rank, on the GPU and the host, then by category; with recompute. Nothing is allocated for it.
+def describe_memory(memory: Memory, *, num_shards: int, on_gpu: bool, gpu_bytes: int | None = None) -> list[str]:
+    """Bytes per rank, on the GPU and the host, then by what they are. Nothing is allocated for it.
 
     Args:
         on_gpu: whether the ranks are to compute on GPUs. gpu_bytes: memory of the GPU that is visible, if one is.
     """
-    parts = memory_parts(meta, num_shards=num_shards, optimizer=optimizer)
-    shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-    total = needs.device + step.peak
-    places = f"GPU about {format_bytes(total)}, host {format_bytes(needs.host)}"
+    total, host = memory.reserved, sum(memory.host.values())
+    places = f"GPU about {format_bytes(total)}, host {format_bytes(host)}"
     if not on_gpu:
-        places = f"about {format_bytes(needs.host + step.peak)}"
+        places = f"about {format_bytes(total + host)}"
     how = f"{num_shards}-way sharded" if num_shards > 1 else "a whole copy"
-    lines = [f"Memory per rank, {how}, with recompute: {places}", f"  {shown}", f"  in a step: {describe_step(step)}"]
+    lines = [
+        f"Memory per rank, {how}, with recompute: {places}",
+        f"  {_named(memory.weights)}",
+        f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}; each block without recompute keeps "
+        f"{format_bytes(memory.block)} more",
+    ]
     if on_gpu and gpu_bytes is not None and total > gpu_bytes:
         lines.append(f"This does not fit in the {gpu_bytes / GIB:.0f} GiB of a GPU here.")
     return lines
+
+
+def _named(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in sizes.items() if count)
 
 
 def describe_link(meta: MetaModel, *, sharding_strategy: str, num_nodes: int) -> str:
@@ -85,36 +82,6 @@ def describe_batches(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) 
         f"Micro-batches: {how}{packed}; rows are {of_computed:.1%} of the tokens computed and {of_lock_step:.1%} of "
         "those that the ranks could compute in that time"
     )
-
-
-def describe_step(step: StepBytes) -> str:
-    """What comes and goes in a step, by name."""
-    parts = {
-        "gathered blocks": step.blocks,
-        "the head's weights": step.ends,
-        "hidden states exchanged for it": step.exchanged,
-        "adapters and tied weights in the compute format": step.copies,
-        "unsharded gradients": step.gradients,
-        "logits and their gradients": step.logits,
-        "inputs of the blocks": step.kept,
-        "the block at work": step.at_work,
-    }
-    shown = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-    return f"{shown}; without recompute each block keeps {format_bytes(step.block)} more"
-
-
-def memory_parts(meta: MetaModel, *, num_shards: int, optimizer: str) -> dict[str, int]:
-    """Bytes of the fullest rank by category, on GPU and host together, without what comes and goes in a step."""
-    counts = count_bytes(meta.model, num_shards)
-    trainable = counts["trainable"].largest_shard
-    return {
-        "quantized weights": counts["codes"].largest_shard if "codes" in counts else 0,
-        "their statistics": counts["statistics"].largest_shard if "statistics" in counts else 0,
-        "other frozen weights": counts["frozen"].largest_shard if "frozen" in counts else 0,
-        "trainable weights (fp32)": trainable,
-        "their gradients": trainable,
-        "optimizer state": int(trainable * OPTIMIZER_STATES[optimizer]),
-    }
 
 
 def describe_device(device: torch.device, world_size: int) -> str:

@@ -7,19 +7,17 @@ import numpy as np
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.output.environment import describe_environment
-from fsdp_qlora.planning.describe import memory_parts
 from fsdp_qlora.planning.plan import Plan
 
 _MOST_BARS = 40
 
 
-def run_facts(plan: Plan, *, optimizer: str) -> dict[str, Any]:
+def run_facts(plan: Plan) -> dict[str, Any]:
     """Heading -> facts, all of them JSON's."""
-    model = plan.model
     return {
         "environment": describe_environment(),
         "data": data_facts(plan.data, plan.schedule),
-        "memory": memory_parts(model.meta, num_shards=model.num_shards, optimizer=optimizer),
+        "memory": plan.model.memory.weights,
     }
 
 

@@ -1,169 +1,261 @@
-"""Checks that a run's weights and result fit on this machine, before the first byte is read."""
+"""The memory of a rank: bytes by what they are, at each point of a run where they may be most.
 
-import resource
-from collections.abc import Mapping
+From the model on the meta device and what its blocks were measured to keep and need (blocks.py). Nothing is allocated.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 from torch import nn
 
 from fsdp_qlora.adapters.insert import adapter_modules
-from fsdp_qlora.errors import UserError
-from fsdp_qlora.model.models import canonical_name
+from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
-from fsdp_qlora.output.text import GIB
-from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.model_parts import CategoryBytes, ModelParts, count_bytes, count_parameters, each_parameter
-from fsdp_qlora.storage.files import free_disk
+from fsdp_qlora.planning.blocks import BlockBytes, matrix_shapes
+from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter
+from fsdp_qlora.sharding.vocabulary import is_shared
+from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
-_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
+# What torch's allocator reserves and does not use, from the rows of benchmarks/standin_memory.py: so many times the
+# largest matrix of a block in the compute dtype, by where blocks come from (measured 0.8 to 3.8, 2.0 to 6.0, 3.4 to
+# 4.7), and for each weight of a block that trains whole so many float32 numbers (1.0 to 2.0).
+ALLOCATOR = {"gathered": 2.0, "device": 4.0, "host": 3.7, "trained": 1.0}
+_WORKSPACES = 16 * 2**20  # of cuBLAS, and small buffers, as counted between two steps there
+_CATEGORIES = {
+    "codes": "quantized weights",
+    "statistics": "their statistics",
+    "frozen": "other frozen weights",
+    "trainable": "trainable weights (fp32)",
+}
+_GRADIENTS = "their gradients"
+
+Sizes = dict[str, int]  # what it is -> bytes
 
 
 @dataclass(frozen=True)
-class Needs:
-    """Minimum bytes that a rank needs, before activations, on its device and on the host."""
+class Step:
+    """What the memory of a run depends on besides its model.
 
-    device: int
-    host: int
-
-
-def estimate_needs(
-    parts: ModelParts,
-    *,
-    num_shards: int,
-    optimizer: str,
-    cpu_offload: bool | int,
-    buffer_bytes: int,
-    device: torch.device,
-) -> Needs:
-    """Shards, gradients, optimizer state and one gathered block of a model on the meta device.
-
-    Args:
-        cpu_offload: all but adapters, or so many decoder blocks, is in host memory.
-        buffer_bytes: host memory for weights in flight while loading.
+    num_shards: ranks that share one copy. frees_blocks: a block's weights are freed after use; else all stay gathered
+    until the backward pass. cpu_offload: weights come from the host. num_tokens: of the longest micro-batch.
+    recomputing: blocks that recompute, the first ones. accumulates: gradients of several micro-batches add up
+    unsharded. offloads_activations: block inputs are kept on the host. buffer_bytes: for weights in flight.
     """
-    counts = count_bytes(parts.model, num_shards)
-    offloaded = parts.on_host(cpu_offload)
-    on_host_with_adapters = count_bytes(nn.ModuleList(offloaded), num_shards)
-    adapters = count_bytes(nn.ModuleList(each for part in offloaded for each in adapter_modules(part)), num_shards)
-    # Gradients and optimizer state are on the device of their weights; adapters are not offloaded.
-    extra = 1 + OPTIMIZER_STATES[optimizer]
 
-    def with_training(counts: Mapping[str, CategoryBytes]) -> int:
-        trained = counts["trainable"].largest_shard if "trainable" in counts else 0
-        return sum(part.largest_shard for part in counts.values()) + int(trained * extra)
-
-    on_host = with_training(on_host_with_adapters) - with_training(adapters)
-    on_device = with_training(counts) - on_host
-    if device.type == "cpu":
-        return Needs(device=0, host=on_device + on_host + buffer_bytes)
-    return Needs(device=on_device, host=on_host + buffer_bytes)
+    precision: Precision
+    optimizer: str
+    num_shards: int
+    frees_blocks: bool
+    cpu_offload: bool | int
+    num_tokens: int
+    recomputing: int
+    accumulates: bool = False
+    offloads_activations: bool = False
+    buffer_bytes: int = 0
+    on_gpu: bool = True
 
 
-def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:
-    """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not count.
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank.
 
-    Raises:
-        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
+    weights: the fullest rank's, with the state of the optimizer, wherever they are. resident: those on the device.
+    phases: what comes and goes there in addition, at each candidate peak. host: what is in host memory. block: what one
+    more block without recompute keeps. recomputing: blocks that do. overhead: what the allocator reserves beside.
     """
-    counts = count_parameters(parts)
-    share = counts["quantized"] / counts["in_blocks"]
-    if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
-        return
-    plain = {
-        canonical_name(f"{path}.{name}"): parameter.numel()
-        for path, module in parts.blocks[-1].named_modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
-    }
-    largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
-    raise UserError(
-        f"Only {100 * share:.1f}% of the parameters of {type(parts.model).__name__}'s decoder blocks can be quantized; "
-        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
-        "--allow_unquantized true."
+
+    weights: Sizes
+    resident: Sizes
+    phases: dict[str, Sizes]
+    host: Sizes
+    recomputing: int
+    block: int
+    overhead: int
+
+    @property
+    def peak(self) -> str:
+        """The phase in which most is allocated."""
+        return max(self.phases, key=lambda name: sum(self.phases[name].values()))
+
+    @property
+    def allocated(self) -> int:
+        return sum(self.resident.values()) + sum(self.phases[self.peak].values())
+
+    @property
+    def reserved(self) -> int:
+        """On the device, without the context and NCCL's buffers."""
+        return self.allocated + self.overhead
+
+
+def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> Memory:
+    """The memory of a rank. blocks: as measured for its longest micro-batch."""
+    weights, on_host = _weights(parts, step)
+    resident = {name: count - on_host.get(name, 0) for name, count in weights.items()}
+    gradients = resident.pop(_GRADIENTS, 0)
+    host = {**on_host, "loading buffer": step.buffer_bytes}
+    hidden = step.num_tokens * _hidden_bytes(parts, step)
+    if step.offloads_activations:
+        host["block inputs"] = step.recomputing * hidden
+    if step.on_gpu:
+        resident["workspaces"] = _WORKSPACES
+    return Memory(
+        weights=weights,
+        resident=_positive(resident),
+        phases={name: _positive(sizes) for name, sizes in _phases(parts, blocks, step, hidden, gradients).items()},
+        host=_positive(host),
+        recomputing=step.recomputing,
+        block=max(each.kept for each in blocks),
+        overhead=_overhead(parts, step),
     )
 
 
-def check_resources(needs: Needs, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:
-    """Refuse a run that cannot fit, with the numbers and what would help.
+def _positive(sizes: Mapping[str, int]) -> Sizes:
+    return {name: count for name, count in sizes.items() if count > 0}
 
-    Raises:
-        UserError: the device or the host has less memory free than the weights alone need.
+
+def _weights(parts: ModelParts, step: Step) -> tuple[Sizes, Sizes]:
+    """The fullest rank's weights, their gradients and optimizer state; and of these what is in host memory.
+
+    Gradients and state are where their weights are. Adapters are not offloaded.
     """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        if needs.device > free:
-            advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
-            raise UserError(
-                f"This rank's weights, gradients and optimizer state need {needs.device / GIB:.1f} GiB of GPU memory, "
-                f"and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. {advice}more GPUs, a smaller --lora_rank or "
-                "a smaller model need less."
-            )
-    free = host_memory_free(ranks_on_host)
-    if needs.host > free:
-        raise UserError(
-            f"This rank needs {needs.host / GIB:.1f} GiB of host memory to load its part of the model, and "
-            f"{free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). More ranks, "
-            "--use_cpu_offload false, a smaller --loading_buffer_mib or a smaller model need less."
-        )
+    everywhere = _shards([parts.model], step)
+    if not step.on_gpu:
+        return everywhere, everywhere
+    offloaded = parts.on_host(step.cpu_offload)
+    there = _shards(offloaded, step)
+    adapters = _shards([adapter for part in offloaded for adapter in adapter_modules(part)], step)
+    return everywhere, {name: count - adapters.get(name, 0) for name, count in there.items()}
 
 
-def check_disk(output_dir: Path, num_bytes: int) -> None:
-    """Refuse a run whose result would not fit on the disk.
-
-    Raises:
-        UserError: output_dir has less room than the result takes.
-    """
-    free = free_disk(output_dir)
-    if num_bytes > free:
-        raise UserError(
-            f"The result needs {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has {free / GIB:.2f} GiB free. "
-            "Free some space, or give an --output_dir on a larger disk; --save_model false saves only the metrics."
-        )
+def _shards(modules: Iterable[nn.Module], step: Step) -> Sizes:
+    counts = count_bytes(nn.ModuleList(modules), step.num_shards)
+    found = {name: counts[category].largest_shard for category, name in _CATEGORIES.items() if category in counts}
+    trainable = found.get(_CATEGORIES["trainable"], 0)
+    return {**found, _GRADIENTS: trainable, "optimizer state": int(trainable * OPTIMIZER_STATES[step.optimizer])}
 
 
-def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) -> int:
-    """Size of the saved result: an adapter and modules trained with it in float32, or the whole model in `dtype`.
+def _hidden_bytes(parts: ModelParts, step: Step) -> int:
+    """Bytes of a token's hidden state between blocks."""
+    embedded = parts.embedding.weight
+    dtype = (step.precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
+    return parts.model.config.get_text_config().hidden_size * dtype.itemsize
+
+
+def _phases(
+    parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int, gradients: int
+) -> dict[str, Sizes]:
+    """What comes and goes at each candidate peak."""
+    adapters = {"adapters as gathered": _adapters_as_gathered(parts, step)}
+    if step.accumulates:
+        adapters["accumulated gradients"] = 4 * _trained_weights(parts.model)
+    keeping, recomputing = blocks[step.recomputing :], blocks[: step.recomputing]
+    kept = {
+        "block inputs": hidden * (min(2, len(blocks)) if step.offloads_activations else len(blocks)),
+        "kept activations": sum(each.kept for each in keeping),
+    }
+    # The last block's backward pass comes first; that of the last one which recomputes finds what is kept freed.
+    at_work = [
+        *(each.backward - each.kept for each in keeping[-1:]),
+        *(each.recomputing - kept["kept activations"] for each in recomputing[-1:]),
+    ]
+    backward = {"gathered blocks": _gathered_blocks(parts, step), "block at work": max(at_work)}
+    of_head = _trained_weights(parts.head) if parts.head is not None and not parts.is_tied else 0
+    states = int(gradients * OPTIMIZER_STATES[step.optimizer])
+    return {
+        # The head is gathered to be compared with; there is no state yet.
+        "trial": {**adapters, "whole head": _gathered(parts.head or parts.embedding, step) - states},
+        "loss": {**adapters, **kept, **_at_head(parts, step, hidden), "head's gradient": _as_gathered(of_head, step)},
+        "head's backward": {
+            **adapters,
+            **kept,
+            "hidden states at the head": 2 * hidden,
+            "head's gradient": _as_gathered(of_head, step) + 4 * of_head + 4 * of_head // step.num_shards,
+        },
+        "backward": {**adapters, **backward, **kept, "hidden states at the head": hidden},
+        # At its end adapters have been freed, and all gradients are there.
+        "reduction": {
+            **backward,
+            "block inputs": hidden,
+            "gradients being reduced": 4 * max(_trained_weights(block) for block in parts.blocks),
+            _GRADIENTS: gradients,
+        },
+        "optimizer": {_GRADIENTS: gradients},
+    }
+
+
+def _at_head(parts: ModelParts, step: Step, hidden: int) -> Sizes:
+    """What comes and goes at the head: hidden states before and after the norm, of learned tokens, their gradients."""
+    _, is_shared_head = is_shared(parts, step.num_shards, step.precision.param_dtype)
+    vocabulary, dtype = len(parts.embedding.weight), step.precision.compute_dtype  # type: ignore[arg-type]
+    tokens = min(step.num_tokens, tokens_at_a_time(vocabulary, dtype))
+    width = parts.model.config.get_text_config().hidden_size
+    head = _ends(parts, step)
+    return {
+        "hidden states at the head": 4 * hidden,
+        "head's weights": head,
+        "hidden states exchanged for it": 2 * step.num_shards * tokens * width * dtype.itemsize * is_shared_head,
+        # What is gathered lies in a buffer and then, beside it, in the weights.
+        "logits and their gradients": max(
+            logits_bytes(step.num_tokens, vocabulary, dtype), head if step.num_shards > 1 else 0
+        ),
+    }
+
+
+def _ends(parts: ModelParts, step: Step) -> int:
+    """Bytes of the embeddings or the head, whichever is more, beside the shards, while they are used."""
+    shared = is_shared(parts, step.num_shards, step.precision.param_dtype)
+    modules = (parts.embedding, parts.head or parts.embedding)
+    found = [0 if elsewhere else _gathered(module, step) for module, elsewhere in zip(modules, shared, strict=True)]
+    if shared[1] and step.cpu_offload is True:  # the rank's rows
+        found.append(-(-_gathered(modules[1], step) // step.num_shards))
+    return max(found)
+
+
+def _gathered_blocks(parts: ModelParts, step: Step) -> int:
+    """Bytes of blocks' unsharded weights beside the shards: the one at work and the next, or all."""
+    sizes = [_gathered(block, step, from_host=step.cpu_offload is not False) for block in parts.blocks]
+    if step.frees_blocks or step.num_shards == 1:
+        return max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
+    return sum(sizes)
+
+
+def _overhead(parts: ModelParts, step: Step) -> int:
+    """What the allocator reserves beside what is allocated."""
+    if not step.on_gpu:
+        return 0
+    whole = max(_trained_weights(block, adapters=False) for block in parts.blocks)
+    kind = "host" if step.cpu_offload else "gathered" if step.num_shards > 1 else "device"
+    largest = max(math.prod(shape[-2:]) for shape in matrix_shapes(parts.blocks))
+    return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + ALLOCATOR["trained"] * 4 * whole)
+
+
+def _gathered(module: nn.Module, step: Step, *, from_host: bool | None = None) -> int:
+    """Bytes of a module's unsharded weights that are no adapter's; 0 for weights that FSDP2 leaves as they are.
 
     Args:
-        reduces_base: the adapter is saved in twice its rank, see `first_values.saved_parameters`.
+        from_host: whether some come from there; by default if all weights are there.
     """
-    parameters = each_parameter(model)
-    if in_adapters := [counted for counted in parameters if counted.in_adapter]:
-        trainable = sum(4 * counted.num_weights for counted in parameters if counted.category == "trainable")
-        again = sum(4 * counted.num_weights for counted in in_adapters)
-        return trainable + again * reduces_base
-    # Of block expansion the quantized base is saved with its original weights.
-    return sum(counted.num_weights for counted in parameters) * dtype.itemsize
+    dtype = step.precision.param_dtype
+    is_whole = step.num_shards == 1 and not (step.cpu_offload is True if from_host is None else from_host)
+    return sum(
+        parameter.numel() * (dtype if dtype and category == "trainable" else parameter.dtype).itemsize
+        for parameter, category, _, in_adapter in each_parameter(module)
+        if not in_adapter and not (is_whole and category != "trainable")
+    )
 
 
-def host_memory_free(ranks_on_host: int) -> int:
-    """Bytes of host memory left for each rank by the limits of the machine, the container and the process."""
-    limits = [psutil.virtual_memory().available // ranks_on_host]
-    if (in_container := _cgroup_free()) is not None:
-        limits.append(in_container // ranks_on_host)
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        limits.append(most - psutil.Process().memory_info().vms)
-    return max(0, min(limits))
+def _adapters_as_gathered(parts: ModelParts, step: Step) -> int:
+    return _as_gathered(sum(each.num_weights for each in each_parameter(parts.model) if each.in_adapter), step)
 
 
-def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes left by a container's memory limit (cgroup v2 or v1); None without one."""
-    for limit, used, stat in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
-        try:
-            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
-            counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
-        except (OSError, ValueError):
-            continue
-        # The kernel counts cached files as used, and frees them when memory is needed.
-        total = "total_" if "total_inactive_file" in counts else ""
-        cached = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
-        # Version 1 writes "no limit" as a huge number.
-        return int(most) - now + cached if most.isdigit() and int(most) < 2**60 else None
-    return None
+def _as_gathered(weights: int, step: Step) -> int:
+    """Bytes of so many trainable weights as FSDP2 gathers them."""
+    return weights * (step.precision.param_dtype or torch.float32).itemsize
+
+
+def _trained_weights(module: nn.Module, *, adapters: bool = True) -> int:
+    trained = [each for each in each_parameter(module) if each.category == "trainable"]
+    return sum(each.num_weights for each in trained if adapters or not each.in_adapter)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from fsdp_qlora.output.text import GIB
 
-# Beside the estimate: what the allocator cannot use, and NCCL's buffers (docs/gpu.md: 1.2 times, 0.8 GiB).
-_MARGIN_SHARE, _MARGIN = 0.15, GIB
+# Beside the estimate: its error (benchmarks/standin_memory.py) and NCCL's buffers. The context is there already.
+_MARGIN_SHARE, _MARGIN = 0.05, GIB // 2
 
 
 class Placement(NamedTuple):

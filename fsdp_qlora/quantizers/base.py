@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_qlora.model.precision import autocast_kind
 from fsdp_qlora.quantizers.experts import ExpertMatrix
 from fsdp_qlora.ranks.distributed import local_part, own_rows
 from fsdp_qlora.storage.safetensors_files import TensorForm
@@ -305,7 +306,7 @@ def frozen_product(layer: nn.Module, x: torch.Tensor, *, with_bias: bool = True)
     if isinstance(layer, QuantizedLinear):
         return layer.frozen_product(layer.whole, layer.bias_to_add() if with_bias else None)
     assert isinstance(layer, nn.Linear) and not layer.weight.requires_grad
-    kind, weight, bias = x.device.type, layer.weight, layer.bias if with_bias else None
+    kind, weight, bias = autocast_kind(x), layer.weight, layer.bias if with_bias else None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return FrozenProduct(
         dtype,

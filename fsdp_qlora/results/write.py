@@ -27,7 +27,7 @@ from fsdp_qlora.errors import RankError, TrainingError, UserError
 from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
-from fsdp_qlora.planning.plan import ModelPlan, adapter_config
+from fsdp_qlora.planning.plan import ModelPlan
 from fsdp_qlora.ranks.distributed import Ranks, first_failure
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, training_record
@@ -134,7 +134,7 @@ class ResultForm:
 def result_form(config: TrainConfig, plan: ModelPlan, options: Mapping[str, Any]) -> ResultForm:
     """The form of the run's results. options: all of the run's, resolved, as a checkpoint has them."""
     settings, changed = identity_settings(options)
-    return ResultForm(plan, adapter_config(config, plan), Base.of(config.model, config.base_name), settings, changed)
+    return ResultForm(plan, plan.adapter, Base.of(config.model, config.base_name), settings, changed)
 
 
 def save_result(

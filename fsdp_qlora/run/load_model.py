@@ -20,7 +20,7 @@ from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import compile_gates, describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
-from fsdp_qlora.planning.plan import ModelPlan, Plan, blocks_to_recompute
+from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, Plan, blocks_to_recompute
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
@@ -32,7 +32,7 @@ from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 log = logging.getLogger("fsdp_qlora")
 
 
-def load_model(config: TrainConfig, plan: ModelPlan, weights: Weights, ranks: Ranks) -> DeviceMesh:
+def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
     """Turn the plan's model into verified shards, in place. Called on every rank.
 
     Raises:

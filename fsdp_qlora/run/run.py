@@ -4,6 +4,8 @@ The training loop is in training/loop.py, the optimizer step in training/trainer
 """
 
 import logging
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +18,24 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
+from fsdp_qlora.data.prepare import DataOptions, prepare_data
+from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator
 from fsdp_qlora.generation.prompts import PromptFormat
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import Weights, open_weight_files
+from fsdp_qlora.model import models
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import run_facts
 from fsdp_qlora.planning.plan import (
     ModelPlan,
+    PlacedModel,
     Plan,
     check_resources,
     continued,
     make_plan,
-    show_samples,
-    step_bytes,
 )
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
@@ -83,7 +87,7 @@ def run(config: TrainConfig) -> None:
                     check_uploads(config)
                 plan = make_plan(config, ranks, store)
                 folder.check_contents(known_facts(plan), plan.model.folder)
-                check_resources(config, ranks, plan.model)
+                check_resources(config, plan.model)
                 hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
                 weights = open_weights(plan.model)
             distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
@@ -96,6 +100,20 @@ def run(config: TrainConfig) -> None:
                 helps = memory_settings(config, plan.model, ranks)
                 guard = Guard(config, folder, start, presence, started=started, memory_settings=helps)
                 train_and_export(config, plan, weights, identity, guard)
+
+
+def show_samples(config: TrainConfig) -> str:
+    """The first rows as the model sees them. Only the model's tokenizer is needed."""
+    folder = hub.find_model_folder(
+        config.model, with_weights=False, with_code=config.trust_remote_code, is_preview=True
+    )
+    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    data = prepare_data(tokenizer, config.pick(DataOptions), vocab_size=len(tokenizer))
+    in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    return "\n\n".join(
+        describe_sample(data.train, int(row), tokenizer, in_colour=in_colour)
+        for row in data.train_rows[: config.show_samples]
+    )
 
 
 def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity: dict[str, Any], guard: Guard) -> None:
@@ -121,7 +139,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         state.check(Path(start.folder), start.tensors)
     files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
     guard.folder.prepare(files, identity, keep_run=not start.is_new)
-    guard.facts.describe(lambda: run_facts(plan, optimizer=config.optimizer))
+    guard.facts.describe(lambda: run_facts(plan))
     form = result_form(config, plan.model, resolved_options(config))
     samples = open_samples(config, plan, trainer, folder)
     with guard.recording(state, identity, samples, total_steps=plan.schedule.total_steps) as recorder:
@@ -153,7 +171,7 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
         trainer.try_longest(rows)
     else:
-        trainer.fit_recompute(rows, block_bytes=step_bytes(config, plan.model).block, too_few=start.too_few)
+        trainer.fit_recompute(rows, block_bytes=plan.model.memory.block, too_few=start.too_few)
 
 
 def open_weights(plan: ModelPlan) -> Weights:
@@ -162,7 +180,7 @@ def open_weights(plan: ModelPlan) -> Weights:
     return match_tensors(plan.meta.model, files, packed=plan.is_packed)
 
 
-def memory_settings(config: TrainConfig, plan: ModelPlan, ranks: Ranks) -> str:
+def memory_settings(config: TrainConfig, plan: PlacedModel, ranks: Ranks) -> str:
     """What would help if memory is short, in words."""
     recompute = config.blocks_to_recompute
     is_all = recompute == "all" or (recompute == "auto" and ranks.device.type == "cpu")

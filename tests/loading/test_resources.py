@@ -3,7 +3,10 @@
 import itertools
 import resource
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +15,14 @@ from transformers import AutoConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.precision import PRECISIONS
-from fsdp_qlora.planning import memory
+from fsdp_qlora.output.text import GIB
+from fsdp_qlora.planning import checks
+from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.describe import describe_memory
-from fsdp_qlora.planning.step_memory import StepBytes
+from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,31 +37,39 @@ def _meta(train_type: str, in_full: tuple[str, ...] = ()) -> MetaModel:
     return build_model(config, TRAIN_TYPES[train_type], bf16, CPU, layers, attn_implementation="auto")
 
 
-def _needs(
-    train_type: str, device: torch.device, *, cpu_offload: bool, num_shards: int = 2, in_full: tuple[str, ...] = ()
-) -> memory.Needs:
-    return memory.estimate_needs(
-        _meta(train_type, in_full).parts,
-        num_shards=num_shards,
+def _memory(
+    train_type: str, *, on_gpu: bool = True, cpu_offload: bool = False, in_full: tuple[str, ...] = ()
+) -> Memory:
+    step = Step(
+        precision=PRECISIONS["bf16"],
         optimizer="adamw",
+        num_shards=2,
+        frees_blocks=True,
         cpu_offload=cpu_offload,
+        num_tokens=1,
+        recomputing=4,
         buffer_bytes=7,
-        device=device,
+        on_gpu=on_gpu,
     )
+    return estimate_memory(_meta(train_type, in_full).parts, [BlockBytes(0, 0, 0, 0)] * 4, step)
+
+
+def _needs(train_type: str, **options: Any) -> tuple[int, int]:
+    """Bytes of weights, gradients and state on the device, and those on the host."""
+    memory = _memory(train_type, **options)
+    on_device = {**memory.resident, **memory.phases["optimizer"], "workspaces": 0}
+    return sum(on_device.values()), sum(memory.host.values())
 
 
 def test_a_dry_run_says_what_does_not_fit_in_the_gpu_that_is_there() -> None:
-    nothing = dict.fromkeys(("ends", "copies", "gradients", "logits", "exchanged", "kept", "block"), 0)
-    step = StepBytes(blocks=1000, at_work=24, **nothing)
-    total = _needs("qlora", CUDA, cpu_offload=False).device + 1024
+    memory = _memory("qlora")
 
     def last_line(gpu_bytes: int | None, *, on_gpu: bool = True) -> str:
-        needs = _needs("qlora", CUDA, cpu_offload=False)
-        meta, options = _meta("qlora"), {"num_shards": 2, "optimizer": "adamw"}
-        return describe_memory(meta, needs, step, on_gpu=on_gpu, gpu_bytes=gpu_bytes, **options)[-1]  # type: ignore[arg-type]
+        return describe_memory(memory, num_shards=2, on_gpu=on_gpu, gpu_bytes=gpu_bytes)[-1]
 
-    assert last_line(total - 1).startswith("This does not fit in the 0 GiB of a GPU here")
-    assert all("fit" not in line for line in (last_line(total), last_line(None), last_line(1, on_gpu=False)))
+    assert last_line(memory.reserved - 1).startswith("This does not fit in the 0 GiB of a GPU here")
+    fits = (last_line(memory.reserved), last_line(None), last_line(1, on_gpu=False))
+    assert all("not fit" not in line for line in fits)
 
 
 def test_needs_are_the_shards_with_what_training_adds() -> None:
@@ -65,24 +79,22 @@ def test_needs_are_the_shards_with_what_training_adds() -> None:
     lora = 4 * 8 * (4 * (512 + 512) + 3 * (512 + 1024))
     # NF4 without double quantization: half a byte a weight, and a float32 for each 64.
     base = linears / 2 + linears / 64 * 4 + rest * 2
-    assert _needs("qlora", CUDA, cpu_offload=False) == memory.Needs(int(base + lora * 16) // 2, 7)
-    offloaded = _needs("qlora", CUDA, cpu_offload=True)
-    assert offloaded.device == lora * 16 // 2
-    assert offloaded.host == base // 2 + 7
+    assert _needs("qlora") == (int(base + lora * 16) // 2, 7)
+    on_device, on_host = _needs("qlora", cpu_offload=True)
+    assert (on_device, on_host) == (lora * 16 // 2, base // 2 + 7)
     # What trains in full beside the adapter is offloaded with its gradients and optimizer state, all in float32.
-    in_full = _needs("qlora", CUDA, cpu_offload=True, in_full=("embed_tokens", "lm_head"))
-    assert in_full.device == offloaded.device
-    assert in_full.host == (base + 2 * 1000 * 512 * (16 - 2)) // 2 + 7
-    assert _needs("qlora", CPU, cpu_offload=False) == memory.Needs(0, int(base + lora * 16) // 2 + 7)
-    full = _needs("full", CUDA, cpu_offload=True)
-    assert full.device == 0 and full.host == (linears + rest) * 16 // 2 + 7
+    in_full = (base + 2 * 1000 * 512 * (16 - 2)) // 2 + 7
+    assert _needs("qlora", cpu_offload=True, in_full=("embed_tokens", "lm_head")) == (on_device, in_full)
+    assert _needs("qlora", on_gpu=False) == (0, int(base + lora * 16) // 2 + 7)
+    assert _needs("full", cpu_offload=True) == (0, (linears + rest) * 16 // 2 + 7)
 
 
 def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 24 * 2**30))
-    memory.check_resources(memory.Needs(4 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
-    with pytest.raises(memory.UserError, match=r"need 6.0 GiB of GPU memory, and 5.0 of 24.0 .*--use_cpu_offload true"):
-        memory.check_resources(memory.Needs(6 * 2**30, 0), CUDA, ranks_on_host=1, can_offload=True)
+    needs = partial(replace, _memory("qlora"), phases={"optimizer": {}})
+    checks.check_resources(needs(resident={"weights": 4 * GIB}), CUDA, ranks_on_host=1, can_offload=True)
+    with pytest.raises(UserError, match=r"need 6.0 GiB of GPU memory, and 5.0 of 24.0 .*--use_cpu_offload true"):
+        checks.check_resources(needs(resident={"weights": 6 * GIB}), CUDA, ranks_on_host=1, can_offload=True)
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "full", "bnb_llama_pro"])
@@ -92,28 +104,28 @@ def test_a_result_that_the_disk_has_no_room_for_is_refused_with_the_numbers(
     config = AutoConfig.from_pretrained(models())
     layers = LayerOptions(**LAYERS, new_blocks=[1] if train_type == "bnb_llama_pro" else [])
     meta = build_model(config, TRAIN_TYPES[train_type], PRECISIONS["bf16"], CPU, layers, attn_implementation="auto")
-    size = memory.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
+    size = checks.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=False)
     if train_type == "qlora":
         adapters = sum(p.numel() for p in meta.model.parameters() if p.requires_grad)
         assert size == 4 * adapters
-        assert memory.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=True) == 2 * size
+        assert checks.result_bytes(meta.model, dtype=torch.bfloat16, reduces_base=True) == 2 * size
     else:  # whole, and in 16 bits though most of it may be held in 4
         tensors = load_file(models() / "model.safetensors").values()
         assert size == 2 * sum(tensor.numel() for tensor in tensors)
-    monkeypatch.setattr(memory, "free_disk", lambda folder: size)
-    memory.check_disk(tmp_path / "out", size)
-    with pytest.raises(memory.UserError, match=r"needs 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
-        memory.check_disk(tmp_path / "out", size + 10 * 2**20)
+    monkeypatch.setattr(checks, "free_disk", lambda folder: size)
+    checks.check_disk(tmp_path / "out", size)
+    with pytest.raises(UserError, match=r"needs 0.01 GiB, .* has 0.00 GiB free.*--output_dir on a larger"):
+        checks.check_disk(tmp_path / "out", size + 10 * 2**20)
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    assert memory._cgroup_free(tmp_path) is None
+    assert checks._cgroup_free(tmp_path) is None
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
     (tmp_path / "memory.stat").write_text("anon 2000\ninactive_file 500\nactive_file 1500\n")
-    assert memory._cgroup_free(tmp_path) == 3000  # cached files are given back
+    assert checks._cgroup_free(tmp_path) == 3000  # cached files are given back
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._cgroup_free(tmp_path) is None
+    assert checks._cgroup_free(tmp_path) is None
 
 
 def _train_within(argv: list[str], extra_bytes: int) -> int:

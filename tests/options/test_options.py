@@ -128,9 +128,7 @@ def test_dry_run_without_a_gpu_plans_for_one_and_ends_with_its_memory(run_yaml: 
     assert "precision bf16" in line_with("Model:", output) and "Options:" not in output
     *_, memory, _, step = output.strip().splitlines()
     assert re.fullmatch(r"Memory per rank, 2-way sharded, with recompute: GPU about [\d.]+ MiB, host \S+ MiB", memory)
-    # Logits and their gradients: 2 rows of 512 tokens and 320 words, in bf16 and in float32.
-    [logits] = re.findall(r"their gradients ([\d.]+) MiB", step)
-    assert float(logits) == pytest.approx(2 * 512 * 320 * (2 + 4) / 2**20, rel=0.01)
+    assert re.search(r"most at the (backward|loss): adapters as gathered [\d.]+ KiB, .*block inputs", step)
 
 
 def test_dry_run_prints_the_options_as_a_config_file(dry_run: str, run_yaml: Path, tmp_path: Path) -> None:

@@ -111,10 +111,14 @@ def test_memory_options_do_not_change_the_losses(options: dict[str, object], pla
 
 def _train_reducing_in_each_micro_batch(argv: list[str]) -> int:
     import train
-    from fsdp_qlora.planning import plan
+    from fsdp_qlora.planning import placement
 
-    chosen = plan.choose_placement
-    with mock.patch.object(plan, "choose_placement", lambda *a, **b: chosen(*a, **b)._replace(accumulates=False)):
+    candidates = placement.candidates
+
+    def reducing(*args: Any, **options: Any) -> Any:
+        return [each._replace(accumulates=False) for each in candidates(*args, **options)]
+
+    with mock.patch.object(placement, "candidates", reducing):
         return train.main(argv)
 
 

@@ -22,7 +22,7 @@ from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_al
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.planning.plan import Plan, build_plan
+from fsdp_qlora.planning.plan import Machine, Plan, build_plan, place
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import local_part
 from fsdp_qlora.run.load_model import build_trainer
@@ -59,7 +59,8 @@ def main(argv: list[str]) -> int:
     shape = SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
     config = LlamaConfig(**shape, max_position_embeddings=args.length, tie_word_embeddings=False)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
-    plan = build_plan(options, ranks, Path("no weights"), config, tokenizer, world_size=ranks.world_size)
+    machine = Machine.of(options, ranks)
+    plan = place(options, build_plan(options, machine, Path("no weights"), config, tokenizer))
     model = plan.meta.model
     wrap_blocks(model, offload=False)
     mesh = distributed.build_mesh(ranks, sharding_strategy=args.strategy)

@@ -1,0 +1,216 @@
+"""What a decoder block keeps and needs at work: one pass of the real block on the meta device, its storages counted."""
+
+import copy
+import logging
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from fsdp_qlora.data.batches import describe_documents
+from fsdp_qlora.model.attention import EAGER, VARLEN, attending
+from fsdp_qlora.model.fused import set_save_inputs_only
+from fsdp_qlora.model.precision import Precision
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.model_parts import ModelParts, each_parameter
+from fsdp_qlora.sharding.recompute import RecomputedBlock
+
+_SEGMENT = 512  # bytes: the allocator of torch rounds to these
+
+
+log = logging.getLogger("fsdp_qlora")
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a block's activations for a micro-batch, besides its input.
+
+    kept: from forward to backward, without recompute. forward: the most in a forward pass that keeps its input alone.
+    backward: the most in a backward pass, with what is kept and with gradients of the adapters; recomputing: the same
+    with recompute.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    recomputing: int
+
+
+class CountedStorages(TorchDispatchMode):
+    """Counts the bytes of storages that are made in this context and alive.
+
+    now, most: these, and the most of them. Experts are as the routing's worst case has them: one gets all tokens, the
+    others share the rest; a tensor without values cannot tell.
+
+    Args:
+        given: tensors whose storages are not counted: weights and inputs.
+    """
+
+    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._alive = {tensor.untyped_storage()._cdata for tensor in given}
+        self._experts, self._is_first = 1, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
+            return self._routed(args[0])
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = -(-storage.nbytes() // _SEGMENT) * _SEGMENT
+        self._alive.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._alive.discard(key)
+        self.now -= size
+
+    def _routed(self, chosen: torch.Tensor) -> torch.Tensor:
+        """The numbers of all experts [E, 1], or [n, 2] for the tokens of one, of whose mask [k, T] this is asked."""
+        if chosen.dim() == 1:
+            self._experts, self._is_first = len(chosen), True
+            return torch.arange(len(chosen))[:, None]
+        choices, tokens = chosen.shape
+        number = tokens if self._is_first else -(-(choices - 1) * tokens // max(1, self._experts - 1))
+        self._is_first = False
+        return chosen.new_empty(number, 2, dtype=torch.int64)
+
+
+class _Loss(torch.autograd.Function):
+    """Ends a graph and keeps nothing, as what follows a block keeps its output only until its gradient is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.form = x.shape, x.dtype
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        shape, dtype = ctx.form
+        return grads[0].new_empty(shape, dtype=dtype)
+
+
+def measure_blocks(
+    parts: ModelParts, precision: Precision, lengths: Sequence[int], documents: str | None
+) -> list[BlockBytes]:
+    """What each decoder block keeps and needs, blocks of equal shapes measured once; a second for an 8B or a 70B.
+
+    Args:
+        lengths: tokens of the micro-batch's rows. documents: from `attention.choose`; every kernel but the eager one
+            takes memory in proportion to the tokens.
+    """
+    found: dict[Any, BlockBytes] = {}
+    try:
+        with attending(parts.model, EAGER if documents == EAGER else VARLEN):
+            inputs = _arguments(parts, precision, describe_documents(list(lengths)))
+            for block in parts.blocks:
+                if (kind := _kind(block)) not in found:
+                    found[kind] = _measure(block, precision, inputs)
+    except Exception as error:  # a model's own code may fail in any way on tensors without values
+        reason = str(error).partition("\n")[0]
+        log.info("What a decoder block of this model keeps is only guessed from its shapes (%s).", reason)
+        return [_guess(block, precision, sum(lengths)) for block in parts.blocks]
+    return [found[_kind(block)] for block in parts.blocks]
+
+
+def _guess(block: nn.Module, precision: Precision, num_tokens: int) -> BlockBytes:
+    """From the inputs and outputs of a block's matrices."""
+    kept = num_tokens * precision.compute_dtype.itemsize * sum(sum(shape[-2:]) for shape in matrix_shapes(block))
+    return BlockBytes(kept, kept, 2 * kept, 2 * kept)
+
+
+def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    """The shapes of a module's matrices, adapters' apart, quantized ones as they are decoded."""
+    parameters = [each for each in each_parameter(module) if not each.in_adapter]
+    plain = [each.parameter.shape for each in parameters if each.category in ("frozen", "trainable")]
+    quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
+    return [tuple(shape) for shape in (*quantized, *plain) if len(shape) > 1]
+
+
+def _kind(block: nn.Module) -> Any:
+    parameters = tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in block.parameters())
+    windows = tuple(getattr(module, "sliding_window", None) for module in block.modules())
+    return type(block), parameters, windows
+
+
+def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> BlockBytes:
+    wrapped = RecomputedBlock(_as_gathered(block, precision))
+    counted = {}
+    for recomputes in (False, True):
+        wrapped.is_on = recomputes
+        set_save_inputs_only(wrapped, not recomputes)
+        x = torch.empty(inputs.shape, dtype=inputs.dtype, device="meta", requires_grad=True)
+        given = filter(torch.is_tensor, [x, *wrapped.parameters(), *wrapped.buffers(), *tree_leaves(inputs)])
+        with (
+            CountedStorages(given) as count,
+            torch.autocast("cpu", precision.compute_dtype, enabled=precision.autocast),
+        ):
+            y = wrapped(x, *inputs.args, **inputs.kwargs)
+            loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
+            del y
+            kept, forward, count.most = count.now, count.most, count.now
+            loss.backward()
+        counted[recomputes] = kept, forward, count.most
+        wrapped.zero_grad()
+    return BlockBytes(counted[False][0], counted[True][1], counted[False][2], counted[True][2])
+
+
+def _as_gathered(block: nn.Module, precision: Precision) -> nn.Module:
+    """A copy of a block on the meta device with its weights as FSDP2 gathers them."""
+    result = copy.deepcopy(block).to("meta").train()
+    if precision.param_dtype:
+        for parameter in result.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(precision.param_dtype)
+    return result
+
+
+class _Inputs(NamedTuple):
+    """A block's input [1, T, H] and other arguments."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Reached(Exception):
+    """Ends a forward pass at the first block."""
+
+
+def _arguments(parts: ModelParts, precision: Precision, told: Mapping[str, Any]) -> _Inputs:
+    """What the model gives its first block: found by its own code, with hidden states that take no memory."""
+    model: PreTrainedModel = parts.model
+    embedded: torch.Tensor = parts.embedding.weight  # type: ignore[assignment]
+    dtype = (precision.param_dtype if embedded.requires_grad else None) or embedded.dtype
+    tokens, hidden = told["position_ids"].shape[1], model.config.get_text_config().hidden_size
+    found: list[_Inputs] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs.pop("hidden_states")
+        on_meta = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args[1:], kwargs))
+        found.append(_Inputs(tuple(x.shape), x.dtype, *on_meta))
+        raise _Reached
+
+    handle = parts.blocks[0].register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        model.base_model(inputs_embeds=torch.zeros((), dtype=dtype).expand(1, tokens, hidden), use_cache=False, **told)
+    except _Reached:
+        pass
+    finally:
+        handle.remove()
+    return found[0]

@@ -1,0 +1,126 @@
+"""Checks that a run's weights and result fit on this machine, before the first byte is read."""
+
+import resource
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.model.models import canonical_name
+from fsdp_qlora.output.text import GIB
+from fsdp_qlora.planning.memory import Memory
+from fsdp_qlora.quantizers.base import QuantizedWeight
+from fsdp_qlora.sharding.model_parts import ModelParts, count_parameters, each_parameter
+from fsdp_qlora.storage.files import free_disk
+
+_MIN_QUANTIZED_SHARE = 0.9  # of the decoder blocks; usually only norms and biases remain
+
+
+def check_quantized_share(parts: ModelParts, *, allow_unquantized: bool) -> None:
+    """Refuse a quantized base if too much of it would stay in 16 bits. Embeddings and head do not count.
+
+    Raises:
+        UserError: less than 90% of the decoder blocks' parameters are quantized, and that is not allowed.
+    """
+    counts = count_parameters(parts)
+    share = counts["quantized"] / counts["in_blocks"]
+    if share >= _MIN_QUANTIZED_SHARE or allow_unquantized:
+        return
+    plain = {
+        canonical_name(f"{path}.{name}"): parameter.numel()
+        for path, module in parts.blocks[-1].named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if not isinstance(module, QuantizedWeight) and not parameter.requires_grad
+    }
+    largest = ", ".join(sorted(plain, key=lambda name: -plain[name])[:2])
+    raise UserError(
+        f"Only {100 * share:.1f}% of the parameters of {type(parts.model).__name__}'s decoder blocks can be quantized; "
+        f"the rest would stay in 16 bits or more, most of it in {largest}. If there is memory for that, give "
+        "--allow_unquantized true."
+    )
+
+
+def check_resources(memory: Memory, device: torch.device, *, ranks_on_host: int, can_offload: bool) -> None:
+    """Refuse a run that cannot fit, with the numbers and what would help.
+
+    Raises:
+        UserError: the device or the host has less memory free than the weights alone need.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        needed = sum(memory.resident.values()) + sum(memory.phases["optimizer"].values())
+        if needed > free:
+            advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
+            raise UserError(
+                f"This rank's weights, gradients and optimizer state need {needed / GIB:.1f} GiB of GPU memory, "
+                f"and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. {advice}more GPUs, a smaller --lora_rank or "
+                "a smaller model need less."
+            )
+    free = host_memory_free(ranks_on_host)
+    if (needed := sum(memory.host.values())) > free:
+        raise UserError(
+            f"This rank needs {needed / GIB:.1f} GiB of host memory to load its part of the model, and "
+            f"{free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). More ranks, "
+            "--use_cpu_offload false, a smaller --loading_buffer_mib or a smaller model need less."
+        )
+
+
+def check_disk(output_dir: Path, num_bytes: int) -> None:
+    """Refuse a run whose result would not fit on the disk.
+
+    Raises:
+        UserError: output_dir has less room than the result takes.
+    """
+    free = free_disk(output_dir)
+    if num_bytes > free:
+        raise UserError(
+            f"The result needs {num_bytes / GIB:.2f} GiB, and output_dir {output_dir} has {free / GIB:.2f} GiB free. "
+            "Free some space, or give an --output_dir on a larger disk; --save_model false saves only the metrics."
+        )
+
+
+def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) -> int:
+    """Size of the saved result: an adapter and modules trained with it in float32, or the whole model in `dtype`.
+
+    Args:
+        reduces_base: the adapter is saved in twice its rank, see `first_values.saved_parameters`.
+    """
+    parameters = each_parameter(model)
+    if in_adapters := [counted for counted in parameters if counted.in_adapter]:
+        trainable = sum(4 * counted.num_weights for counted in parameters if counted.category == "trainable")
+        again = sum(4 * counted.num_weights for counted in in_adapters)
+        return trainable + again * reduces_base
+    # Of block expansion the quantized base is saved with its original weights.
+    return sum(counted.num_weights for counted in parameters) * dtype.itemsize
+
+
+def host_memory_free(ranks_on_host: int) -> int:
+    """Bytes of host memory left for each rank by the limits of the machine, the container and the process."""
+    limits = [psutil.virtual_memory().available // ranks_on_host]
+    if (in_container := _cgroup_free()) is not None:
+        limits.append(in_container // ranks_on_host)
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        limits.append(most - psutil.Process().memory_info().vms)
+    return max(0, min(limits))
+
+
+def _cgroup_free(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes left by a container's memory limit (cgroup v2 or v1); None without one."""
+    for limit, used, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            most, now = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            counts = dict(line.split() for line in (folder / stat).read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        # The kernel counts cached files as used, and frees them when memory is needed.
+        total = "total_" if "total_inactive_file" in counts else ""
+        cached = sum(int(counts.get(f"{total}{kind}_file", 0)) for kind in ("active", "inactive"))
+        # Version 1 writes "no limit" as a huge number.
+        return int(most) - now + cached if most.isdigit() and int(most) < 2**60 else None
+    return None
