@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
-from fsdp_qlora.cli import train
+from fsdp_qlora.cli import plan, train
 from fsdp_qlora.cli.launch import relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.conflicts import adapter_folder
@@ -458,6 +458,7 @@ def _env(args: argparse.Namespace) -> None:
 
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
+    "plan": Command("say what a run needs on GPUs elsewhere", plan.run, plan.add_options, takes_training_options=True),
     "export": Command("export a checkpoint as an adapter", _export, _export_options, takes_training_options=True),
     "merge": Command("merge an adapter into its base", _merge, _merge_options, takes_training_options=True),
     "gguf": Command("write a merged model or an adapter for llama.cpp", _gguf, _gguf_options),
