@@ -79,15 +79,15 @@ class Disturbance(NamedTuple):
     statuses: frozenset[int] = frozenset()  # besides 0
 
 
+# Of a rank that was stopped or has lost the others. One that still waits for them after a minute is told to end.
+LOST = frozenset({1, 75, -signal.SIGKILL, -signal.SIGTERM})
 DISTURBANCES = {
-    "kill": Disturbance(action=Job.kill, statuses=frozenset({1, -signal.SIGKILL})),
-    "stop": Disturbance(action=partial(Job.kill, number=signal.SIGTERM), statuses=frozenset({1, 75, -signal.SIGTERM})),
+    "kill": Disturbance(action=Job.kill, statuses=LOST),
+    "stop": Disturbance(action=partial(Job.kill, number=signal.SIGTERM), statuses=LOST),
     "stalled rank": Disturbance(action=stall),
     "full disk": Disturbance(lambda step, rank, out: partial(fill_disk, out / "checkpoints", 1)),
     "failing reads": Disturbance(lambda step, rank, out: partial(fail_reads, 0), statuses=frozenset({75})),
-    "dropped link": Disturbance(
-        lambda step, rank, out: partial(at_step, step, drop_links, rank), statuses=frozenset({1})
-    ),
+    "dropped link": Disturbance(lambda step, rank, out: partial(at_step, step, drop_links, rank), statuses=LOST),
 }
 
 
