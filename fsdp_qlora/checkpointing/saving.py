@@ -38,7 +38,7 @@ _Part = tuple[tuple[bool, str] | None, dict[str, Any]]  # a rank's failure, and 
 
 @dataclass
 class _Save:
-    """A checkpoint that is being written. part: of this rank, of which num_taken tensors have been taken so far."""
+    """A checkpoint that is being written. part: of this rank. has_moved: to another tensor since the last heartbeat."""
 
     progress: dict[str, Any]
     staging: Path
@@ -47,8 +47,7 @@ class _Save:
     started: float
     in_background: bool
     part: "Future[_Part]" = field(default_factory=Future)
-    num_taken: int = 0
-    num_seen: int = 0  # of them, when the heartbeat was last given
+    has_moved: bool = False
 
 
 class Saver:
@@ -132,7 +131,9 @@ class Saver:
         while (save := self._save) is not None:
             step = save.progress["step"]
             while not wait([save.part], timeout=1).done:
-                self._beat(save)
+                if save.has_moved:
+                    save.has_moved = False
+                    self.state.beat()
             parts = gather_texts(json.dumps(save.part.result()), self.ranks.device)
             outcome = self._publish(save, parts) if self.ranks.is_rank_0 else None
             failure = json.loads(gather_texts(json.dumps(outcome), self.ranks.device)[0])
@@ -154,7 +155,8 @@ class Saver:
         """Publish what is still being written, if no other rank has a part of it: the run has failed."""
         save, self._save = self._save, None
         if save is not None and self.ranks.is_rank_0 and not save.description["is_sharded"]:
-            self._publish(save, [json.dumps(save.part.result())])
+            with contextlib.suppress(Exception):  # what the run has failed of is reported
+                self._publish(save, [json.dumps(save.part.result())])
         self._thread.shutdown()
 
     def _fits_in_memory(self) -> bool:
@@ -171,16 +173,10 @@ class Saver:
             save.part = Future()
             save.part.set_result(self._write(save, failure))
 
-    def _beat(self, save: _Save) -> None:
-        """Heartbeat if the thread has come to another tensor."""
-        if save.num_taken != save.num_seen:
-            save.num_seen = save.num_taken
-            self.state.beat()
-
     def _write(self, save: _Save, failure: tuple[bool, str] | None) -> _Part:
         def counted(values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             for value in values:
-                save.num_taken += 1
+                save.has_moved = True
                 yield value
 
         contents = {name: content._replace(values=counted(content.values)) for name, content in save.contents.items()}

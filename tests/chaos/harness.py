@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from tests.tiny import _free_port, _worker, flags, make_rows, write_rows
 
 RANKS = 2
@@ -230,6 +232,13 @@ def wait_for(condition: Callable[[], object], seconds: float = HANG_SECONDS) -> 
     while not condition():
         assert time.monotonic() < end, "it did not come about"
         time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def steps_done(output_dir: Path) -> int:

@@ -12,10 +12,9 @@ import pytest
 
 from fsdp_qlora.cli.launch import is_from_an_agent
 from tests.chaos.conftest import Reference
-from tests.chaos.harness import HANG_SECONDS, Job, ended, run, status, steps_done, wait_for
+from tests.chaos.harness import HANG_SECONDS, Job, Same, ended, is_gone, run, status, steps_done, wait_for
 from tests.tiny import ROOT, flags
 
-Same = Callable[[Path], None]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
@@ -50,13 +49,6 @@ def workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return [child for child in started if {"fsdp_qlora", str(ROOT / "train.py")} & set(child.cmdline())]
 
 
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it went between the two questions
-        return True
-
-
 def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes], tmp_path: Path) -> None:
     def reached() -> bool:
         assert process.poll() is None, log(tmp_path)
@@ -74,7 +66,7 @@ def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
         wait_for_step(tmp_path / "out", step, process, tmp_path)
         victims = workers(process)
         victims[kill].kill()
-        wait_for(lambda: all(map(is_gone, victims)))  # noqa: B023
+        wait_for(lambda: all(is_gone(victim.pid) for victim in victims))  # noqa: B023
     assert process.wait(HANG_SECONDS) == 0, log(tmp_path)
     assert log(tmp_path).count("Resuming at step") == 2
     assert_same(tmp_path / "out")
@@ -96,7 +88,7 @@ def test_the_death_of_torchrun_ends_the_workers_and_meanwhile_nobody_else_may_wr
     process.wait()
     for worker in orphans:
         worker.resume()
-    wait_for(lambda: all(map(is_gone, orphans)))
+    wait_for(lambda: all(is_gone(orphan.pid) for orphan in orphans))
     assert f"Resuming at step {status(tmp_path / 'out')['saved_step']} from" in run(options, tmp_path / "logs1")
     assert_same(tmp_path / "out")
 

@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +21,7 @@ from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks, connect
+from tests.chaos.harness import is_gone, wait_for
 from tests.tiny import ROOT, _free_port
 
 # Stands for train.py: --name says what a worker does.
@@ -77,20 +76,6 @@ def run(command: list[str], environment: dict[str, str]) -> subprocess.Completed
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.1)
-    return condition()
-
-
 def pids_of_workers(output: str) -> list[int]:
     words = [line.split() for line in output.splitlines() if line.startswith("worker")]
     return [int(line[line.index("pid") + 1]) for line in words]
@@ -102,7 +87,7 @@ def test_one_process_becomes_two_that_end_with_the_first_failure(entry, environm
     assert result.stdout.splitlines()[0] == "Starting 2 processes, as asked for."
     assert "worker 1 of 2" in result.stdout and "name fail" in result.stdout
     assert result.stderr.splitlines() == ["this is the reason", "Rank 1 failed with exit code 2; the error is above."]
-    assert not any(map(is_running, pids_of_workers(result.stdout)))
+    assert all(map(is_gone, pids_of_workers(result.stdout)))
 
 
 def test_torchrun_without_a_number_starts_all_and_a_signal_ends_all(entry, environment, tmp_path):
@@ -116,13 +101,13 @@ def test_torchrun_without_a_number_starts_all_and_a_signal_ends_all(entry, envir
             stderr=subprocess.STDOUT,
         )
     try:
-        assert wait_until(lambda: len(pids_of_workers(output.read_text())) == 2, seconds=600), output.read_text()
+        wait_for(lambda: len(pids_of_workers(output.read_text())) == 2)
     finally:
         launcher.send_signal(signal.SIGTERM)
         status = launcher.wait(timeout=600)
     assert status != 0
     assert {"worker 0 of 2", "worker 1 of 2"} <= {line[:13] for line in output.read_text().splitlines()}
-    assert not any(map(is_running, pids_of_workers(output.read_text())))
+    assert all(map(is_gone, pids_of_workers(output.read_text())))
 
 
 @pytest.mark.parametrize(
@@ -147,16 +132,12 @@ def test_a_number_given_to_torchrun_is_kept(torchrun, variables, entry, environm
     assert "torchrun has started 1 process" in result.stderr
 
 
-@pytest.mark.parametrize("options", [["--nproc_per_node", "1"], ["--world_size", "1"]])
-def test_one_process_asked_for_stays_one(options, entry, environment):
-    result = run([sys.executable, entry, *options], environment)
-    assert result.returncode == 0
-    assert "worker 0 of 1" in result.stdout and "Starting" not in result.stdout
-
-
 @pytest.mark.parametrize(
     ("gpus", "options", "processes"),
-    [(0, {}, 1), (1, {}, 1), (4, {}, 4), (2, {"device": "cpu"}, 1), (2, {"device": "cpu", "world_size": 4}, 4)],
+    [
+        *((0, {}, 1), (1, {}, 1), (4, {}, 4), (4, {"world_size": 1}, 1), (4, {"nproc_per_node": 1}, 1)),
+        *((2, {"device": "cpu"}, 1), (2, {"device": "cpu", "world_size": 4}, 4)),
+    ],
 )
 def test_one_process_per_visible_gpu_unless_on_the_cpu(gpus, options, processes, monkeypatch):
     monkeypatch.setattr(launch, "_visible_gpus", lambda: gpus)
@@ -254,10 +235,10 @@ def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path
     )
     assert process.stdout is not None
     (pid,) = pids_of_workers(process.stdout.readline())
-    assert is_running(pid)
+    assert not is_gone(pid)
     process.kill()
     process.wait()
-    assert wait_until(lambda: not is_running(pid), seconds=600)
+    wait_for(lambda: is_gone(pid))
     process.stdout.close()
 
 
