@@ -30,8 +30,9 @@ _WHOLE_TILE = 128  # rows of a tile of GPU matrix products
 # outputs is scaled by this while it is in fp16; gradients of up to 64 times the head's largest weight fit then.
 _FP16_SCALE = 2.0**10
 
-# ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all tokens of the batch.
-HeadLoss = Callable[[Mapping[str, Any], torch.Tensor, torch.Tensor], torch.Tensor]
+# ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all tokens of the batch. With
+# of_each=True the loss of each token instead: [1, N], or [2, N] with the reference's (sharding/reference.py).
+HeadLoss = Callable[..., torch.Tensor]
 
 
 class LogitForm(NamedTuple):
@@ -92,16 +93,29 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     head = model.get_output_embeddings()
     shared = shared_head_of(model)
 
-    def loss_of_hidden(self: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss_of_hidden(
+        self: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, *, of_each: bool = False
+    ) -> torch.Tensor:
         weight: Any = shared.rows() if shared else self.weight
         bias: Any = self.bias
-        return chunked_loss(hidden, weight, bias, targets, form, shared)
+        if not of_each:
+            return chunked_loss(hidden, weight, bias, targets, form, shared)
+        policy, *reference = hidden.split(len(targets))
+        losses = [chunked_loss(policy, weight, bias, targets, form, shared, of_each=True)]
+        losses += [chunked_loss(each.detach(), weight, bias, targets, form, shared, of_each=True) for each in reference]
+        return torch.stack(losses)
 
     def loss_of_tokens(
-        self: PreTrainedModel, inputs: Mapping[str, Any], rows: torch.Tensor, targets: torch.Tensor
+        self: PreTrainedModel,
+        inputs: Mapping[str, Any],
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        of_each: bool = False,
     ) -> torch.Tensor:
         hidden = self.base_model(**inputs, use_cache=False)[0]
-        loss: torch.Tensor = head.loss_of_hidden(hidden.flatten(0, 1).index_select(0, rows), targets)
+        rows = _rows_of(rows, inputs, copies=len(hidden) // len(inputs["input_ids"]))
+        loss: torch.Tensor = head.loss_of_hidden(hidden.flatten(0, 1).index_select(0, rows), targets, of_each=of_each)
         return loss
 
     for module, method in ((head, loss_of_hidden), (model, loss_of_tokens)):
@@ -126,6 +140,8 @@ def chunked_loss(
     targets: torch.Tensor,
     form: LogitForm,
     shared: SharedHead | None = None,
+    *,
+    of_each: bool = False,
 ) -> torch.Tensor:
     """Sum over the tokens of -log p(target), in nats, float32; a target of -100 counts nothing.
 
@@ -134,6 +150,7 @@ def chunked_loss(
 
     Args:
         shared: the head is frozen, and `weight` the rank's rows of it. Every rank calls this for its own tokens.
+        of_each: give each token's, [N], instead of the sum; of a frozen head.
     """
     vocabulary = shared or WholeVocabulary(len(weight))
     kind = hidden.device.type
@@ -141,9 +158,14 @@ def chunked_loss(
     with torch.autocast(kind, enabled=False):
         hidden = hidden.to(dtype)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
-            loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, form, vocabulary)
-            return loss
-        return _sum_over_chunks(hidden, weight, bias, targets, form, vocabulary, _Gradients())
+            losses: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, form, vocabulary)
+        else:
+            losses = _losses_of_chunks(hidden, weight, bias, targets, form, vocabulary, _Gradients())
+    if of_each:
+        assert not weight.requires_grad, "the gradient of a head that trains is that of the sum"
+        return losses
+    chunks = losses.split(tokens_at_a_time(vocabulary.vocabulary, dtype))
+    return torch.stack([chunk.sum() for chunk in chunks]).sum()
 
 
 class WholeVocabulary:
@@ -201,7 +223,10 @@ class _Gradients(NamedTuple):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The gradients are computed with the loss: chunks of logits would have to be computed again in backward."""
+    """The loss of each token. A head that trains has the gradient of their sum.
+
+    The gradients are computed with the loss: chunks of logits would have to be computed again in backward.
+    """
 
     @staticmethod
     def forward(
@@ -220,17 +245,19 @@ class _ChunkedLoss(torch.autograd.Function):
             torch.zeros_like(bias) if of_bias and bias is not None else None,
             _FP16_SCALE if hidden.dtype == torch.float16 else 1.0,
         )
-        return _sum_over_chunks(hidden, weight, bias, targets, form, vocabulary, ctx.gradients)
+        return _losses_of_chunks(hidden, weight, bias, targets, form, vocabulary, ctx.gradients)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
-        factor = grads[0] / gradients.scale
-        return (*(None if each is None else each.mul_(factor) for each in gradients[:3]), None, None, None)
+        of_tokens = grads[0] / gradients.scale
+        factors = (of_tokens[:, None], of_tokens[0], of_tokens[0])
+        found = [None if each is None else each.mul_(by) for each, by in zip(gradients[:3], factors, strict=True)]
+        return *found, None, None, None
 
 
-def _sum_over_chunks(
+def _losses_of_chunks(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -239,6 +266,7 @@ def _sum_over_chunks(
     vocabulary: Vocabulary,
     gradients: _Gradients,
 ) -> torch.Tensor:
+    """The losses of the tokens, [N]; fills in the gradients of their sum."""
     weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     losses = []
     step = tokens_at_a_time(vocabulary.vocabulary, hidden.dtype)
@@ -252,16 +280,16 @@ def _sum_over_chunks(
         if grad is not None:
             gradients.add(part, grad, inputs, weight, vocabulary)
         del inputs, outputs, grad  # before the next chunk's are made
-    return torch.stack(losses).sum()
+    return torch.cat(losses)
 
 
 def _loss_of_chunk(
     outputs: torch.Tensor, targets: torch.Tensor, form: LogitForm, scale: float | None, vocabulary: Vocabulary
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Loss of the head's outputs, and its gradient times `scale` in their dtype and memory, if a scale is given.
+    """The tokens' losses, and the gradient of their sum times `scale` in the outputs' dtype and memory, if given.
 
     Everything is in place: softmax in torch would need two more tensors of this size. Of a shared head `outputs` are
-    those of this rank's rows for all ranks' tokens, and the loss is that of its own tokens.
+    those of this rank's rows for all ranks' tokens, and the losses are those of its own tokens.
     """
     is_learned = targets != -100
     rows = torch.arange(len(targets), device=targets.device)
@@ -275,7 +303,7 @@ def _loss_of_chunk(
     of_target = torch.where(is_here, logits[rows, targets] - top[:, 0], 0.0)
     exponentials = logits.sub_(top).exp_()
     total, of_target = vocabulary.summed(torch.stack([exponentials.sum(dim=1), of_target]))
-    loss = vocabulary.local_chunk(torch.where(is_learned, total.log() - of_target, 0.0)).sum()
+    loss = vocabulary.local_chunk(torch.where(is_learned, total.log() - of_target, 0.0))
     if scale is None:
         return loss, None
     factor = is_learned * scale
@@ -292,17 +320,31 @@ def _loss_of_chunk(
 
 
 def loss_of_logits(
-    model: PreTrainedModel, inputs: Mapping[str, Any], rows: torch.Tensor, targets: torch.Tensor
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    of_each: bool = False,
 ) -> torch.Tensor:
-    """The same sum from the model's own logits, computed for these rows alone where the model can (in one row)."""
+    """The same from the model's own logits, computed for these rows alone where the model can (in one row)."""
     skips = len(inputs["input_ids"]) == 1 and can_skip_logits(model)
-    logits = model(**inputs, use_cache=False, **({"logits_to_keep": rows} if skips else {})).logits.flatten(0, 1)
-    logits = logits if skips else logits.index_select(0, rows)
+    logits = model(**inputs, use_cache=False, **({"logits_to_keep": rows} if skips else {})).logits
+    copies = len(logits) // len(inputs["input_ids"])
+    logits = logits.flatten(0, 1) if skips else logits.flatten(0, 1).index_select(0, _rows_of(rows, inputs, copies))
+    targets = targets.repeat(copies)
     # Recomputed piece by piece in the backward pass, so there is never a whole float32 copy of the logits.
     size = max(1, MAX_LOGITS // logits.shape[-1])
     pieces = zip(logits.split(size), targets.split(size), strict=True)
-    return torch.stack([checkpoint(_cross_entropy, *piece, use_reentrant=False) for piece in pieces]).sum()
+    reduction = "none" if of_each else "sum"
+    losses = [checkpoint(_cross_entropy, *piece, reduction, use_reentrant=False) for piece in pieces]
+    return torch.cat(losses).view(copies, -1) if of_each else torch.stack(losses).sum()
 
 
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:
+    return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction=reduction)
+
+
+def _rows_of(rows: torch.Tensor, inputs: Mapping[str, Any], copies: int) -> torch.Tensor:
+    """The rows of the policy and of the reference, whose tokens follow the policy's."""
+    return torch.cat([rows + copy * inputs["input_ids"].numel() for copy in range(copies)]) if copies > 1 else rows

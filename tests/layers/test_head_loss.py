@@ -65,6 +65,26 @@ def test_loss_and_gradients_are_those_of_whole_logits(
         assert (part.grad - reference.grad).norm() / reference.grad.norm() < tolerance
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_each_token_has_its_loss_and_the_gradient_of_its_own_factor(
+    form: LogitForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_loss, "MAX_CHUNK_BYTES", 7 * VOCABULARY * 8)
+    parts = parts_of_a_head()
+    factors, targets = torch.linspace(-1, 2, TOKENS), targets_of_tokens()
+    hidden, weight, bias = (part.detach() for part in parts)
+    exact = hidden.double().requires_grad_()
+    logits = F.linear(exact, weight.double(), bias.double()) * form.scale
+    logits = logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
+    expected = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    (expected * factors).sum().backward()
+    found = chunked_loss(hidden.requires_grad_(), weight, bias, targets, form, of_each=True)
+    (found * factors).sum().backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    assert hidden.grad is not None and exact.grad is not None
+    torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_no_tensor_is_larger_than_a_chunk_of_logits_and_only_gradients_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
