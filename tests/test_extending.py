@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from safetensors import safe_open
 
+from tests.preferences.pairs import make_pairs
 from tests.tiny import ROOT, flags, make_model, on_ranks, read_metrics, write_rows
 
 GUIDE = (ROOT / "docs" / "extending.md").read_text()
@@ -25,7 +26,7 @@ def places(section: str) -> dict[str, list[str]]:
 
 
 def test_every_place_in_the_lists_exists_and_names_what_is_said_to_be_there() -> None:
-    assert list(SECTIONS) == ["quantizer", "train type", "dataset format", "metric sink"]
+    assert list(SECTIONS) == ["quantizer", "train type", "preference objective", "dataset format", "metric sink"]
     for kind, section in SECTIONS.items():
         listed = places(section)
         assert len(listed) >= 4, kind
@@ -38,6 +39,7 @@ def add_the_examples() -> None:
     """Do what the lists say, in this process: the examples, and the names among the values of options."""
     from fsdp_qlora.config import cli
     from fsdp_qlora.config.marks import MAY_DIFFER, NOT_EMPTY, one_of_names
+    from fsdp_qlora.config.objectives import OBJECTIVES
     from fsdp_qlora.config.options import LIMITS, TrainConfig, option_types
     from fsdp_qlora.config.train_types import TRAIN_TYPES
     from fsdp_qlora.data.formats import FORMATS
@@ -46,7 +48,7 @@ def add_the_examples() -> None:
     for example in re.findall(r"^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
         exec(example, {"__name__": "example"})
     # In the sources these are edits of fields; train_type takes the names of its table.
-    LIMITS["train_type"] = one_of_names(TRAIN_TYPES)
+    LIMITS["train_type"], LIMITS["objective"] = one_of_names(TRAIN_TYPES), one_of_names(OBJECTIVES)
     fields: dict[str, Any] = TrainConfig.__annotations__
     fields["dataset_format"] = Literal[("auto", *FORMATS)]
     fields["log_to"] = Annotated[tuple[Literal[tuple(SINKS)], ...], NOT_EMPTY, MAY_DIFFER]
@@ -89,3 +91,21 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
     assert json.loads(entry.read_text())["quantizer"] == "float8"
     with safe_open(output / "adapter_model.safetensors", "pt") as adapter:
         assert [name for name in adapter.keys() if "lora_B" in name]  # noqa: SIM118
+
+
+def test_an_objective_is_a_function_and_a_row(tmp_path: Path) -> None:
+    argv = flags(
+        model_name=make_model(tmp_path / "model"),
+        dataset=write_rows(tmp_path / "pairs.jsonl", make_pairs()),
+        objective="apo_zero",
+        output_dir=tmp_path / "output",
+        batch_size=4,
+        lr=1e-2,
+        num_epochs=4,
+        quant_cache="off",
+    )
+    statuses, said = on_ranks(2, train_with_the_examples, (argv,), tmp_path / "logs")
+    assert statuses == [0, 0], said[-4000:]
+    first, *_, last = read_metrics(tmp_path / "output")
+    assert first == 1 and last < 0.9
+    assert read_metrics(tmp_path / "output", "rewards/accuracies")[-1] == 1

@@ -1,5 +1,7 @@
 """Adapters under PEFT's names: options, kinds, insertion into a model, and names of their weights."""
 
+import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +15,11 @@ from fsdp_qlora.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, Lora
 from fsdp_qlora.adapters.targets import find_pattern
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
+from fsdp_qlora.ranks.distributed import local_part
 
 # adapter kind -> the layer that replaces a linear layer, given rank, scaling and dropout.
+Adapted = LoraLinear | LoraExperts
+
 ADAPTERS: dict[str, Callable[..., nn.Module]] = {"lora": LoraLinear, "dora": DoraLinear}
 
 
@@ -25,7 +30,7 @@ class LoraOptions:
     rank_pattern, alpha_pattern: regular expression for the end of a layer's path -> rank or alpha of that layer.
     use_rslora: scale by alpha / sqrt(rank) (Kalajdzievski 2023), not alpha / rank.
     init: initial values: true (A random, B zero), pissa, pissa_niter_N, olora or loftq.
-    modules_to_save: embeddings and head that train in full.
+    modules_to_save: embeddings and head that train in full. keeps_start: keep the values that training starts from too.
     """
 
     rank: int = 16
@@ -38,6 +43,7 @@ class LoraOptions:
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     init: str = "true"
     modules_to_save: Sequence[str] = ()
+    keeps_start: bool = False
 
     def rank_of(self, path: str) -> int:
         """The rank of the adapter on the layer at `path`."""
@@ -110,6 +116,40 @@ def adapter_modules(module: nn.Module) -> list[nn.Module]:
     return [child for child in module.modules() if isinstance(child, LoraAdapter | ExpertsLora)]
 
 
+def adapted_layers(module: nn.Module) -> list[Adapted]:
+    """The layers inside a block that have an adapter."""
+    return [child for child in module.modules() if isinstance(child, Adapted)]
+
+
+@contextlib.contextmanager
+def as_at_start(layers: Iterable[Adapted]) -> Iterator[None]:
+    """In this block of code these layers are what they were when training started."""
+    for layer in layers:
+        layer.is_adapted = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_adapted = True
+
+
+def keep_start(model: nn.Module) -> None:
+    """Give each adapter of a model on the meta device a frozen copy, for the values that training starts from."""
+    for layer in adapted_layers(model):
+        layer.start = start = copy.deepcopy(layer.lora).requires_grad_(False)
+        if isinstance(start, LoraAdapter):
+            start.dropout = 0.0
+
+
+@torch.no_grad()
+def fill_start(model: nn.Module) -> None:
+    """Copy the adapters' values, of this rank's shards, to what `keep_start` has made."""
+    for layer in adapted_layers(model):
+        if layer.start is not None:
+            for kept, current in zip(layer.start.parameters(), layer.lora.parameters(), strict=True):
+                local_part(kept).copy_(local_part(current))
+
+
 def magnitudes(module: nn.Module) -> list[nn.Module]:
     """The parts of a block's adapters that are gathered in fp32."""
     return [child for child in module.modules() if isinstance(child, Magnitude)]
@@ -118,7 +158,7 @@ def magnitudes(module: nn.Module) -> list[nn.Module]:
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name in PEFT's file, parameter) of every adapter weight."""
     for path, module in model.named_modules():
-        if isinstance(module, LoraAdapter):
+        if isinstance(module, LoraAdapter) and not path.endswith(".start"):
             prefix = "base_model.model." + canonical_name(path).removesuffix(".lora")
             yield f"{prefix}.lora_A.weight", module.lora_A.weight
             yield f"{prefix}.lora_B.weight", module.lora_B.weight

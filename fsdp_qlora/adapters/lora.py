@@ -190,8 +190,11 @@ class LoraLinear(nn.Module):
     """base_layer(x) + scaling * B A x.
 
     subtracted: the A and B whose product was subtracted from the base on loading.
+    is_adapted: false while the layer is what it was when training started (`as_at_start`). start: the adapter then, if
+    it is kept.
     """
 
+    is_adapted = True
     adapter: type[LoraAdapter] = LoraAdapter
 
     def __init__(self, base_layer: nn.Module, **options: Any) -> None:
@@ -199,9 +202,11 @@ class LoraLinear(nn.Module):
         self.base_layer = base_layer
         self.lora = self.adapter(base_layer.in_features, base_layer.out_features, **options)  # type: ignore[arg-type]
         self.subtracted: tuple[KeptShard, KeptShard] | None = None
+        self.start: LoraAdapter | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.lora(x, self.base_layer, recompute_source(x))
+        lora = self.lora if self.is_adapted else self.start
+        result: torch.Tensor = lora(x, self.base_layer, recompute_source(x)) if lora else self.base_layer(x)
         return result
 
     def subtract_from_base(self) -> None:
@@ -254,11 +259,14 @@ class LoraExperts(nn.Module):
     when it is called, and all ranks must gather in the same order.
     """
 
+    is_adapted = True
+
     def __init__(self, base_layer: nn.Module, names: Iterable[str], *, rank: int, scaling: float) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.scaling = scaling
         self.transposed = is_transposed(base_layer)
+        self.start: nn.ModuleDict | None = None
         self.lora = nn.ModuleDict(
             {
                 name: ExpertsLora(getattr(base_layer, name).shape, transposed=self.transposed, rank=rank)
@@ -267,9 +275,10 @@ class LoraExperts(nn.Module):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loras = self.lora if self.is_adapted else self.start or nn.ModuleDict()
         adapted = {
             name: _AdaptedExperts(getattr(self.base_layer, name), lora(None), self.scaling, self.transposed)
-            for name, lora in self.lora.items()
+            for name, lora in loras.items()
         }
         # Python finds an instance's own attributes before nn.Module looks up its parameters and submodules.
         vars(self.base_layer).update(adapted)

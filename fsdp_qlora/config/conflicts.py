@@ -10,6 +10,7 @@ from pathlib import Path
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.targets import ALL, is_regex
 from fsdp_qlora.config.marks import OF_ADAPTER, of_quantizer
+from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
 from fsdp_qlora.config.options import DEFAULTS, LIMITS, TrainConfig, names_marked, pairs
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.config.train_types import TRAIN_TYPES
@@ -160,6 +161,27 @@ def _regex_error(pattern: str) -> str | None:
     return None
 
 
+def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
+    chosen, everything = OBJECTIVES[c.objective], dict.fromkeys(name for o in OBJECTIVES.values() for name in o.options)
+    for name in _changed(c, *everything):
+        if name not in chosen.options:
+            takers = ", ".join(each for each, other in OBJECTIVES.items() if name in other.options)
+            yield f"--objective {c.objective} does not know --{name}: that is for {takers}."
+    if chosen.needs == TEXTS:
+        return
+    trains_more = c.modules_to_save or not c.kind.has_adapter
+    if trains_more:
+        what = "--modules_to_save" if c.modules_to_save else f"--train_type {c.train_type}"
+        yield f"--objective {c.objective} trains an adapter on a frozen model: it cannot be used with {what}."
+    if c.keeps_start and c.kind.adapter == "dora":
+        yield (
+            f"--objective {c.objective} compares with the adapter that training starts from, which is kept once more "
+            "for LoRA alone: merge it into the base first, or take an objective without a reference (cpo, simpo, orpo)."
+        )
+    if c.learn == "all":
+        yield f"--objective {c.objective} learns answers: --learn all would learn the prompts too."
+
+
 def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
     if not c.apply_gradient_clipping and _changed(c, "grad_norm"):
@@ -237,6 +259,7 @@ _RULES = (
     _model_conflicts,
     _quantization_conflicts,
     _adapter_conflicts,
+    _objective_conflicts,
     _optimizer_conflicts,
     _data_conflicts,
     _place_errors,

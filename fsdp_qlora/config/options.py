@@ -15,6 +15,7 @@ from fsdp_qlora.config.marks import (
     NO_EFFECT,
     NOT_EMPTY,
     NOT_NEGATIVE,
+    NOT_NEGATIVE_OR_NONE,
     OF_ADAPTER,
     OF_RESULT,
     PER_NODE,
@@ -32,6 +33,7 @@ from fsdp_qlora.config.marks import (
     one_of_names,
     one_of_numbers,
 )
+from fsdp_qlora.config.objectives import LOSS_TYPES, OBJECTIVES, TEXTS
 from fsdp_qlora.config.train_types import TRAIN_TYPES, TrainType
 
 Group = TypeVar("Group")
@@ -80,6 +82,29 @@ class TrainConfig:
     (int8_lora), on a 16-bit base (lora), a DoRA adapter on such a base (bnb_dora, hqq_dora, dora), the blocks that
     `expand` added to a quantized base (bnb_llama_pro, hqq_llama_pro), or all weights (full); the custom_
     names of the 2024 program mean the same as those without it."""
+    objective: Annotated[str, one_of_names(OBJECTIVES)] = "sft"
+    """What is learned of the rows: sft learns the texts; the others learn from a chosen and a rejected answer to each
+    prompt, or kto from answers with a label: dpo, ipo and kto compare with the model that training starts from, whose
+    log-probabilities come in the same forward pass, and cpo, simpo and orpo compare with nothing. Names and defaults
+    are TRL's (docs/preferences.md)."""
+    beta: Annotated[float, POSITIVE] = 0.1
+    """Strength of a preference objective: how little the model may move from the base (dpo, ipo, cpo), or the factor of
+    the odds ratio (orpo); for simpo 2 to 2.5 is usual."""
+    loss_type: Annotated[str, one_of_names(LOSS_TYPES)] = "sigmoid"
+    """Loss of the margin between the two answers in dpo and cpo: sigmoid, hinge, robust (unbiased where the share
+    label_smoothing of the pairs is the wrong way round), sigmoid_norm (sigmoid of means over tokens)."""
+    label_smoothing: Annotated[float, Limit(lambda value: 0 <= value < 0.5, "0 or more and below 0.5")] = 0.0
+    """Share of the pairs that may be the wrong way round: with sigmoid the conservative loss, with robust the unbiased
+    one."""
+    sft_weight: Annotated[float | None, NOT_NEGATIVE_OR_NONE] = None
+    """Weight of the chosen answers' usual loss, a mean over tokens, beside that of the pairs; by default 1 for orpo and
+    cpo (TRL's cpo_alpha), else 0."""
+    simpo_gamma: Annotated[float, NOT_NEGATIVE] = 0.5
+    """Margin by which simpo wants the chosen answer's reward to be larger."""
+    desirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Weight of kto's desired answers; weigh the rarer kind up, so that both count about alike."""
+    undesirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Weight of kto's other answers."""
     adapter: Annotated[str | None, OF_ADAPTER, MAY_DIFFER, PER_NODE] = None
     """Folder of a PEFT adapter to train further, from an earlier run or another trainer, or its name on the hub. Its
     rank, scale and layers are kept; optimizer and rows begin from scratch. To resume an interrupted run, do not change
@@ -129,7 +154,7 @@ class TrainConfig:
     max_steps: Annotated[int, all_or_at_least_1("(all epochs) or a number of optimizer steps")] = -1
     """Stop after this many optimizer steps of the whole run; -1 runs all epochs."""
     lr: Annotated[float | None, POSITIVE] = None
-    """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full."""
+    """Peak learning rate; by default 2e-4 for adapters and new blocks, and 1e-5 for full and for preferences."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
     """Learning rate after the warm-up: constant, or decreasing to 0 after the last step."""
     warmup_ratio: Annotated[float, SHARE] = 0.03
@@ -225,7 +250,7 @@ class TrainConfig:
     shuffle_buffer: Annotated[int, at_least(1)] = 10_000
     """Rows that streaming shuffles together and holds in memory; raise it when neighbouring rows are alike."""
     dataset_format: Annotated[Literal[
-        "auto", "alpaca", "pretokenized", "preference", "messages", "sharegpt", "dolly", "question_answer",
+        "auto", "alpaca", "pretokenized", "preference", "label", "messages", "sharegpt", "dolly", "question_answer",
         "prompt_completion", "guanaco", "text",
     ], OF_RESULT] = "auto"  # fmt: skip
     """Format of the rows; auto detects it from the names of the columns."""
@@ -373,16 +398,23 @@ class TrainConfig:
         return TRAIN_TYPES[self.train_type]
 
     @property
+    def keeps_start(self) -> bool:
+        """Whether the objective compares with an adapter, which is kept once more, and not with the base."""
+        starts_adapted = self.adapter is not None or self.init_lora_weights != "true"
+        return OBJECTIVES[self.objective].has_reference and starts_adapted
+
+    @property
     def is_preview(self) -> bool:
         """Whether the run is only shown, by one process, and nothing is trained."""
         return self.dry_run or self.show_samples > 0
 
     @property
     def learning_rate(self) -> float:
-        """`lr`, or what suits the train type where it is not given."""
+        """`lr`, or what suits the train type and the objective where it is not given."""
         if self.lr is not None:
             return self.lr
-        return 1e-5 if self.kind.trains == "all" else 2e-4
+        is_low = self.kind.trains == "all" or OBJECTIVES[self.objective].needs != TEXTS
+        return 1e-5 if is_low else 2e-4
 
     @property
     def blocks_to_recompute(self) -> str | int:

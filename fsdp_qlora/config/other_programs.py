@@ -6,6 +6,11 @@ from typing import NamedTuple
 _THEIRS = {
     "model_name": "model model_name_or_path base_model",
     "train_type": "load_in_4bit load_in_8bit use_peft use_dora peft_use_dora finetuning_type quantization_bit",
+    "objective": "rl stage",
+    "beta": "rl_beta pref_beta",
+    "sft_weight": "cpo_alpha pref_ftx",
+    "desirable_weight": "kto_desirable_weight kto_chosen_weight",
+    "undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
     "adapter": "lora_model_dir adapter_name_or_path",
     "lora_rank": "lora_r",
     "lora_target_modules": "target_modules lora_target lora_target_linear",
@@ -48,7 +53,7 @@ _REASONS = {
     "rows are prepared and cached without it": "dataset_prepared_path overwrite_cache preprocessing_num_workers "
     "dataloader_num_workers dataset_num_proc shuffle",
     "fused kernels are used without it": "use_liger_kernel enable_liger_kernel plugins xformers_attention tf32",
-    "training needs no such word": "do_train do_eval stage strict debug local_rank ddp_timeout",
+    "training needs no such word": "do_train do_eval strict debug local_rank ddp_timeout",
     "activations are never recomputed reentrantly": "gradient_checkpointing_kwargs",
     "rows are concatenated without padding": "pad_to_sequence_len group_by_length",
     "the model's own chat template is used (see prompt_template)": "chat_template template",
@@ -79,6 +84,7 @@ _VALUES = {
     "quantization_bit": {"4": "qlora", "8": "int8_lora"},
     "use_peft": {"true": "lora", "false": "full"},
     "finetuning_type": {"lora": "lora", "full": "full"},
+    "rl stage": {"sft": "", "pt": ""},
     "use_dora peft_use_dora": {"true": "bnb_dora", **_OFF},
     "lora_target_linear": {"true": "all", **_OFF},
     "train_on_inputs": {"true": "all", **_OFF},

@@ -13,20 +13,23 @@ IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
 
 
 def collate(
-    tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_token_id: int
-) -> dict[str, torch.Tensor]:
-    """Pad rows on the right to the longest of them.
+    tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_token_id: int, side: int | None = None
+) -> dict[str, Any]:
+    """Pad rows on the right to the longest of them; of pairs each answer is a row.
 
     There is no attention mask: in a causal model no token sees the padding after it, and padding has no label.
 
     Args:
         rows: row indices. Without any, the batch is one row of padding, for a rank that has no rows in this turn.
+        side: 0 or 1 for the first or second document of each row, None for all.
     Returns:
         `input_ids` and `labels`, int64 [B, T]. A label has the same position as its token and is -100 where the
-        token is masked, padding or first in its row, so `(labels != -100).sum()` is the number of targets.
+        token is masked, padding or first in its row, so `(labels != -100).sum()` is the number of targets;
+        `num_targets`, that of each document (none without rows); `desired`, the rows' labels.
     """
-    starts, ends = tokenized.offsets[:-1][rows], tokenized.offsets[1:][rows]
-    shape = (len(rows), int((ends - starts).max())) if len(rows) else (1, NOTHING)
+    documents = tokenized.documents(rows, side)
+    starts, ends = tokenized.document_offsets[documents], tokenized.document_offsets[documents + 1]
+    shape = (len(documents), int((ends - starts).max())) if len(documents) else (1, NOTHING)
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -34,20 +37,33 @@ def collate(
         input_ids[i, : end - start] = ids
         labels[i, : end - start] = np.where(tokenized.learned[start:end], ids, IGNORE_INDEX)
     labels[:, 0] = IGNORE_INDEX  # nothing comes before it to predict it from
-    return {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "labels": torch.from_numpy(labels),
+        **_about(tokenized, rows, documents),
+    }
 
 
-def join(tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_token_id: int) -> dict[str, Any]:
+def _about(tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, documents: np.ndarray) -> dict[str, list[int]]:
+    labels = tokenized.desired[np.asarray(rows, dtype=np.int64)] if len(tokenized.desired) else tokenized.desired
+    return {"num_targets": tokenized.document_targets[documents].tolist(), "desired": labels.tolist()}
+
+
+def join(
+    tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_token_id: int, side: int | None = None
+) -> dict[str, Any]:
     """Concatenate rows into one row, the tokens of each a document of its own.
 
     Args:
-        rows, pad_token_id: as for `collate`.
+        rows, pad_token_id, side: as for `collate`.
     Returns:
         `input_ids` and `labels`, int64 [1, T], as from `collate`, and `documents`, see `describe_documents`.
     """
     if not len(rows):
         return collate(tokenized, rows, pad_token_id=pad_token_id) | {"documents": describe_documents([NOTHING])}
-    starts, lengths = tokenized.offsets[:-1][rows], tokenized.lengths[rows]
+    documents = tokenized.documents(rows, side)
+    starts = tokenized.document_offsets[documents]
+    lengths = tokenized.document_offsets[documents + 1] - starts
     firsts = np.cumsum(lengths) - lengths
     places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
     input_ids = tokenized.input_ids[places].astype(np.int64)
@@ -56,6 +72,7 @@ def join(tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_toke
     return {
         "input_ids": torch.from_numpy(input_ids)[None],
         "labels": torch.from_numpy(labels)[None],
+        **_about(tokenized, rows, documents),
         "documents": describe_documents(lengths.tolist()),
     }
 

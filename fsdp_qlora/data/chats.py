@@ -27,12 +27,12 @@ _USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_ca
 
 def read_messages(row: Mapping[str, object]) -> Chat:
     """OpenAI's `messages`, with `tools`; `weight` 0 or 1 of a turn says whether it is learned. Raises BadRow."""
-    return _chat(row, _turns(row.get("messages"), "messages"))
+    return _chat(row, turns(row.get("messages"), "messages"))
 
 
 def read_conversations(row: Mapping[str, object]) -> Chat:
     """ShareGPT's `conversations` of `from` and `value` (or `role` and `content`), with `system`. Raises BadRow."""
-    return _chat(row, _turns(row.get("conversations"), "conversations"))
+    return _chat(row, turns(row.get("conversations"), "conversations"))
 
 
 def read_prompted(row: Mapping[str, object]) -> Chat:
@@ -43,11 +43,12 @@ def read_prompted(row: Mapping[str, object]) -> Chat:
     answer = row.get("completion")
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
-    asked = _turns(prompt, "prompt") if prompt else []
-    return _chat(row, [{**turn, "weight": 0} for turn in asked] + _turns(answer, "completion"))
+    asked = turns(prompt, "prompt") if prompt else []
+    return _chat(row, [{**turn, "weight": 0} for turn in asked] + turns(answer, "completion"))
 
 
-def _turns(value: object, column: str) -> list[dict[str, Any]]:
+def turns(value: object, column: str) -> list[dict[str, Any]]:
+    """The turns in a column, as they are. Raises BadRow."""
     if isinstance(value, str):  # csv has no other way
         value = _json(value, column)
     if not isinstance(value, Sequence) or not all(isinstance(turn, Mapping) for turn in value):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_qlora.data import chats, prompts
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
+from fsdp_qlora.data import chats, preferences, prompts
 from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, text_of
 from fsdp_qlora.errors import UserError
 
@@ -29,6 +30,8 @@ class Format:
     """For `Fields`, unless --prompt_template names another."""
     recognizes: Callable[[Row], bool] | None = None
     """What the first row must be too, where the columns alone do not tell the format."""
+    needs: str = TEXTS
+    """What a row is, as objectives need it."""
 
     def fits(self, columns: Collection[str]) -> bool:
         """Whether a dataset with these columns can be read in this format."""
@@ -164,22 +167,21 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
     return [int(value) for value in values]
 
 
-# --- preferences ---
-
-
-def refuse_preference(row: Row) -> Content:
-    raise UserError(
-        "These rows are preferences (chosen and rejected), and training on them is not supported yet. To train on the "
-        "chosen answers alone, give --columns completion=chosen --dataset_format prompt_completion."
-    )
-
-
 # With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
 # columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
 FORMATS: dict[str, Format] = {
     "alpaca": Format(("instruction", "output"), ("input", "system", "history"), read_alpaca),
     "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
-    "preference": Format(("chosen", "rejected"), ("prompt", "tools"), refuse_preference),
+    "preference": Format(
+        ("chosen", "rejected"), (*preferences.PROMPTS, "system", "tools"), preferences.read_pair, needs=PAIRS
+    ),
+    "label": Format(
+        ("label",),
+        ("prompt", "completion", "messages", "system", "tools"),
+        preferences.read_labeled,
+        recognizes=lambda row: False,  # a text may have a label too: the objective tells
+        needs=LABELS,
+    ),
     "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
     "dolly": Format(("instruction", "response"), ("context", "system", "history"), read_dolly),
@@ -214,6 +216,9 @@ ALIASES: tuple[tuple[str, dict[str, str]], ...] = (
     ("alpaca", {"user": "instruction", "assistant": "output"}),
     ("sharegpt", {"conversation": "conversations"}),  # LMSYS, WildChat, Capybara, ms-swift
     ("messages", {"contents": "messages"}),  # Gemini
+    ("preference", {"chosen_messages": "chosen", "rejected_messages": "rejected"}),
+    ("preference", {"chosen_response": "chosen", "rejected_response": "rejected"}),  # argilla's UltraFeedback
+    ("preference", {"response_j": "chosen", "response_k": "rejected"}),  # StackExchange's
     ("text", {"response": "text"}),  # ms-swift, for pretraining
 )
 
@@ -235,7 +240,7 @@ def unused_meaning(column: str, value: object, dataset_format: str) -> str | Non
     if column == "label" and str(value).lower() == "true":
         return None
     if column == "label" and str(value).lower() == "false":
-        return f"its label is false: a bad answer; {without}, --max_bad_rows 1 on the good ones alone"
+        return f"its label is false: a bad answer; {without}, --max_bad_rows 1 on good ones, --objective kto on both"
     if column in MEDIA:
         return f"{column}: only text can be trained on; {without}, blind"
     names = ", ".join(FORMATS[dataset_format].optional_columns) or "none"

@@ -15,6 +15,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS
 from fsdp_qlora.data import tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
@@ -49,6 +50,7 @@ from fsdp_qlora.output.redact import redact_values
 
 log = logging.getLogger("fsdp_qlora")
 
+_NEEDED = {PAIRS: "preferences, a chosen and a rejected answer", LABELS: "answers with a label"}
 _FIRST_ROWS = 1000  # of a stream, which are checked before training
 _ROWS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 
@@ -72,6 +74,17 @@ class DataOptions:
     streaming: bool = False
     shuffle_buffer: int = 10_000
     max_steps: int = -1
+    objective: str = "sft"
+
+    @property
+    def needs(self) -> str:
+        """What the objective needs a row to be."""
+        return OBJECTIVES[self.objective].needs
+
+    @property
+    def asked_format(self) -> str:
+        """The format that the options ask for; rows with a label are told by the objective."""
+        return "label" if self.needs == LABELS and self.dataset_format == "auto" else self.dataset_format
 
 
 @dataclass(frozen=True)
@@ -155,7 +168,9 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         ends = np.cumsum([len(part) for part in eval_parts])
         eval_sets = dict(zip(eval_names, np.split(np.arange(len(evaluation)), ends[:-1]), strict=True))
     provenance = {
-        "prompt": prompt_record(reports[0].dataset_format, find_template(options.prompt_template)),
+        "prompt": prompt_record(
+            reports[0].dataset_format, find_template(options.prompt_template), is_chat=reports[0].is_chat
+        ),
         "data": list(map(_describe, options.dataset, reports, counts)),
         "eval_data": [
             _describe(name, report, report.num_used)
@@ -231,10 +246,10 @@ class DatasetPipeline:
         self.tokenizer, self.options, self.workers = tokenizer, options, workers
         [self.dataset] = map(parse_name, options.dataset)
         self.template, self.renames = find_template(options.prompt_template), parse_columns(options.columns)
-        self._format_name = options.dataset_format  # as the options say, until the first rows tell it
+        self._format_name = options.asked_format  # as the options say, until the first rows tell it
         self._columns: dict[str, None] = {}  # of all rows so far: those of one batch may lack one that others have
         self._names: dict[str, str] = {}  # of the columns that are used -> in the format
-        self._used = partial(used_columns, dataset_format=options.dataset_format, renames=self.renames)
+        self._used = partial(used_columns, dataset_format=options.asked_format, renames=self.renames)
 
     def all_rows(self) -> tuple[TokenizedRows, DataReport]:
         """The rows as a whole: mapped from the cache, or tokenized by one process at a time and kept there."""
@@ -242,12 +257,13 @@ class DatasetPipeline:
         samples = DEFAULT_SAMPLES.get(self.dataset.name) if samples is None else samples
         if self.dataset.name == DUMMY:
             assert samples is not None
-            context = options.context_length
-            return tokenization.dummy_rows(samples, len(self.tokenizer), context_length=context, seed=options.seed)
+            size, context, needs = len(self.tokenizer), options.context_length, options.needs
+            return tokenization.dummy_rows(samples, size, context_length=context, seed=options.seed, needs=needs)
         source = find_source(self.dataset)
         key = [source.identity, source.start, source.stop, samples, self.renames, dataclasses.astuple(self.template)]
         key += [options.dataset_format, options.context_length, options.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
+        key += [options.needs] if options.needs != TEXTS else []
 
         def make() -> tuple[TokenizedRows, DataReport]:
             made = self._tokenize(source, source.entries(samples, used=self._used), show_progress=True)
@@ -340,6 +356,7 @@ class DatasetPipeline:
             self._names, self._format_name = name_columns(
                 list(self._columns), self.renames, self._format_name, origin=source.origin, first_row=rows[0][1]
             )
+            _check_objective(FORMATS[self._format_name].needs, self.options, source.origin)
         report.dataset_format = self._format_name
         report.unused_columns = [column for column in self._columns if column not in self._names]
         watched = [name for name in report.unused_columns if name in WATCHED and self.renames.get(name) != IGNORE]
@@ -351,6 +368,22 @@ class DatasetPipeline:
             else:
                 named.append((number, {self._names[name]: value for name, value in row.items() if name in self._names}))
         return named
+
+
+def _check_objective(found: str, options: DataOptions, origin: str) -> None:
+    """Refuse rows that the objective cannot learn from. Raises UserError."""
+    if found == options.needs:
+        return
+    if options.needs == TEXTS:
+        raise UserError(
+            f"{origin}: these rows are preferences (chosen and rejected). Say how to learn from them, such as "
+            "--objective dpo; or train on the chosen answers alone, with --columns completion=chosen --dataset_format "
+            "prompt_completion."
+        )
+    raise UserError(
+        f"{origin}: --objective {options.objective} learns from {_NEEDED[options.needs]} (docs/preferences.md), and "
+        "these rows have none. Say which column is which: --columns prompt=instruction chosen=better rejected=worse."
+    )
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:

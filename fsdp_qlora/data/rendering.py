@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
+from fsdp_qlora.data.preferences import as_row
 from fsdp_qlora.data.prompts import ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Rendered, Segment
+from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Labeled, Pair, Rendered, Segment
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
@@ -83,6 +84,11 @@ class Renderer:
                 Rendered(segments, is_joint=True, is_templated=True, notes=() if number else notes)
                 for number, segments in enumerate(rows)
             ]
+        if isinstance(content, Pair):
+            return as_row([self.render(side, worker) for side in (content.chosen, content.rejected)])
+        if isinstance(content, Labeled):
+            [answer] = as_row([self.render(content.answer, worker)])
+            return [dataclasses.replace(answer, desired=content.desired)]
         row = content if isinstance(content, Rendered) else Rendered(content)
         return [dataclasses.replace(row, segments=self._relearn(row.segments))]
 
@@ -99,9 +105,11 @@ def _learns(row: Rendered) -> bool:
     return any(row.learned) or any(segment.learned and segment.text for segment in row.segments)
 
 
-def prompt_record(dataset_format: str, chosen: ChosenTemplate) -> dict[str, Any]:
+def prompt_record(dataset_format: str, chosen: ChosenTemplate, *, is_chat: bool = False) -> dict[str, Any]:
     """The text around the rows of a dataset, as JSON.
 
+    Args:
+        is_chat: whether rows of it were filled into a chat template, where the format does not tell.
     Returns:
         kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
         `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added. The annotation of
@@ -109,7 +117,7 @@ def prompt_record(dataset_format: str, chosen: ChosenTemplate) -> dict[str, Any]
     """
     row_format = FORMATS.get(dataset_format)
     content = get_type_hints(row_format.read).get("return") if row_format else None
-    if content is Chat or (content is Fields and chosen.is_chat):
+    if content is Chat or is_chat or (content is Fields and chosen.is_chat):
         return {"kind": CHAT, "chat_template": chosen.chat}
     if content is Fields and row_format is not None:
         template = chosen.prompt or row_format.template

@@ -65,6 +65,11 @@ class TokenizedRows:
     """int64 [rows + 1]."""
     row_numbers: np.ndarray
     """The number of each row in the dataset, int64 [rows]."""
+    splits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Tokens of the first document of each row, int64 [rows], where rows are two: a chosen and a rejected answer, or an
+    answer with a label and another row's."""
+    desired: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """The label of each row, bool [rows], where rows have one."""
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -73,9 +78,8 @@ class TokenizedRows:
         """One row, which shares its memory with all."""
         start, end = self.offsets[row : row + 2]
         offsets = np.array([0, end - start], dtype=np.int64)
-        return TokenizedRows(
-            self.input_ids[start:end], self.learned[start:end], offsets, self.row_numbers[row : row + 1]
-        )
+        of_rows = (each[row : row + 1] for each in (self.row_numbers, self.splits, self.desired))
+        return TokenizedRows(self.input_ids[start:end], self.learned[start:end], offsets, *of_rows)
 
     @cached_property
     def digest(self) -> str:
@@ -97,12 +101,38 @@ class TokenizedRows:
     @cached_property
     def num_targets(self) -> np.ndarray:
         """Learned tokens of each row that have a predecessor to be predicted from, int64 [rows]."""
-        found = np.empty(len(self), np.int64)
-        for first in range(0, len(self), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
-            offsets = self.offsets[first : first + _ROWS_COUNTED + 1]
+        return self.document_targets.reshape(len(self), -1).sum(axis=1) if len(self.splits) else self.document_targets
+
+    @cached_property
+    def document_targets(self) -> np.ndarray:
+        """The same of each document."""
+        offsets_of_all = self.document_offsets
+        found = np.empty(len(offsets_of_all) - 1, np.int64)
+        for first in range(0, len(found), _ROWS_COUNTED):  # numpy adds up numbers as wide as their sum
+            offsets = offsets_of_all[first : first + _ROWS_COUNTED + 1]
             learned, starts = self.learned[offsets[0] : offsets[-1]], offsets[:-1] - offsets[0]
             found[first : first + len(starts)] = np.add.reduceat(learned, starts, dtype=np.int64) - learned[starts]
         return found
+
+    @cached_property
+    def document_offsets(self) -> np.ndarray:
+        """Where documents, which attention does not cross, begin and end, int64 [documents + 1]."""
+        if not len(self.splits):
+            return self.offsets
+        starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.splits], axis=1)
+        return np.append(starts, self.offsets[-1])
+
+    def documents(self, rows: Sequence[int] | np.ndarray, side: int | None = None) -> np.ndarray:
+        """The numbers of the documents of some rows, int64: all, or each row's first (0) or second (1)."""
+        numbers = np.asarray(rows, dtype=np.int64)
+        if not len(self.splits):
+            return numbers
+        return 2 * numbers + side if side is not None else np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel()
+
+    @property
+    def num_first_targets(self) -> np.ndarray:
+        """The targets of each row's first document, int64 [rows]."""
+        return self.document_targets[::2] if len(self.splits) else self.document_targets
 
 
 NO_ROWS = TokenizedRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64))
@@ -123,6 +153,8 @@ def join_rows(parts: Sequence[TokenizedRows], *, renumber: bool = False) -> Toke
         np.concatenate([part.learned for part in parts]),
         np.concatenate([[0], *(part.offsets[1:] + tokens[number] for number, part in enumerate(parts))]),
         np.concatenate([part.row_numbers + last[number] for number, part in enumerate(parts)]),
+        np.concatenate([part.splits for part in parts]),
+        np.concatenate([part.desired for part in parts]),
     )
 
 
@@ -153,6 +185,8 @@ class DataReport:
     """The tokens that 99% of the rows have at most, before any is cut."""
     num_apart: int = 0
     """Rows besides one for each row that was read: turns of chats and pieces of texts."""
+    is_chat: bool = False
+    """Whether rows were filled into a chat template."""
 
     def reject(self, number: int, reason: str) -> None:
         self.rejected.setdefault(reason, []).append(number)
@@ -291,11 +325,29 @@ class Rendered:
     """Token ids, as the row has them, instead of segments."""
     learned: Sequence[bool] = ()
     """Of each of these tokens."""
+    desired: bool | None = None
+    """The label of a row that has one."""
     notes: tuple[str, ...] = ()
     """What is odd about the row, though it is used."""
 
 
-Content = list[Segment] | Fields | Chat | Rendered
+@dataclass(frozen=True)
+class Labeled:
+    """An answer with its prompt, and whether it is desired."""
+
+    answer: Chat | Rendered
+    desired: bool
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two answers to one prompt, each with the prompt, of which nothing is learned."""
+
+    chosen: Chat | Rendered
+    rejected: Chat | Rendered
+
+
+Content = list[Segment] | Fields | Chat | Rendered | Pair | Labeled
 """A list of segments is tokenized segment by segment, as a filled prompt template is."""
 
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
 from fsdp_qlora.data.formats import Format
+from fsdp_qlora.data.preferences import is_telling, join_sides, with_other_answers
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import (
     NO_ROOM,
@@ -48,6 +50,10 @@ class EncodedRow(NamedTuple):
     """Tokens that were cut off."""
     notes: tuple[str, ...] = ()
     """What is odd about the row, though it is used."""
+    split: int | None = None
+    """Where the second of two answers begins."""
+    desired: bool | None = None
+    """The label of a row that has one."""
 
 
 def tokenize_batch(
@@ -67,8 +73,23 @@ def tokenize_batch(
     Returns:
         The tokenized rows, and the tokens of each before it was cut.
     """
-    encoded = list(encode(_render(rows, row_format, renderer, report), tokenizer, context_length))
-    return _flatten(_choose(encoded, report)), [len(row.ids) + row.num_cut for row in encoded]
+    rendered = _render(rows, row_format, renderer, report)
+    report.is_chat |= any(row.is_templated for _, row in rendered)
+    encoded = list(encode(rendered, tokenizer, context_length))
+    if row_format.needs == PAIRS:
+        encoded = [_pair(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
+    chosen = _choose(encoded, report)
+    if row_format.needs == LABELS:
+        twos = with_other_answers([row.ids for row in chosen], [row.learned for row in chosen], context_length)
+        chosen = [row._replace(**two) for row, two in zip(chosen, twos, strict=True)]
+    return _flatten(chosen), [len(row.ids) + row.num_cut for row in encoded]
+
+
+def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
+    """The two answers of a row as one row of two documents."""
+    two = join_sides((chosen.ids, rejected.ids), (chosen.learned, rejected.learned))
+    two["learned"] &= is_telling(**two)
+    return chosen._replace(num_cut=chosen.num_cut + rejected.num_cut, notes=chosen.notes + rejected.notes, **two)
 
 
 def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRow]:
@@ -90,11 +111,14 @@ def _choose(encoded: Iterable[EncodedRow], report: DataReport) -> list[EncodedRo
     return chosen
 
 
-def dummy_rows(num_rows: int, vocab_size: int, *, context_length: int, seed: int) -> tuple[TokenizedRows, DataReport]:
-    """Rows of random tokens that fill the context, all learned. For measuring speed."""
-    ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, context_length), dtype=np.int32)
-    learned = np.ones(context_length, dtype=np.bool_)
-    tokenized = _flatten([EncodedRow(number, row, learned) for number, row in enumerate(ids, start=1)])
+def dummy_rows(
+    num_rows: int, vocab_size: int, *, context_length: int, seed: int, needs: str = TEXTS
+) -> tuple[TokenizedRows, DataReport]:
+    """Rows of random tokens that fill the context, or of two documents that do, all learned. For measuring speed."""
+    length = context_length if needs == TEXTS else 2 * context_length
+    ids = np.random.default_rng(seed).integers(vocab_size, size=(num_rows, length), dtype=np.int32)
+    learned, split = np.ones(length, dtype=np.bool_), None if needs == TEXTS else context_length
+    tokenized = _flatten([EncodedRow(number, row, learned, split=split) for number, row in enumerate(ids, start=1)])
     report = DataReport(DUMMY, DUMMY, num_rows, [SourceFile(DUMMY, "row")])
     report.count(tokenized)
     return tokenized, report
@@ -127,6 +151,8 @@ def _flatten(rows: Sequence[EncodedRow]) -> TokenizedRows:
         learned=np.concatenate([np.zeros(0, dtype=np.bool_), *(row.learned for row in rows)]),
         offsets=np.cumsum([0, *(len(row.ids) for row in rows)], dtype=np.int64),
         row_numbers=np.array([row.number for row in rows], dtype=np.int64),
+        splits=np.array([row.split for row in rows if row.split is not None], dtype=np.int64),
+        desired=np.array([row.desired for row in rows if row.desired is not None], dtype=np.bool_),
     )
 
 
@@ -151,9 +177,22 @@ def describe_sample(
     tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase, *, in_colour: bool = False
 ) -> str:
     """The text of one row for people: each masked or learned span under a heading, or what is learned in green."""
-    start, end = tokenized.offsets[row : row + 2]
-    ids, learned = tokenized.input_ids[start:end].tolist(), tokenized.learned[start:end].tolist()
-    heading = f"Sample: row {tokenized.row_numbers[row]}, {len(ids)} tokens"
+    texts = []
+    sides = ["chosen", "rejected"]
+    if len(tokenized.desired):
+        sides = ["desired" if tokenized.desired[row] else "not desired"]
+    for document, side in zip(tokenized.documents([row]), sides, strict=False):
+        span = slice(*tokenized.document_offsets[document : document + 2])
+        name = f"{tokenized.row_numbers[row]}{f', {side}' if len(tokenized.splits) else ''}"
+        texts.append(_describe_text(name, tokenized.input_ids[span], tokenized.learned[span], tokenizer, in_colour))
+    return "\n".join(texts)
+
+
+def _describe_text(
+    name: str, token_ids: np.ndarray, mask: np.ndarray, tokenizer: PreTrainedTokenizerBase, in_colour: bool
+) -> str:
+    ids, learned = token_ids.tolist(), mask.tolist()
+    heading = f"Sample: row {name}, {len(ids)} tokens"
     spans = []
     for is_learned, group in itertools.groupby(zip(ids, learned, strict=True), key=lambda pair: pair[1]):
         span = [token for token, _ in group]
@@ -184,7 +223,8 @@ def encode(
         for start in starts:
             kept = slice(start, start + context_length)
             noted = () if start else row.notes + notes
-            yield EncodedRow(number, np.array(ids[kept], dtype=np.int32), learned[kept].copy(), num_cut, noted)
+            kept_ids = np.array(ids[kept], dtype=np.int32)
+            yield EncodedRow(number, kept_ids, learned[kept].copy(), num_cut, noted, desired=row.desired)
 
 
 def _kind(row: Rendered, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -155,6 +155,8 @@ COLUMNS: dict[str, str] = {
     "loss": "loss {:7.4f}",
     "eval_loss": "eval_loss {:.4f}",
     "perplexity": "perplexity {:.2f}",
+    "rewards/accuracies": "accuracy {:.3f}",
+    "rewards/margins": "margin {:.4f}",
     "grad_norm": "grad_norm {:8.4f}",
     "lr": "lr {:.2e}",
     "tokens_per_second": "{:>8,.0f} tokens/s",
@@ -162,11 +164,12 @@ COLUMNS: dict[str, str] = {
     "memory_gib": "{:6.2f} GiB",
     "num_target_tokens": "{:,} target tokens",
 }
-STEP_COLUMNS = ("epoch", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory_gib")
-BAR_COLUMNS = ("loss", "lr", "tokens_per_second")
+REWARDS = ("rewards/accuracies", "rewards/margins")  # of preference objectives
+STEP_COLUMNS = ("epoch", "loss", *REWARDS, "grad_norm", "lr", "tokens_per_second", "step_seconds", "memory_gib")
+BAR_COLUMNS = ("loss", "rewards/accuracies", "lr", "tokens_per_second")
 # In a narrow terminal the bar is cut first and then the end, where the time is.
 BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}{postfix} [{elapsed}<{remaining}]"
-EVALUATION_COLUMNS = ("epoch", "eval_loss", "perplexity", "num_target_tokens")
+EVALUATION_COLUMNS = ("epoch", "eval_loss", "perplexity", *REWARDS, "num_target_tokens")
 
 
 def _line(record: Record, columns: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.first_values import check_init
-from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lora, train_in_full
+from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lora, keep_start, train_in_full
 from fsdp_qlora.adapters.peft_format import check_fits_peft
 from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.config.train_types import TrainType
@@ -149,6 +149,8 @@ def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
     add_adapters(meta.model, adapter, meta.targets, layers.lora)
     add_experts_lora(meta.model, meta.target_parameters, layers.lora)
     train_in_full(meta.model, layers.lora.modules_to_save)
+    if layers.lora.keeps_start:
+        keep_start(meta.model)
     check_init(meta.model, layers.lora.init, prequantized=layers.prequantized is not None)
 
 

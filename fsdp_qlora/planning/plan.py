@@ -21,6 +21,7 @@ from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.config.marks import of_quantizer
+from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.config.train_types import TrainType
@@ -169,6 +170,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     for line in _describe(plan):
         is_detail = line.startswith(("Micro-batches", "  "))
         log.log(logging.DEBUG if is_detail and not config.dry_run else logging.INFO, "%s", line)
+    if OBJECTIVES[config.objective].needs == PAIRS:
+        log.debug("The answers of a pair are computed one by one, each with the prompt.")
     return plan
 
 
@@ -193,7 +196,12 @@ def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_
     """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
     rows = data.rows_per_epoch
     schedule = config.pick(
-        Schedule, num_rows=rows or 1, world_size=world_size, rows_per_step=rows_per_step, mixture=data.mixture
+        Schedule,
+        num_rows=rows or 1,
+        world_size=world_size,
+        rows_per_step=rows_per_step,
+        mixture=data.mixture,
+        context_length=config.context_length * OBJECTIVES[config.objective].texts_per_row,
     )
     if rows is not None:
         return schedule
@@ -360,7 +368,7 @@ def place(
         lengths: tokens of the rows in the longest micro-batch; None for as many and as long rows as the options allow.
         store: by which the ranks agree; None if each decides alone. blocks: as measured for these rows, if they are.
     """
-    lengths = lengths or [config.context_length] * config.batch_size
+    lengths = lengths or [config.context_length] * config.batch_size * OBJECTIVES[config.objective].texts_per_row
     blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents)
     found = [_placed(config, plan, each, blocks, sum(lengths)) for each in _candidates(config, plan)]
     if len(found) == 1:

@@ -107,11 +107,12 @@ def merged_documents(
 def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any]) -> str:
     name = record["base"]["name"]
     base = Base(name, record["base"].get("is_on_hub", "/" in name))
+    preference = [name for name in (record["settings"].get("objective", "sft"),) if name != "sft"]
     metadata = ModelCardData(
         base_model=base.name if base.is_on_hub else None,
         library_name="peft" if kind else "transformers",
         pipeline_tag="text-generation",
-        tags=[kind, "fsdp_qlora"] if kind else ["fsdp_qlora"],
+        tags=[*([kind] if kind else []), "fsdp_qlora", *preference],
     )
     prompt, eval_loss = record["prompt"], record["losses"].get("eval_loss")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
@@ -122,7 +123,7 @@ def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any
         base=base,
         kind=kind,
         kinds=_KINDS,
-        perplexity=math.exp(eval_loss) if eval_loss is not None and eval_loss < 100 else None,
+        perplexity=math.exp(eval_loss) if eval_loss is not None and eval_loss < 100 and not preference else None,
         prompts=example_prompts(prompt) if prompt and prompt["kind"] == TEMPLATE else {},
         changed=changed,
     )

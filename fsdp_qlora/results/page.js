@@ -328,6 +328,9 @@ function build() {
   const curves = [
     { title: "Training loss", kind: "steps", columns: [["loss", ""]], smooth: true },
     { title: "Held-out loss", kind: "evaluations", columns: [["eval_loss", ""]] },
+    { title: "Share of pairs in which the chosen answer has the larger reward", kind: "steps", columns: [["rewards/accuracies", ""]], smooth: true, zero: true },
+    { title: "The same of held-out pairs", kind: "evaluations", columns: [["rewards/accuracies", ""]], zero: true },
+    { title: "Rewards", kind: "steps", columns: [["rewards/chosen", "chosen"], ["rewards/rejected", "rejected"], ["rewards/margins", "margin"]], smooth: true },
     { title: "Learning rate", kind: "steps", columns: [["lr", ""]], zero: true },
     { title: "Gradient norm", kind: "steps", columns: [["grad_norm", ""]], smooth: true },
     { title: "Tokens per second", kind: "steps", columns: [["tokens_per_second", ""]], smooth: true, zero: true },

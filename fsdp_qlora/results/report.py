@@ -38,7 +38,8 @@ _PARTS = Path(__file__).resolve().parent
 _MOST_POINTS = 1200  # of a curve: more than a screen has
 _MOST_SAMPLES = 400
 _MOST_CHARACTERS = 4000  # of a sample
-_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds")
+_REWARDS = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+_CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", *_REWARDS)
 
 
 class Facts:

@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base, set_magnitudes
+from fsdp_qlora.adapters.insert import fill_start
 from fsdp_qlora.adapters.peft_folder import read_adapter
+from fsdp_qlora.config.objectives import OBJECTIVES, LossSettings
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.schedule import Schedule
@@ -25,7 +27,9 @@ from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
+from fsdp_qlora.sharding.reference import ReferencePass
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
+from fsdp_qlora.training.objective import StepObjective
 from fsdp_qlora.training.probes import probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
@@ -86,6 +90,7 @@ def fill(config: TrainConfig, plan: ModelPlan, weights: Weights, mesh: DeviceMes
     set_magnitudes(model, mesh)
     if pretrained:
         fill_from(model, pretrained, mesh, ranks.device, init=init)
+    fill_start(model)
 
 
 def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Control | None = None) -> Trainer:
@@ -117,6 +122,11 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         eval_steps=config.eval_steps,
         attention=None if schedule.padding else plan.model.documents,
         early_stopping=config.early_stopping,
+        objective=StepObjective(
+            config.objective,
+            config.pick(LossSettings),
+            ReferencePass(model) if OBJECTIVES[config.objective].has_reference else None,
+        ),
     )
     return Trainer(model, optimizer, plan.data.train, ranks, schedule, options, control or Control())
 

@@ -1,5 +1,6 @@
 """Activation checkpointing of decoder blocks, which can be switched between steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ class RecomputedBlock(ActivationWrapper):
 
     is_on: if False, everything is kept and nothing is recomputed. Results are the same to the bit.
     store: where the input is kept on the host; None if it stays on the device.
+    follow: called with this block, its output, and its arguments while its weights are there (sharding/reference.py).
     """
 
     is_on = True
@@ -26,8 +28,13 @@ class RecomputedBlock(ActivationWrapper):
     def __init__(self, block: nn.Module, store: InputStore | None = None) -> None:
         super().__init__(block)
         self.store = store
+        self.follow: Callable[[RecomputedBlock, Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._forward(*args, **kwargs)
+        return self.follow(self, output, args, kwargs) if self.follow else output
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         block = self._checkpoint_wrapped_module
         if not self.is_on or not torch.is_grad_enabled():
             return block(*args, **kwargs)

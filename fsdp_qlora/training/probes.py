@@ -11,13 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fsdp_qlora.adapters.insert import adapted_layers, as_at_start
 from fsdp_qlora.data.batches import describe_documents
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import attending, packing_blocker
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
+from fsdp_qlora.sharding.reference import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens
 from fsdp_qlora.training.head_loss import HeadLoss, LogitForm, attach_head_loss, free_head_before_backward
 
@@ -71,6 +74,32 @@ def probe_head_loss(model: PreTrainedModel, inputs: Mapping[str, Any]) -> HeadLo
         reason = "its logits are not its head's outputs, scaled or capped as its config says"
     log.info("The loss is computed from whole logits, which takes more memory: %s.", reason)
     return None
+
+
+@torch.no_grad()
+def check_reference(model: PreTrainedModel, reference: ReferencePass, inputs: Mapping[str, Any]) -> None:
+    """Make sure that the reference beside the policy is what it is alone. Called on every rank.
+
+    Args:
+        inputs: as for `probe_head_loss`.
+    Raises:
+        UserError: the model's blocks tell each other more than hidden states.
+    """
+    model.eval()
+    with reference.beside_policy():
+        beside = model(**inputs, use_cache=False).logits
+    reshard_all(model)
+    with as_at_start(adapted_layers(model)):
+        alone = model(**inputs, use_cache=False).logits
+    reshard_all(model)
+    error = (beside[len(alone) :] - alone).float().norm() / alone.float().norm()
+    # Where there are no values, as on a stand-in for a GPU, all is equal.
+    most = gather_numbers([torch.nan_to_num(error)], alone.device).max().item()
+    if len(beside) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
+        raise UserError(
+            f"The blocks of {type(model).__name__} tell each other more than hidden states, so a reference cannot pass "
+            "through them beside the model that trains. Take an --objective without one: cpo, simpo or orpo."
+        )
 
 
 def _head_loss_blocker(model: PreTrainedModel) -> str:

@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from fsdp_qlora.ranks.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.head_loss import learned_rows, loss_of_logits
+from fsdp_qlora.training.objective import StepObjective, Totals
 from fsdp_qlora.training.probes import GpuMeter, MemoryWatch, few_tokens, fit_recompute, probe_head_loss
 
 log = logging.getLogger("fsdp_qlora")
@@ -56,6 +57,7 @@ class TrainerOptions:
     eval_steps: int = 0
     attention: str | None = None
     early_stopping: int = 0
+    objective: StepObjective = field(default_factory=StepObjective)
 
 
 class LossScale:
@@ -117,8 +119,10 @@ class Trainer:
         few = {"input_ids": few_tokens(model)}
         documents = {} if schedule.padding else {"documents": describe_documents([few["input_ids"].shape[1]])}
         with self._attention(), self._autocast(), same_tokens(model, few["input_ids"]):
-            found = probe_head_loss(model, self._inputs({**few, **documents}))
-        self.loss_of_tokens = found or partial(loss_of_logits, model)
+            inputs = self._inputs({**few, **documents})
+            options.objective.check(model, inputs)
+            found = probe_head_loss(model, inputs)
+        self.loss_of_tokens, self.objective = found or partial(loss_of_logits, model), options.objective
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
         """One optimizer step over `rows` of all ranks; returns its metrics. In fp16 a step may update no weight.
@@ -132,22 +136,22 @@ class Trainer:
         """
         started = time.perf_counter()
         self.heartbeat.beat(step, "rows")
-        num_targets, scale = int(self.data.num_targets[rows].sum()), self.loss_scale.scale
-        pieces = self.schedule.micro_batches(rows, self.data.lengths)
+        pieces, scale = self.schedule.micro_batches(rows, self.data.lengths), self.loss_scale.scale
+        totals = self.objective.totals(self.data, rows, partial(self._sum_of_ratios, self._turns(pieces), self.data))
         micro_batches = self._micro_batches(pieces)
-        losses = []
+        measured = []
         self.model.train()
         with self._attention():
             for index, micro_batch in enumerate(micro_batches):
                 self._prepare(step, index, is_last=index == len(micro_batches) - 1)
-                loss = self._loss(micro_batch)
+                numbers = self._loss(micro_batch, totals)
                 # FSDP2 averages gradients over ranks; the factor turns that into a sum.
-                (loss * (scale * self.ranks.world_size / num_targets)).backward()
-                losses.append(loss.detach())
+                (numbers[0] * (scale * self.ranks.world_size / totals.divisor)).backward()
+                measured.append(numbers.detach())
         self.optimizer.take_gradients()
-        loss_sum, grad_norm, memory = self._exchange(step, losses)
+        sums, grad_norm, memory = self._exchange(step, measured)
         self.heartbeat.beat(step, "update")
-        lr, is_finite = self.options.learning_rate(step), self._is_finite(step, rows, losses, loss_sum, grad_norm)
+        lr, is_finite = self.options.learning_rate(step), self._is_finite(step, rows, measured, sums[0], grad_norm)
         if is_finite and math.isfinite(grad_norm):
             self._clip_and_unscale(grad_norm)
             self.optimizer.step(lr)
@@ -159,7 +163,9 @@ class Trainer:
             self.memory_watch.stepped(memory[:, -1].max().item())
         return {
             **{"step": step + 1, "epoch": (step + 1) / self.schedule.steps_per_epoch},
-            **{"loss": loss_sum / num_targets, "grad_norm": grad_norm, "lr": lr, "num_target_tokens": num_targets},
+            **{"loss": sums[0] / totals.divisor, "grad_norm": grad_norm, "lr": lr},
+            "num_target_tokens": int(self.data.num_targets[rows].sum()),
+            **self.objective.means(sums, len(rows)),
             **self._size_and_speed(rows, pieces, time.perf_counter() - started),
             "memory_gib": self._memory_record(memory),
             **({} if is_finite else {"skipped": True}),
@@ -193,20 +199,20 @@ class Trainer:
             "step_seconds": seconds,
         }
 
-    def _exchange(self, step: int, losses: list[torch.Tensor]) -> tuple[float, float, torch.Tensor]:
-        """The step's only communication besides FSDP2's: the sum of losses, the gradient norm, and memory [ranks, ..].
+    def _exchange(self, step: int, measured: list[torch.Tensor]) -> tuple[list[float], float, torch.Tensor]:
+        """The step's only communication besides FSDP2's: the sums of what was measured, the gradient norm, and memory.
 
         It also carries the flags by which the ranks of `control` agree whether to stop or save. Only at its end does
         the host wait for the device, once in a step.
         """
         self.heartbeat.beat(step, "exchange")
-        loss_sum, squared_norm = torch.stack(losses).double().sum(), sum(self.optimizer.squared_norms())
-        local = [loss_sum, squared_norm, *self.control.flags(step), *self._memory_gib()]
-        numbers = gather_numbers(local, self.ranks.device)
-        self.control.agree(numbers[:, 2 : 2 + NUM_FLAGS])
-        total_loss, total_squared_norm = numbers[:, :2].sum(dim=0).tolist()
+        sums, squared_norm = torch.stack(measured, dim=1).double().sum(dim=1), sum(self.optimizer.squared_norms())
+        local = [*sums, squared_norm, *self.control.flags(step), *self._memory_gib()]
+        numbers, flags = gather_numbers(local, self.ranks.device), len(sums) + 1
+        self.control.agree(numbers[:, flags : flags + NUM_FLAGS])
+        *totals, total_squared_norm = numbers[:, :flags].sum(dim=0).tolist()
         grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas) / self.loss_scale.scale
-        return total_loss, grad_norm, numbers[:, 2 + NUM_FLAGS :]
+        return totals, grad_norm, numbers[:, flags + NUM_FLAGS :]
 
     def try_longest(self, rows: np.ndarray) -> int:
         """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows now.
@@ -230,7 +236,8 @@ class Trainer:
         for is_last in (False, True) if num_turns > 1 else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
             with self._attention():
-                loss = self._loss(self._batch([micro_batch] * self.ranks.world_size, self.data))
+                batch = self._batch([micro_batch] * self.ranks.world_size, self.data, self.objective.side)
+                loss = self._loss(batch, self.objective.totals(self.data, micro_batch))[0]
                 held = max(held, torch.cuda.memory_allocated())
                 loss.backward()
         del state
@@ -260,30 +267,33 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:
-        """Mean loss over the target tokens of `rows`, in nats, and its exponential, the perplexity.
-
-        None if all ranks have agreed to stop instead.
+        """Mean loss over the target tokens of `rows`, in nats, and its exponential, the perplexity; of pairs the mean
+        over pairs and the objective's metrics. None if all ranks have agreed to stop instead.
 
         Called on every rank.
         """
         self.model.eval()
-        local_sum = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        measured: list[torch.Tensor] = []
+        turns = self._eval_turns(rows, data)
+        totals = self.objective.totals(data, rows, partial(self._sum_of_ratios, turns, data))
         with self._attention():
-            for turn in self._eval_turns(rows, data):
+            for turn in turns:
                 self.heartbeat.beat(step, "evaluate")
-                local_sum += self._loss(self._batch(turn, data))
+                measured.append(self._loss(self._batch(turn, data, self.objective.side), totals).double())
                 self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
                 if self.control.stop:
                     break
         reshard_all(self.model)
         if self.control.stop:
             return None
-        num_targets = int(data.num_targets[rows].sum())
-        total = gather_numbers([local_sum], self.ranks.device).sum().item()
-        loss = total / num_targets
-        # exp(709) is the largest that a float holds.
-        perplexity = math.exp(loss) if loss < 709 else math.inf
-        return {"eval_loss": loss, "perplexity": perplexity, "num_target_tokens": num_targets}
+        sums = gather_numbers([*torch.stack(measured, dim=1).sum(dim=1)], self.ranks.device).sum(dim=0).tolist()
+        mean_loss = sums[0] / totals.divisor
+        return {
+            "eval_loss": mean_loss,
+            **self.objective.describe_loss(mean_loss),
+            **self.objective.means(sums, len(rows)),
+            "num_target_tokens": int(data.num_targets[rows].sum()),
+        }
 
     def _set_gradient_sync(self, enabled: bool) -> None:
         if enabled != self.gradient_sync:  # it walks all modules
@@ -301,15 +311,27 @@ class Trainer:
         """The rows of all ranks' micro-batches, turn by turn."""
         return [pieces[i : i + self.ranks.world_size] for i in range(0, len(pieces), self.ranks.world_size)]
 
+    @torch.no_grad()
+    def _sum_of_ratios(self, turns: list[list[np.ndarray]], data: TokenizedRows) -> float:
+        """The sum of the log-ratios of policy and reference over the rows' second documents. Called on every rank."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        with self._attention():
+            for turn in turns:
+                self.heartbeat.beat(self.heartbeat.step, "compute")
+                of_policy, of_reference = self._token_losses(self._batch(turn, data, side=1))[0]
+                total += (of_reference - of_policy).sum()
+        return gather_numbers([total], self.ranks.device).sum().item()
+
     def _micro_batches(self, pieces: list[np.ndarray]) -> list[dict[str, Any]]:
         """This rank's batches of an optimizer step."""
-        return [self._batch(turn, self.data) for turn in self._turns(pieces)]
+        return [self._batch(turn, self.data, self.objective.side) for turn in self._turns(pieces)]
 
-    def _batch(self, turn: Sequence[np.ndarray], data: TokenizedRows) -> dict[str, Any]:
+    def _batch(self, turn: Sequence[np.ndarray], data: TokenizedRows, side: int | None) -> dict[str, Any]:
         """This rank's batch of a turn, with what it must know of the ranks that share the vocabulary with it."""
-        lay_out = collate if self.schedule.padding else join
+        lay_out = partial(collate if self.schedule.padding else join, data, side=side)
         ranks = {self.ranks.rank, *self.sharing_ranks}
-        batches = {rank: lay_out(data, turn[rank], pad_token_id=self.options.pad_token_id) for rank in ranks}
+        batches = {rank: lay_out(turn[rank], pad_token_id=self.options.pad_token_id) for rank in ranks}
         own = batches[self.ranks.rank]
         if not self.sharing_ranks:
             return own
@@ -317,14 +339,21 @@ class Trainer:
         tokens = [batches[rank]["input_ids"].flatten() for rank in self.sharing_ranks]
         return {**own, "most_learned": most_learned, "tokens_of_ranks": tokens}
 
-    def _loss(self, micro_batch: dict[str, Any]) -> torch.Tensor:
-        """Sum of the micro-batch's token losses, float32 scalar."""
+    def _loss(self, micro_batch: dict[str, Any], totals: Totals) -> torch.Tensor:
+        """The micro-batch's part of the loss, and without gradient of the objective's metrics; float32."""
+        losses, inputs = self._token_losses(micro_batch)
+        return self.objective.measure(losses, micro_batch, totals, inputs)
+
+    def _token_losses(self, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The losses of the micro-batch's tokens or their sum, as the objective needs them, and its inputs."""
         rows, targets = learned_rows(micro_batch["labels"], at_least=micro_batch.get("most_learned", 1))
-        inputs = self._inputs(micro_batch, rows=rows, targets=targets)
+        of_objective = self.objective.inputs(micro_batch)
+        inputs = self._inputs(micro_batch, rows=rows, targets=targets, **of_objective)
         rows, targets = inputs.pop("rows"), inputs.pop("targets")
-        tokens = micro_batch.get("tokens_of_ranks")
-        with self._autocast(), tokens_known(self.model, tokens, first=micro_batch["input_ids"].numel()):
-            return self.loss_of_tokens(inputs, rows, targets)
+        taken = {name: inputs.pop(name) for name in of_objective}
+        tokens, beside = micro_batch.get("tokens_of_ranks"), self.objective.beside_policy()
+        with self._autocast(), beside, tokens_known(self.model, tokens, first=micro_batch["input_ids"].numel()):
+            return self.loss_of_tokens(inputs, rows, targets, of_each=self.objective.of_each), taken
 
     def _inputs(self, micro_batch: dict[str, Any], **others: torch.Tensor) -> dict[str, Any]:
         """The model's arguments, and others, on its device."""
@@ -340,7 +369,7 @@ class Trainer:
         return torch.autocast(self.ranks.device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
 
     def _is_finite(
-        self, step: int, rows: np.ndarray, local_losses: list[torch.Tensor], loss_sum: float, grad_norm: float
+        self, step: int, rows: np.ndarray, measured: list[torch.Tensor], loss_sum: float, grad_norm: float
     ) -> bool:
         """Whether the step's numbers are finite; a gradient's overflow that a smaller loss scale avoids is no fault.
 
@@ -355,7 +384,7 @@ class Trainer:
             scale = self.loss_scale.scale
             log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
             return True
-        losses = gather_numbers(local_losses, self.ranks.device)
+        losses = gather_numbers([numbers[0] for numbers in measured], self.ranks.device)
         bad_rows: list[int] = []
         for rank, index in (~losses.isfinite()).nonzero().tolist():
             bad_rows += self.schedule.micro_batches(rows, self.data.lengths)[

@@ -97,9 +97,9 @@ def lose_numbers(*steps: int) -> None:
 
     original = Trainer._loss
 
-    def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self: Trainer, *args: Any) -> torch.Tensor:
         is_bad = on(1) and self.model.training and self.heartbeat.step in steps
-        return original(self, micro_batch) * (float("nan") if is_bad else 1)
+        return original(self, *args) * (float("nan") if is_bad else 1)
 
     Trainer._loss = loss  # type: ignore[method-assign]
 
@@ -345,10 +345,10 @@ def lose_memory_with_few_recomputing() -> None:
         trainer.fit_recompute(data.train_rows, block_bytes=1, too_few=recorder.guard.start.too_few)
         train(trainer, data, progress, recorder)
 
-    def loss(self: Trainer, micro_batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(self: Trainer, *args: Any) -> torch.Tensor:
         if on(1) and self.heartbeat.step >= 3 and self.memory_watch and self.memory_watch.number == 0:
             lose_memory()
-        return original(self, micro_batch)
+        return original(self, *args)
 
     trainers.GpuMeter = Roomy  # type: ignore[assignment, misc]
     fsdp_qlora.run.run.train, Trainer._loss = train_after_probes, loss  # type: ignore[method-assign]

@@ -156,9 +156,9 @@ def _train_after_a_trial(argv: list[str]) -> int:
 
     has_gradients, train_step, loss = [], trainer.Trainer.train_step, trainer.Trainer._loss
 
-    def note(self: Any, micro_batch: Any) -> torch.Tensor:
+    def note(self: Any, *args: Any) -> torch.Tensor:
         has_gradients.append(any(parameter.grad is not None for parameter in self.model.parameters()))
-        return loss(self, micro_batch)
+        return loss(self, *args)
 
     def step(self: Any, number: int, rows: Any) -> dict[str, Any]:
         self.try_longest(rows)

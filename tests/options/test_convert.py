@@ -112,6 +112,15 @@ datasets: [{path: json, data_files: [c.jsonl, d.jsonl]}]
         {"train_type": "full", "model_name": "a/b", "dataset": ["c/d"]},
         set(),
     ),
+    "preferences": (
+        "base_model: a/b\nload_in_4bit: true\nrl: kto\nrl_beta: 0.2\nkto_undesirable_weight: 0.5\n"
+        "datasets: [{path: c/d}]\n",
+        {
+            "train_type": "qlora", "model_name": "a/b", "objective": "kto", "beta": 0.2, "undesirable_weight": 0.5,
+            "dataset": ["c/d"],
+        },
+        set(),
+    ),
 }  # fmt: skip
 
 

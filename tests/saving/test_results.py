@@ -70,7 +70,7 @@ def stop_at_step(how: str) -> None:
             Budget.exceeded = lambda *_: 1  # type: ignore[method-assign]
         elif step == STOPPED_AT and how == "not finite":
             loss = self._loss
-            self._loss = lambda batch: loss(batch) * torch.nan  # type: ignore[method-assign]
+            self._loss = lambda *args: loss(*args) * torch.nan  # type: ignore[method-assign]
         return original(self, step, rows)  # type: ignore[arg-type]
 
     Trainer.train_step = train_step  # type: ignore[method-assign, assignment]

@@ -1,0 +1,186 @@
+"""What each `--objective` means: what a row is, and how its loss follows from the log-probabilities of its answers.
+
+The functions use methods of tensors alone, so that the options can name the table without importing torch.
+Names and defaults are TRL's, where it has them. R is the number of rows (pairs) of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+# What a row is: one text; a chosen and a rejected answer to a prompt; or one answer, and whether it is desired.
+TEXTS, PAIRS, LABELS = "texts", "pairs", "labels"
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The options of the objectives; the help of each says what it means."""
+
+    beta: float = 0.1
+    loss_type: str = "sigmoid"
+    label_smoothing: float = 0.0
+    sft_weight: float | None = None
+    simpo_gamma: float = 0.5
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+class Answers(NamedTuple):
+    """One side of R pairs, each tensor float32 [R].
+
+    policy, reference: log-probability of the answer, the sum over its tokens; 0 where there is no reference.
+    tokens: how many.
+    """
+
+    policy: torch.Tensor
+    reference: torch.Tensor
+    tokens: torch.Tensor
+
+    def ratio(self) -> torch.Tensor:
+        return self.policy - self.reference
+
+    def mean_ratio(self) -> torch.Tensor:
+        return self.ratio() / self.tokens
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One row of the table.
+
+    needs: what a row is. loss: [R] of the chosen and the rejected answers and the settings, or of the answers, whether
+    they are desired, the divergence from the reference and the settings; None for the mean over target tokens.
+    has_reference: whether it compares with the model that training starts from. score: of an answer, whose product with
+    beta is its reward in the metrics. options: those that it reads. sft_weight: unless the option is given.
+    """
+
+    needs: str
+    loss: Callable[..., torch.Tensor] | None = None
+    has_reference: bool = False
+    score: Callable[[Answers], torch.Tensor] = Answers.ratio
+    options: tuple[str, ...] = ()
+    sft_weight: float = 0.0
+
+    @property
+    def texts_per_row(self) -> int:
+        return 1 if self.needs == TEXTS else 2
+
+
+def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return -(-x).logaddexp(x.new_zeros(()))
+
+
+# --- losses of a margin, by --loss_type ---
+
+
+def sigmoid(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
+    """DPO (Rafailov et al. 2023, eq. 7); with label smoothing conservative DPO (Mitchell 2023)."""
+    x, flipped = s.beta * margin, s.label_smoothing
+    return -(1 - flipped) * log_sigmoid(x) - flipped * log_sigmoid(-x)
+
+
+def hinge(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
+    """SLiC (Zhao et al. 2023), of normalized likelihoods as in RSO (Liu et al. 2023)."""
+    return (1 - s.beta * margin).relu()
+
+
+def robust(margin: torch.Tensor, s: LossSettings) -> torch.Tensor:
+    """Unbiased if the share `label_smoothing` of the pairs is the wrong way round (Chowdhury et al. 2024)."""
+    x, flipped = s.beta * margin, s.label_smoothing
+    return (flipped * log_sigmoid(-x) - (1 - flipped) * log_sigmoid(x)) / (1 - 2 * flipped)
+
+
+LOSS_TYPES = {"sigmoid": sigmoid, "hinge": hinge, "robust": robust, "sigmoid_norm": sigmoid}
+
+
+# --- losses of pairs, by --objective ---
+
+
+def margin_loss(chosen: Answers, rejected: Answers, s: LossSettings) -> torch.Tensor:
+    """Of the difference of the log-ratios; sigmoid_norm takes their means over tokens."""
+    score = Answers.mean_ratio if s.loss_type == "sigmoid_norm" else Answers.ratio
+    return LOSS_TYPES[s.loss_type](score(chosen) - score(rejected), s)
+
+
+def ipo(chosen: Answers, rejected: Answers, s: LossSettings) -> torch.Tensor:
+    """Azar et al. 2023, eq. 17, of means over tokens."""
+    return (chosen.mean_ratio() - rejected.mean_ratio() - 1 / (2 * s.beta)).square()
+
+
+def simpo(chosen: Answers, rejected: Answers, s: LossSettings) -> torch.Tensor:
+    """Meng et al. 2024, eq. 6."""
+    return sigmoid(chosen.mean_ratio() - rejected.mean_ratio() - s.simpo_gamma / s.beta, s)
+
+
+def orpo(chosen: Answers, rejected: Answers, s: LossSettings) -> torch.Tensor:
+    """Hong et al. 2024, eq. 7: of the odds p / (1 - p) for p the geometric mean of an answer's probabilities."""
+    odds = [side.mean_ratio() - side.mean_ratio().expm1().neg().log() for side in (chosen, rejected)]
+    return -s.beta * log_sigmoid(odds[0] - odds[1])
+
+
+def kto(answers: Answers, desired: torch.Tensor, divergence: torch.Tensor | float, s: LossSettings) -> torch.Tensor:
+    """Ethayarajh et al. 2024, eq. 8: how far an answer's log-ratio is from the divergence, on the wrong side.
+
+    Args:
+        desired: 1 or 0 for each, [R]. divergence: the mean log-ratio of other rows' answers, at least 0.
+    """
+    distance = (2 * desired - 1) * s.beta * (answers.ratio() - divergence)
+    weight = desired * s.desirable_weight + (1 - desired) * s.undesirable_weight
+    return weight * (1 - distance.sigmoid())
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "sft": Objective(TEXTS),
+    "dpo": Objective(
+        PAIRS, margin_loss, has_reference=True, options=("beta", "loss_type", "label_smoothing", "sft_weight")
+    ),
+    "ipo": Objective(PAIRS, ipo, has_reference=True, options=("beta", "sft_weight")),
+    "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "desirable_weight", "undesirable_weight")),
+    "cpo": Objective(
+        PAIRS, margin_loss, options=("beta", "loss_type", "label_smoothing", "sft_weight"), sft_weight=1.0
+    ),
+    "simpo": Objective(
+        PAIRS, simpo, score=Answers.mean_ratio, options=("beta", "simpo_gamma", "label_smoothing", "sft_weight")
+    ),
+    "orpo": Objective(PAIRS, orpo, score=Answers.mean_ratio, options=("beta", "sft_weight"), sft_weight=1.0),
+}
+
+
+def pair_metrics(
+    objective: Objective, chosen: Answers, rejected: Answers, settings: LossSettings
+) -> dict[str, torch.Tensor]:
+    """Name -> its value of each pair, [R], in TRL's names."""
+    means = objective.score is Answers.mean_ratio
+    rewards = [settings.beta * objective.score(side) for side in (chosen, rejected)]
+    logps = [side.policy / side.tokens if means else side.policy for side in (chosen, rejected)]
+    return {
+        "rewards/chosen": rewards[0],
+        "rewards/rejected": rewards[1],
+        "rewards/margins": rewards[0] - rewards[1],
+        "rewards/accuracies": (rewards[0] > rewards[1]).float(),
+        "logps/chosen": logps[0],
+        "logps/rejected": logps[1],
+    }
+
+
+def label_metrics(
+    answers: Answers, desired: torch.Tensor, num_desired: int, totals: tuple[int, float], settings: LossSettings
+) -> dict[str, torch.Tensor]:
+    """The same of answers with a label: the mean over all rows of each value is the mean over those with the label.
+
+    Args:
+        totals: number of rows, and the divergence.
+    """
+    num_rows, divergence = totals
+    reward = settings.beta * answers.ratio()
+    found: dict[str, torch.Tensor] = {}
+    for side, has_label, count in (("chosen", desired, num_desired), ("rejected", 1 - desired, num_rows - num_desired)):
+        share = has_label * (num_rows / count if count else math.nan)
+        found |= {f"rewards/{side}": reward * share, f"logps/{side}": answers.policy * share}
+    margins = found["rewards/chosen"] - found["rewards/rejected"]
+    return {**found, "rewards/margins": margins, "kl": margins.new_full(margins.shape, divergence)}

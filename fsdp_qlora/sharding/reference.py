@@ -1,0 +1,53 @@
+"""The reference for nothing: it goes through each decoder block behind the policy, while the weights are gathered."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_qlora.adapters.insert import adapted_layers, as_at_start
+from fsdp_qlora.sharding.recompute import RecomputedBlock, recomputed_blocks, unwrapped
+
+
+class ReferencePass:
+    """Computes the hidden states of the model that training started from, in the policy's own forward pass.
+
+    A block's weights are gathered (or copied from the host) once for both. The reference has no autograd graph, and of
+    its hidden states one block's are there at a time. Behind the last block they follow the policy's in the batch
+    dimension, so that the model's own code computes the rest, which has no adapters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        blocks = recomputed_blocks(model)
+        self._last = blocks[-1]
+        self._adapted = {block: adapted_layers(block) for block in blocks}
+        self._is_on = False
+        self._hidden: torch.Tensor | None = None
+        for block in blocks:
+            block.follow = self._follow
+
+    @contextlib.contextmanager
+    def beside_policy(self) -> Iterator[None]:
+        """In this block of code a forward pass of the model gives [2 * B, T, H]: policy, then reference."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on, self._hidden = False, None
+
+    def _follow(self, block: RecomputedBlock, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """After a block's own forward pass."""
+        if not self._is_on:
+            return output
+        hidden = args[0].detach() if self._hidden is None else self._hidden  # the embedding has no adapters
+        # Not the block's __call__: FSDP2 and other hooks have done their work for this pass.
+        with torch.no_grad(), as_at_start(self._adapted[block]):
+            found = unwrapped(block).forward(hidden, *args[1:], **kwargs)
+        self._hidden = found if isinstance(found, torch.Tensor) else found[0]
+        if block is not self._last:
+            return output
+        if isinstance(output, torch.Tensor):
+            return torch.cat([output, self._hidden])
+        return torch.cat([output[0], self._hidden]), *output[1:]

@@ -1,0 +1,101 @@
+"""Preference objectives: their losses against formulas in float64 and against TRL's trainers."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_qlora.config.objectives import OBJECTIVES, Answers, LossSettings, label_metrics, pair_metrics
+from tests.preferences.pairs import CASES, STEPS, make_labeled, make_pairs, options_of_a_run
+from tests.tiny import train_ok
+
+Models = Callable[..., Path]
+TRL = json.loads(Path(__file__).with_name("trl.json").read_text())
+
+
+def answers(*sides: tuple[float, float, float]) -> list[Answers]:
+    return [Answers(*torch.tensor([side]).T) for side in sides]
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+CHOSEN, REJECTED = (-12.0, -14.0, 4.0), (-15.0, -13.0, 10.0)  # log-probabilities and tokens
+MARGIN, MEAN_MARGIN = 2.0 - -2.0, 2.0 / 4 - -2.0 / 10
+MEAN = (-12.0 / 4, -15.0 / 10)
+ODDS = [math.log(math.exp(mean) / (1 - math.exp(mean))) for mean in MEAN]
+# (objective, options, the loss of a pair with a reference of its own)
+FORMULAS: list[tuple[str, dict[str, Any], float]] = [
+    ("dpo", {}, -log_sigmoid(0.1 * MARGIN)),
+    ("dpo", {"label_smoothing": 0.2}, -0.8 * log_sigmoid(0.1 * MARGIN) - 0.2 * log_sigmoid(-0.1 * MARGIN)),
+    ("dpo", {"loss_type": "hinge", "beta": 0.2}, 1 - 0.2 * MARGIN),
+    ("dpo", {"loss_type": "hinge", "beta": 1.0}, 0.0),
+    (
+        "dpo",
+        {"loss_type": "robust", "label_smoothing": 0.2},
+        (-0.8 * log_sigmoid(0.1 * MARGIN) + 0.2 * log_sigmoid(-0.1 * MARGIN)) / 0.6,
+    ),
+    ("dpo", {"loss_type": "sigmoid_norm"}, -log_sigmoid(0.1 * MEAN_MARGIN)),
+    ("ipo", {"beta": 0.5}, (MEAN_MARGIN - 1) ** 2),
+    ("cpo", {}, -log_sigmoid(0.1 * 3)),
+    ("simpo", {"beta": 2.0, "simpo_gamma": 1.5}, -log_sigmoid(2 * (MEAN[0] - MEAN[1]) - 1.5)),
+    ("orpo", {}, -0.1 * log_sigmoid(ODDS[0] - ODDS[1])),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "options", "expected"), FORMULAS)
+def test_the_loss_of_a_pair_is_its_formula(name: str, options: dict[str, Any], expected: float) -> None:
+    row, settings = OBJECTIVES[name], LossSettings(**options)
+    without = [(policy, 0.0, tokens) for policy, _, tokens in (CHOSEN, REJECTED)]
+    chosen, rejected = answers(*((CHOSEN, REJECTED) if row.has_reference else without))
+    assert row.loss is not None
+    assert row.loss(chosen, rejected, settings).item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    metrics = pair_metrics(row, chosen, rejected, settings)
+    assert metrics["rewards/margins"] == metrics["rewards/chosen"] - metrics["rewards/rejected"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("desired", [0.0, 1.0])
+def test_the_loss_of_an_answer_with_a_label_is_its_formula(desired: float) -> None:
+    row, settings = OBJECTIVES["kto"], LossSettings(desirable_weight=2.0)
+    [answer] = answers(CHOSEN)
+    expected = 2 / (1 + math.exp(0.1 * (2.0 - 0.5))) if desired else 1 / (1 + math.exp(0.1 * (0.5 - 2.0)))
+    assert row.loss is not None
+    assert row.loss(answer, torch.tensor([desired]), 0.5, settings).item() == pytest.approx(expected, rel=1e-6)
+    metrics = label_metrics(answer, torch.tensor([desired]), int(desired), (1, 0.5), settings)
+    assert metrics["rewards/chosen" if desired else "rewards/rejected"].item() == pytest.approx(0.2)
+    assert metrics["rewards/margins"].isnan().item() and metrics["kl"].item() == 0.5
+
+
+@pytest.mark.quick
+def test_a_pair_at_the_start_has_the_gradient_of_a_coin() -> None:
+    margin = torch.zeros(1, requires_grad=True)
+    zero = torch.zeros(1)
+    loss = OBJECTIVES["dpo"].loss
+    assert loss is not None
+    loss(Answers(margin, zero, zero + 1), Answers(zero, zero, zero + 1), LossSettings(beta=1.0)).backward()
+    assert margin.grad is not None and margin.grad.item() == -0.5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_are_those_of_trl(case: str, ranks: int, models: Models, tmp_path: Path) -> None:
+    model_type, options = CASES[case]
+    run = options_of_a_run(models(model_type), tmp_path, make_labeled() if case == "kto" else make_pairs())
+    # Two micro-batches on one rank, one of them on each of two.
+    train_ok(ranks, tmp_path / "out", **run, **options, lr=1e-3, batch_size=4, gradient_accumulation_steps=2 // ranks)
+    found = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert len(found) == len(TRL[case]) == STEPS
+    for ours, trl in zip(found, TRL[case], strict=True):
+        if case == "orpo":  # TRL's likelihood is that of the prompts too, so only the start is the same
+            ours, trl = ({**each, "loss": each["loss"] - each["nll_loss"]} for each in (ours, trl))
+            del trl["nll_loss"], trl["grad_norm"]
+        assert {key: ours[key] for key in trl} == pytest.approx(trl, rel=1e-4, abs=2e-5)
+        if case == "orpo":
+            break

@@ -1,0 +1,182 @@
+"""The reference that passes through the model beside the policy: right in every layout, gathered once, never moving."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.preferences.pairs import make_pairs
+from tests.tiny import flags, on_ranks, train_ok, write_rows
+
+Models = Callable[..., Path]
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# Name -> (ranks, options): each computes the same.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {"batch_size": 6}),
+    "packed": (1, {"batch_size": 1, "gradient_accumulation_steps": 6, "packing": True}),
+    "no recompute": (2, {"recompute": "none"}),
+    "padded": (2, {"padding": True}),
+    "offloaded": (2, {"use_cpu_offload": True}),
+    "streamed": (1, {"batch_size": 3, "gradient_accumulation_steps": 2, "use_cpu_offload": True}),
+    "activations offloaded": (2, {"use_activation_cpu_offload": True}),
+    "a rank without rows": (4, {"batch_size": 2}),
+}
+# Name -> (family, its sizes, options).
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qlora": ("qwen2", {}, {"train_type": "qlora"}),
+    "bnb_dora": ("llama", {}, {"train_type": "bnb_dora"}),
+    "hqq_lora": ("llama", {}, {"train_type": "hqq_lora"}),
+    "experts": ("mixtral", MOE, {"train_type": "qlora", "lora_target_parameters": "gate_up_proj,down_proj"}),
+    "whole logits": ("llama", {"logit_unknown": 2.0}, {"train_type": "lora"}),
+}
+
+
+def options(model: Path, folder: Path, **changed: Any) -> dict[str, Any]:
+    return {
+        "model_name": model,
+        "dataset": write_rows(folder / "pairs.jsonl", make_pairs(16)),
+        "objective": "dpo",
+        "precision": "fp32",
+        "lr": 1e-2,
+        "num_epochs": 3,
+        "eval_fraction": 0.25,
+        **changed,
+    }
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(output: Path) -> list[dict[str, float]]:
+    """Losses and metrics of pairs, of all steps and evaluations."""
+    kept = ("loss", "eval_loss", "grad_norm")
+    return [{key: record[key] for key in record if key in kept or "/" in key} for record in records(output)]
+
+
+def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(models: Models, tmp_path: Path) -> None:
+    run = options(models("llama"), tmp_path, train_type="qlora")
+    train_ok(2, tmp_path / "plain", **run, batch_size=3)
+    expected = numbers(tmp_path / "plain")
+    assert len(expected) == 8 and expected[-1]["rewards/margins"] > 0.5
+    for name, (ranks, changed) in LAYOUTS.items():
+        output = tmp_path / name.replace(" ", "_")
+        rows = {"batch_size": 3} if name != "a rank without rows" else {}
+        if name == "a rank without rows":
+            run = {**run, "num_epochs": 1}
+        said = train_ok(ranks, output, **{**run, **rows, **changed})
+        found = numbers(output)
+        if name == "a rank without rows":  # eight rows in the first step, four in the second
+            assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+            continue
+        assert len(found) == len(expected), said[-2000:]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-5), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_the_base_and_does_not_move(kind: str, models: Models, tmp_path: Path) -> None:
+    family, sizes, changed = KINDS[kind]
+    train_ok(2, tmp_path / "out", **options(models(family, **sizes), tmp_path, batch_size=6, **changed))
+    first, *_, last = (record for record in records(tmp_path / "out") if "eval_loss" in record)
+    assert first["rewards/chosen"] == first["rewards/rejected"] == 0  # to the bit
+    assert first["eval_loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert last["rewards/accuracies"] == 1 and last["eval_loss"] < 0.5
+    for side in ("chosen", "rejected"):
+        reference = [record[f"logps/{side}"] - record[f"rewards/{side}"] / 0.1 for record in (first, last)]
+        assert reference[1] == pytest.approx(reference[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("start", ["adapter", "pissa"])
+def test_an_adapter_that_training_starts_from_is_the_reference(start: str, models: Models, tmp_path: Path) -> None:
+    run = options(models("llama"), tmp_path, train_type="qlora", batch_size=6)
+    train_ok(1, tmp_path / "earlier", **{**run, "objective": "cpo"})
+    base = next(record for record in records(tmp_path / "earlier") if "eval_loss" in record)
+    begin = {"adapter": tmp_path / "earlier"} if start == "adapter" else {"init_lora_weights": "pissa_niter_4"}
+    train_ok(2, tmp_path / "whole", **run, **begin, save_steps=3, lora_dropout=0 if start == "adapter" else 0.1)
+    first, *_, last = (record for record in records(tmp_path / "whole") if "eval_loss" in record)
+    assert first["rewards/chosen"] == first["rewards/rejected"] == 0  # to the bit
+    assert last["rewards/accuracies"] == 1
+    for side in ("chosen", "rejected"):
+        reference = [record[f"logps/{side}"] - record[f"rewards/{side}"] / 0.1 for record in (first, last)]
+        assert reference[1] == pytest.approx(reference[0], rel=1e-5)
+        assert reference[0] != pytest.approx(base[f"logps/{side}"], rel=1e-3)
+    train_ok(2, tmp_path / "resumed", **run, **begin, resume=tmp_path / "whole/checkpoints/step_000003",
+             lora_dropout=0 if start == "adapter" else 0.1)  # fmt: skip
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "resumed")
+
+
+def _train_counting_gathers(argv: list[str], file: Path) -> int:
+    """Trains, and writes the number of gathers of each step."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    import train
+    from fsdp_qlora.training.trainer import Trainer
+
+    counts, train_step = [], Trainer.train_step
+
+    def counted_step(*args: Any) -> dict[str, Any]:
+        before = gather.call_count
+        record = train_step(*args)
+        counts.append(gather.call_count - before)
+        return record
+
+    with (
+        mock.patch.object(groups, "foreach_all_gather", wraps=groups.foreach_all_gather) as gather,
+        mock.patch.object(Trainer, "train_step", counted_step),
+    ):
+        status = train.main(argv)
+    file.write_text(json.dumps(counts))
+    return status
+
+
+def test_policy_and_reference_gather_each_block_once_for_both(models: Models, tmp_path: Path) -> None:
+    counts = []
+    for objective in ("cpo", "dpo"):  # without and with a reference
+        run = options(models("llama"), tmp_path, train_type="qlora", objective=objective, batch_size=6)
+        argv = flags(**run, output_dir=tmp_path / objective, quant_cache="off", log_to="stdout")
+        file = tmp_path / f"{objective}.txt"
+        statuses, said = on_ranks(2, _train_counting_gathers, (argv, file), tmp_path / f"{objective}_logs")
+        assert statuses == [0, 0], said[-3000:]
+        counts.append(json.loads(file.read_text()))
+    assert counts[0] == counts[1] and counts[0][0] > 4
+
+
+def test_a_resumed_run_ends_with_the_same_bytes(models: Models, tmp_path: Path) -> None:
+    run = options(models("llama"), tmp_path, train_type="qlora", batch_size=3, lora_dropout=0.1)
+    train_ok(2, tmp_path / "whole", **run, save_steps=3)
+    train_ok(2, tmp_path / "resumed", **run, resume=tmp_path / "whole/checkpoints/step_000003")
+    whole, resumed = ((tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    assert whole == resumed
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "resumed")
+    assert (tmp_path / "whole/best").is_dir()
+
+
+def test_the_reference_takes_no_graph_and_one_blocks_hidden_states() -> None:
+    from fsdp_qlora.sharding.recompute import recomputed_blocks, wrap_blocks
+    from fsdp_qlora.sharding.reference import ReferencePass
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = Model()
+    wrap_blocks(model, offload=False)
+    reference = ReferencePass(model)
+    x = torch.randn(2, 4, 3)
+    assert len(recomputed_blocks(model)) == 3 and model(x).shape == x.shape
+    with reference.beside_policy():
+        policy, beside = model(x).chunk(2)
+    assert torch.equal(policy, beside)  # without adapters
+    beside.sum().backward()
+    assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)

@@ -1,0 +1,181 @@
+"""Rows of two answers: what they may look like, what is learned of them, and which are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.batches import collate, join
+from fsdp_qlora.data.formats import FORMATS, name_columns
+from fsdp_qlora.data.prepare import DataOptions, prepare_rows
+from fsdp_qlora.data.prompts import ChosenTemplate
+from fsdp_qlora.data.rendering import prompt_record
+from fsdp_qlora.data.rows import DataReport, TokenizedRows, join_rows
+from fsdp_qlora.data.tokenization import describe_sample
+from fsdp_qlora.errors import UserError
+from tests.tiny import spelled_tokenizer
+
+CHAT = (
+    "{% for m in messages %}{{ '[' + m.role[0] + ']' + m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+ASKED, GO, NO = (
+    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "go"), ("assistant", "no"))
+)
+SYSTEM = {"role": "system", "content": "s"}
+SHARED = [{"from": "human", "value": "hi"}]
+TEXTS = ("<s>hi| go</s>", "<s>hi| no</s>")
+CHATS = ("[u]hi[a]|go</s>", "[u]hi[a]|no</s>")
+# Row -> both answers, learned from the bar on.
+ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
+    ({"prompt": "hi", "chosen": " go", "rejected": " no"}, TEXTS),
+    ({"chosen": "hi go", "rejected": "hi no"}, TEXTS),
+    ({"question": "hi", "response_j": " go", "response_k": " no"}, TEXTS),
+    ({"question": "hi", "chosen": " go", "rejected": " no"}, TEXTS),
+    (
+        {"instruction": "h", "input": "i", "chosen_response": " go", "rejected_response": " no"},
+        ("<s>h\ni| go</s>", "<s>h\ni| no</s>"),
+    ),
+    ({"system": "s", "question": "hi", "chosen": "go", "rejected": "no"}, ("[s]s" + CHATS[0], "[s]s" + CHATS[1])),
+    ({"prompt": [ASKED], "chosen": [GO], "rejected": [NO]}, CHATS),
+    ({"prompt": [ASKED], "chosen": GO, "rejected": NO}, CHATS),
+    ({"prompt": "hi", "chosen": [GO], "rejected": [NO]}, CHATS),
+    ({"chosen": [ASKED, GO], "rejected": [ASKED, NO]}, CHATS),
+    ({"prompt": "hi", "chosen": [ASKED, GO], "rejected": [ASKED, NO]}, CHATS),
+    ({"chosen_messages": [ASKED, GO], "rejected_messages": [ASKED, NO]}, CHATS),
+    (
+        {"conversations": SHARED, "chosen": {"from": "gpt", "value": "go"}, "rejected": {"from": "gpt", "value": "no"}},
+        CHATS,
+    ),
+    ({"prompt": [SYSTEM, ASKED], "chosen": [GO], "rejected": [NO]}, ("[s]s[u]hi[a]|go</s>", "[s]s[u]hi[a]|no</s>")),
+    (
+        {"chosen": [ASKED, GO, ASKED, NO], "rejected": [ASKED, GO, ASKED, GO]},
+        ("[u]hi[a]go</s>[u]hi[a]|no</s>", "[u]hi[a]go</s>[u]hi[a]|go</s>"),
+    ),
+]
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "hi", "chosen": "go", "rejected": "go"}, "chosen and rejected are the same"),
+    ({"prompt": "hi", "chosen": "go", "rejected": ""}, "empty rejected"),
+    ({"prompt": "hi", "chosen": None, "rejected": "no"}, "empty chosen"),
+    ({"prompt": None, "chosen": "go", "rejected": "no"}, "different prompts"),
+    ({"chosen": [SYSTEM, GO], "rejected": [ASKED, NO]}, "different prompts"),
+    ({"chosen": [ASKED, GO], "rejected": [ASKED]}, "empty rejected"),
+    ({"chosen": [ASKED, GO], "rejected": [ASKED, GO]}, "same"),
+    ({"chosen": [ASKED, GO], "rejected": 7}, "rejected is not a list of turns"),
+]
+
+
+def prepared(rows: list[dict[str, Any]], folder: Path, **options: Any) -> tuple[TokenizedRows, DataReport]:
+    file = folder / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = spelled_tokenizer("byte_level")
+    tokenizer.chat_template = CHAT
+    config = TrainConfig(dataset=(str(file),), **{"objective": "dpo", **options})
+    return prepare_rows(tokenizer, config.pick(DataOptions))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("row", "expected"), ROWS)
+def test_both_answers_are_learned_after_their_common_prompt(
+    row: dict[str, Any], expected: tuple[str, str], tmp_path: Path
+) -> None:
+    (rows, _), tokenizer = prepared([row], tmp_path), spelled_tokenizer("byte_level")
+    assert len(rows) == 1
+    for document, text in enumerate(expected):
+        span = slice(*rows.document_offsets[document : document + 2])
+        ids, learned = rows.input_ids[span], rows.learned[span]
+        assert f"{tokenizer.decode(ids[~learned])}|{tokenizer.decode(ids[learned])}" == text
+    assert rows.num_targets.tolist() == [rows.learned.sum()] == [rows.document_targets.sum()]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_a_pair_that_tells_nothing_is_named(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    good = next(pair for pair, _ in ROWS if pair.keys() >= row.keys())
+    with pytest.raises(UserError, match=rf"(?s)1 of 2 rows cannot be used.*pairs.jsonl:2: .*{reason}"):
+        prepared([good, row], tmp_path)
+    assert len(prepared([good, row], tmp_path, max_bad_rows=0.5)[0]) == 1
+
+
+@pytest.mark.quick
+def test_answers_that_are_the_same_within_the_context_are_left_out(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "hi", "chosen": " so so go", "rejected": " so so no"},
+        {"prompt": "hi", "chosen": " go", "rejected": " no"},
+    ]
+    assert prepared(rows, tmp_path, context_length=5)[0].row_numbers.tolist() == [2]
+
+
+@pytest.mark.quick
+def test_rows_and_objective_must_fit_each_other_also_from_the_cache(tmp_path: Path) -> None:
+    for _ in range(2):
+        prepared([ROWS[0][0]], tmp_path)
+        with pytest.raises(UserError, match=r"preferences .*--objective dpo.*--columns completion=chosen"):
+            prepared([ROWS[0][0]], tmp_path, objective="sft")
+        single = [{"prompt": "hi", "completion": " go"}]
+        prepared(single, tmp_path, objective="sft")
+        with pytest.raises(UserError, match="--objective dpo learns from preferences"):
+            prepared(single, tmp_path)
+
+
+@pytest.mark.quick
+def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path: Path) -> None:
+    rows, _ = prepared(
+        [pair for pair, _ in ROWS[:1]] + [{"prompt": "hi", "chosen": " go go go", "rejected": "no"}], tmp_path
+    )
+    chosen = np.array([1, 0])
+    joined, padded = (lay_out(rows, chosen, pad_token_id=1) for lay_out in (join, collate))
+    assert joined["documents"]["document_lengths"] == [9, 4, 5, 5]
+    assert joined["num_targets"] == padded["num_targets"] == [7, 2, 3, 3]
+    assert padded["input_ids"].shape == (4, 9)
+    assert (padded["labels"] != -100).sum(dim=1).tolist() == joined["num_targets"]
+    picked = join_rows([rows[1], rows[0]])
+    assert picked.splits.tolist() == [9, 5] and picked.document_targets.tolist() == [7, 2, 3, 3]
+
+
+LABELED: list[dict[str, Any]] = [
+    {"prompt": "hi", "completion": " go", "label": True},
+    {"prompt": "so", "completion": " no", "label": False},
+    {"prompt": [ASKED], "completion": [GO], "label": "true"},
+    {"messages": [ASKED, NO], "label": 0},
+]
+
+
+@pytest.mark.quick
+def test_an_answer_with_a_label_has_another_rows_answer_beside_it(tmp_path: Path) -> None:
+    (rows, _), tokenizer = prepared(LABELED, tmp_path, objective="kto"), spelled_tokenizer("byte_level")
+    assert rows.desired.tolist() == [True, False, True, False]
+    texts = [
+        tokenizer.decode(rows.input_ids[slice(*rows.document_offsets[i : i + 2])]) for i in range(2 * len(LABELED))
+    ]
+    assert texts[::2] == ["<s>hi go</s>", "<s>so no</s>", "[u]hi[a]go</s>", "[u]hi[a]no</s>"]
+    assert texts[1::2] == ["<s>hino</s>", "<s>so go</s>", "[u]hi[a] no</s>", "[u]hi[a]go</s>"]
+    first, second = (join(rows, [1, 2], pad_token_id=1, side=side) for side in (0, 1))
+    assert first["desired"] == second["desired"] == [0, 1]
+    assert first["num_targets"] == rows.document_targets[[2, 4]].tolist()
+    assert second["num_targets"] == rows.document_targets[[3, 5]].tolist()
+    assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
+    with pytest.raises(UserError, match=r"(?s)1 of 5 rows.*label is None, and can be true or false"):
+        prepared([*LABELED, {"prompt": "hi", "completion": " go", "label": None}], tmp_path, objective="kto")
+    with pytest.raises(UserError, match=r"its label is false.*--objective kto on both"):
+        prepared(LABELED[:2], tmp_path, objective="sft")
+
+
+@pytest.mark.quick
+def test_a_sample_shows_both_sides(tmp_path: Path) -> None:
+    rows, _ = prepared([ROWS[0][0]], tmp_path)
+    text = describe_sample(rows, 0, spelled_tokenizer("byte_level"))
+    assert text.count("Sample: row 1, ") == 2 and "row 1, rejected, " in text
+    assert text.index(" go</s>") < text.index("rejected") < text.index(" no</s>")
+
+
+def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_path: Path) -> None:
+    for row, (text, _) in ROWS:
+        name = name_columns(list(row), {}, "auto", origin="", first_row=row)[1]
+        assert FORMATS[name].needs == "pairs"
+        is_chat = "[a]" in text
+        assert prompt_record(name, ChosenTemplate(), is_chat=is_chat)["kind"] == ("chat" if is_chat else "text")
+        assert prepared([row], tmp_path)[1].is_chat is is_chat
