@@ -27,7 +27,7 @@ from fsdp_qlora.sharding.model_parts import count_parameters
 # CUDA's context, NCCL's buffers and what the driver keeps (docs/gpu.md: 0.6 to 0.8 GiB), until a card has measured it.
 CONTEXT = int(0.9 * GIB)
 _LARGEST = 10  # things that --explain names
-_BAR = 40  # columns
+_BAR = 34  # columns
 
 
 class Request(NamedTuple):
@@ -230,7 +230,7 @@ def _bar(name: str, stays: int, comes: int, memory: float) -> str:
     columns = [round(_BAR * min(part / memory, 1.5)) for part in (stays, stays + comes)]
     drawn = "#" * columns[0] + "+" * (columns[1] - columns[0])
     drawn = f"{drawn[:_BAR]:{_BAR}}|{drawn[_BAR:]}"
-    return f"  {name:10} {drawn} {(stays + comes) / GIB:.1f} GiB"
+    return f"  {name:15} {drawn} {(stays + comes) / GIB:.1f} GiB"
 
 
 def _speed_lines(found: Outlook) -> Iterator[str]:
