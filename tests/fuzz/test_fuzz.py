@@ -4,8 +4,11 @@ FUZZ_CASES is how many of each kind, FUZZ_SEED the first one's seed.
 """
 
 import csv
+import errno
+import gzip
 import io
 import json
+import os
 import random
 import shutil
 import socket
@@ -22,10 +25,12 @@ import yaml
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.resume import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
+from fsdp_qlora.cli.commands import run_options
 from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.config.options import TrainConfig, option_types
+from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.text import resolved_yaml
 from fsdp_qlora.data.files import FILE_KINDS
+from fsdp_qlora.errors import ENDINGS, RunStopped
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.quant_cache import CachedWeights
 from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
@@ -85,13 +90,18 @@ def as_parquet(rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("kind", FILE_KINDS)
-def test_data_files(kind: str, models: Models, tmp_path: Path) -> None:
-    model = str(models())
+def test_data_files(kind: str, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, is_text = str(models()), kind != ".parquet"
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
 
     def case(rng: random.Random, place: Path) -> None:
-        content = as_parquet(rng) if kind == ".parquet" else as_text(rng, kind)
-        (place / f"rows{kind}").write_bytes(damaged_bytes(rng, content))
-        plan("--model_name", model, "--dataset", rng.choice([str(place), f"rows{kind}"]), "--max_bad_rows", "0.5")
+        name, content = f"rows{kind}", as_text(rng, kind) if is_text else as_parquet(rng)
+        if is_text and rng.random() < 0.2:  # small until it is unpacked
+            at = rng.randrange(len(content) + 1)
+            bomb = rng.choice([b"a", b"[", b'"', b'{"a":']) * (16 << 20)
+            name, content = f"{name}.gz", gzip.compress(content[:at] + bomb + content[at:], 1)
+        (place / name).write_bytes(content if name.endswith(".gz") else damaged_bytes(rng, content))
+        plan("--model_name", model, "--dataset", rng.choice([str(place), name]), "--max_bad_rows", "0.5")
 
     fuzz(case, tmp_path)
 
@@ -144,6 +154,8 @@ def finished(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = write_rows(folder / "rows.jsonl", make_rows(8))
     options = {"batch_size": 2, "save_steps": 2, "quant_cache": folder / "cache"}
     train_ok(1, folder / "run", model_name=models(), dataset=rows, **options)
+    status = json.loads((folder / "run" / "status.json").read_text())
+    (folder / "running.json").write_text(json.dumps(status | {"state": "running"}))
     return folder
 
 
@@ -170,6 +182,74 @@ def test_run_folders(finished: Path, group: None, tmp_path: Path) -> None:
         request = StartRequest(options=about["options"], resume=rng.choice(["auto", "auto", "off", "run"]))
         with RunFolder(place / "run", ALONE, request).claimed() as folder:
             folder.choose_start(identity)
+
+    fuzz(case, tmp_path)
+
+
+def test_reads_of_a_run_folder_that_fail(
+    finished: Path, group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = json.loads((finished / "run" / "run.json").read_text())
+    identity = {name: value for name, value in about.items() if name not in ("run_id", "started_from")}
+    original = Path.open
+
+    def case(rng: random.Random, place: Path) -> None:
+        run = place / "run"
+        shutil.copytree(finished / "run", run)
+        shutil.copy(finished / "running.json", run / "status.json")
+        before = sorted(run.rglob("*"))
+        number, healthy = rng.choice([errno.ESTALE, errno.EIO, errno.EMFILE, errno.EACCES]), rng.randrange(8)
+
+        def fails(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+            nonlocal healthy
+            if run in path.parents and "r" in mode and path.is_file():
+                healthy -= 1
+                if healthy < 0:
+                    raise OSError(number, os.strerror(number), str(path))
+            return original(path, mode, *args, **options)
+
+        def start() -> int:
+            with RunFolder(run, ALONE, StartRequest(about["options"])).claimed() as folder:
+                return folder.choose_start(identity).step
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", fails)
+            try:
+                assert start() == 4
+            except RunStopped as stop:
+                assert stop.ending == ENDINGS["unreadable"], stop
+        assert sorted(run.rglob("*")) == before and start() == 4
+
+    fuzz(case, tmp_path)
+
+
+HOSTILE = {
+    "trust_remote_code": True, "push_to_hub": "owner/name", "push_public": True, "mirror": "elsewhere", "resume": "off",
+    "overwrite_output_dir": True, "log_to": "wandb", "sample_prompts": "elsewhere", "quant_cache": "elsewhere",
+    "dataset": "elsewhere.jsonl", "world_size": 3, "master_addr": "elsewhere",
+}  # fmt: skip
+
+
+def test_results_of_strangers(finished: Path, tmp_path: Path) -> None:
+    said_by_the_user = {name: value for name, value in vars(DEFAULTS).items() if name not in RESULT_OPTIONS}
+    del said_by_the_user["output_dir"]  # of a command, a folder that it does not make
+
+    def case(rng: random.Random, place: Path) -> None:
+        run = Path(shutil.copytree(finished / "run", place / "run"))
+        hostile: dict[str, Any] = {name: HOSTILE[name] for name in rng.sample(sorted(HOSTILE), 3)}
+        if rng.random() < 0.5:
+            hostile[rng.choice(sorted(option_types()))] = rng.choice(VALUES)
+        if rng.random() < 0.5:
+            (run / "config.yaml").unlink()
+            record = json.loads((run / "training.json").read_text())
+            record["settings"] |= hostile
+            (run / "training.json").write_text(json.dumps(record))
+        else:
+            (run / "config.yaml").write_text(json.dumps(hostile))
+        if rng.random() < 0.2:
+            damage_a_file(rng, run)
+        read = vars(run_options(run, []))
+        assert {name: read[name] for name in said_by_the_user} == said_by_the_user
 
     fuzz(case, tmp_path)
 
