@@ -113,7 +113,7 @@ class Status:
         self._written_at = 0.0
 
     def update(self, **values: Any) -> None:
-        self.values |= values | ({"output": lost} if (lost := lost_output()) else {})
+        self.values |= values | ({"output": f"lost: {lost.strerror}"} if (lost := lost_output()) else {})
         self._written_at = time.monotonic()
         if self._path is not None:
             with contextlib.suppress(OSError):

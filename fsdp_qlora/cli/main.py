@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import logging
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from fsdp_qlora.cli.commands import COMMANDS, Command
 from fsdp_qlora.config.cli import Parser, with_underscores
 from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, print_error
-from fsdp_qlora.output.redact import guard_output
+from fsdp_qlora.output.redact import guard_output, lost_output
 from fsdp_qlora.output.text import PrintableFormatter, quiet_libraries
 from fsdp_qlora.version import VERSION
 
@@ -29,7 +30,11 @@ def main(argv: list[str]) -> int:
     guard_output()  # also for the reader of a pipe, such as `head`, that has read enough
     status = _choose(argv)
     sys.stdout.flush()
-    return status
+    lost = lost_output()
+    if status or lost is None or lost.errno == errno.EPIPE or argv[0] == "train":  # a run's results are in its folder
+        return status
+    print(f"error: The output could not be written: {lost.strerror}.", file=sys.stderr)
+    return 1
 
 
 def _choose(argv: list[str]) -> int:

@@ -86,7 +86,7 @@ class TrainConfig:
     """What is learned of the rows: sft learns the texts; the others learn from a chosen and a rejected answer to each
     prompt, or kto from answers with a label: dpo, ipo and kto compare with the model that training starts from, whose
     log-probabilities come in the same forward pass, and cpo, simpo and orpo compare with nothing. Names and defaults
-    are TRL's (docs/preferences.md)."""
+    are TRL's."""
     beta: Annotated[float, POSITIVE] = 0.1
     """Strength of a preference objective: how little the model may move from the base (dpo, ipo, cpo), or the factor of
     the odds ratio (orpo); for simpo 2 to 2.5 is usual."""

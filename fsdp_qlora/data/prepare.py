@@ -381,7 +381,7 @@ def _check_objective(found: str, options: DataOptions, origin: str) -> None:
             "prompt_completion."
         )
     raise UserError(
-        f"{origin}: --objective {options.objective} learns from {_NEEDED[options.needs]} (docs/preferences.md), and "
+        f"{origin}: --objective {options.objective} learns from {_NEEDED[options.needs]}, and "
         "these rows have none. Say which column is which: --columns prompt=instruction chosen=better rejected=worse."
     )
 

@@ -68,7 +68,7 @@ def guard_output() -> None:
             setattr(sys, name, _RedactedStream(stream))
 
 
-def lost_output() -> str | None:
+def lost_output() -> OSError | None:
     """Why a part of what this process printed was lost; None if nothing was."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, _RedactedStream)]
     return next(filter(None, (stream.lost for stream in streams)), None)
@@ -82,7 +82,7 @@ class _RedactedStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.lost: str | None = None
+        self.lost: OSError | None = None
 
     def write(self, text: str) -> int:
         with self._dropped_if_lost():
@@ -98,7 +98,7 @@ class _RedactedStream:
         try:
             yield
         except OSError as error:
-            self.lost = self.lost or f"lost: {error.strerror}"
+            self.lost = self.lost or error
             if error.errno in (errno.EPIPE, errno.EIO):  # nobody will read it any more, nor what libraries write there
                 with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), self._stream.fileno())

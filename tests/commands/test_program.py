@@ -86,6 +86,13 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     assert (done.stderr, done.returncode) == (b"", 0)
 
 
+def test_output_that_does_not_fit_on_the_disk_is_an_error() -> None:
+    command = [sys.executable, "-m", "fsdp_qlora", "configs", "demo"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1 and b"No space left on device" in done.stderr
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"fsdp-qlora {fsdp_qlora.__version__}\n"
