@@ -83,7 +83,8 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
     mixture = models("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
     tiny, expanded = models(), tmp_path / "expanded"
     assert beside.main(["expand", str(tiny), *flags(out=expanded, expansion_rate=0.5)]) == 0
-    rows = write_rows(tmp_path / "rows.jsonl", make_rows(200))
+    rows = write_rows(tmp_path / "rows.jsonl", made := make_rows(200))
+    pairs = [{"prompt": row["instruction"], "chosen": row["output"], "rejected": "red" + row["output"]} for row in made]
     adapter = tmp_path / "adapter"
     get_peft_model(
         AutoModelForCausalLM.from_pretrained(tiny), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
@@ -93,7 +94,7 @@ def test_every_train_command_plans_a_run_of_a_tiny_model(models: Callable[..., P
         # The last of two flags wins: the model, the rows and the folder that a reader has are replaced.
         stand_ins = {
             "model_name": mixture if "--lora_target_parameters" in argv else tiny,
-            "dataset": rows,
+            "dataset": write_rows(tmp_path / "pairs.jsonl", pairs) if "--objective" in argv else rows,
             "context_length": 256,
             "output_dir": tmp_path / "output",
             "dry_run": True,
