@@ -95,8 +95,7 @@ def _run_workers(config: TrainConfig) -> None:
         # None means the default.
         path.write_text(yaml.safe_dump({name: value for name, value in values.items() if value is not None}))
         end = launch.run_in_workers(config, ["--config", os.fspath(path)])
-    states = {ending.exit_code: state for state, ending in ENDINGS.items()}
-    state = states.get(end.status, "failed")
+    state = next((state for state, ending in ENDINGS.items() if ending.exit_code == end.status), "failed")
     if state == "interrupted":
         raise KeyboardInterrupt(end.reason)
     if state == "bad_input":

@@ -36,7 +36,7 @@ from tests.chaos.harness import (
     ("rank", "number", "state", "code", "more"),
     [
         (1, signal.SIGTERM, "preempted", 75, write_slowly),
-        (0, signal.SIGHUP, "preempted", 75, together),
+        (0, signal.SIGHUP, "preempted", 75, partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)),  # not under nohup
         (0, signal.SIGINT, "interrupted", 130, together),
     ],
 )

@@ -33,25 +33,25 @@ class Step(NamedTuple):
 
 STEPS = {
     "1 rank, both offloads": Step(1, {**OFFLOAD, "use_activation_cpu_offload": True}, {
-        "syncs": 1, "all_gather": (1, 56), "host_to_device beside": 308_608, "host_to_device at work": 22_200,
-        "device_to_host beside": 198_656, "device_to_host at work": 56,
+        "syncs": 1, "all_gather": (1, 64), "host_to_device beside": 308_608, "host_to_device at work": 22_208,
+        "device_to_host beside": 198_656, "device_to_host at work": 64,
     }),
     "full_shard, 2 micro-batches": Step(2, {"gradient_accumulation_steps": 2}, {
-        "syncs": 1, "all_gather": (27, 451_440), "send": (4, 16_384), "recv": (4, 15_872), "all_reduce": (4, 960),
-        "reduce_scatter": (6, 272_384), "host_to_device at work": 41_432, "device_to_host at work": 112,
+        "syncs": 1, "all_gather": (27, 451_456), "send": (4, 16_384), "recv": (4, 15_872), "all_reduce": (4, 960),
+        "reduce_scatter": (6, 272_384), "host_to_device at work": 41_440, "device_to_host at work": 128,
     }),
     "full_shard, offload": Step(2, OFFLOAD, {
-        "syncs": 1, "all_gather": (16, 291_312), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
-        "reduce_scatter": (5, 267_264), "host_to_device beside": 97_824, "host_to_device at work": 31_720,
-        "device_to_host at work": 112,
+        "syncs": 1, "all_gather": (16, 291_328), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
+        "reduce_scatter": (5, 267_264), "host_to_device beside": 97_824, "host_to_device at work": 31_728,
+        "device_to_host at work": 128,
     }),
     "ddp": Step(2, {"sharding_strategy": "ddp"}, {
-        "syncs": 1, "all_reduce": (4, 262_144), "all_gather": (1, 112), "host_to_device at work": 10_616,
-        "device_to_host at work": 112,
+        "syncs": 1, "all_reduce": (4, 262_144), "all_gather": (1, 128), "host_to_device at work": 10_624,
+        "device_to_host at work": 128,
     }),
     "hybrid": Step(4, {"sharding_strategy": "hybrid_full_shard"}, {
-        "syncs": 1, "all_gather": (16, 291_424), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (6, 131_552),
-        "reduce_scatter": (5, 267_264), "host_to_device at work": 23_528, "device_to_host at work": 224,
+        "syncs": 1, "all_gather": (16, 291_456), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (6, 131_552),
+        "reduce_scatter": (5, 267_264), "host_to_device at work": 23_536, "device_to_host at work": 256,
     }, machines=2),
 }  # fmt: skip
 EVERYDAY = ("1 rank, both offloads", "full_shard, 2 micro-batches")
