@@ -20,14 +20,17 @@ forward() {
     [ -n "$child" ] && kill -TERM "$child" 2>/dev/null
 }
 trap forward INT TERM HUP # under nohup HUP stays ignored
+launch() {
+    "$@" &
+    child=$!
+    [ -n "$stopped" ] && forward # the signal came before there was a child
+}
 
 pause="${RUN_FOREVER_PAUSE:-5}"
 early=0
 while :; do
     before=$(cksum "$output_dir/status.json" 2>/dev/null)
-    "$@" &
-    child=$!
-    [ -n "$stopped" ] && forward # the signal came before there was a child
+    launch "$@"
     wait "$child"
     status=$?
     while kill -0 "$child" 2>/dev/null; do # the trap has interrupted the wait
@@ -52,8 +55,7 @@ while :; do
         exit "$status"
     fi
     echo "run_forever: ended with status $status${state:+ ($state)}; started again in $pause s." >&2
-    sleep "$pause" &
-    child=$!
+    launch sleep "$pause"
     wait "$child"
     [ -n "$stopped" ] && exit "$status"
 done
