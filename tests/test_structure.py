@@ -27,12 +27,12 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 26_770,
-    "files of the library": 130,
-    "folders of the library": 21,
+    "lines of the library": 27_600,
+    "files of the library": 140,
+    "folders of the library": 22,
     "files at the package's root": 5,
-    "options": 118,
-    "lines of tests": 19_580,
+    "options": 126,
+    "lines of tests": 20_900,
 }
 
 
