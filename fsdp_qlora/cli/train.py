@@ -34,7 +34,7 @@ from fsdp_qlora.output.redact import guard_output, redact_values
 from fsdp_qlora.output.text import quiet_libraries
 
 # A path, and not a name on the hub: it begins as one, or ends as a file of rows or prompts.
-_PATH = re.compile(r"(~|\.{0,2})/.*|.*\.(jsonl?|csv|tsv|parquet|txt|jinja)(\.gz)?", re.DOTALL)
+_PATH = re.compile(r"(~|\.{0,2})/.*|.*\.(jsonl?|csv|tsv|parquet|txt|jinja|j2)(\.(gz|zst))?", re.DOTALL | re.IGNORECASE)
 
 _FILES = ("sample_prompts", "prompt_template")
 

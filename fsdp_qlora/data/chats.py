@@ -1,11 +1,10 @@
 """Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a template sees them."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_qlora.data.rows import BadRow, Chat, unicode_of
+from fsdp_qlora.data.rows import BadRow, Chat, refuse_media, unicode_of
 
 # How roles are called in datasets -> in chat templates.
 ROLES = {
@@ -14,7 +13,6 @@ ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "chatbot", "ai"), "assistant"),
     **dict.fromkeys(("function", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
-_MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")  # where models of images have one
 CALLS = ("function_call", "tool_call")  # turns that are a call of a tool, as JSON
 _VALUES = ("default", "const", "enum", "examples")  # of JSON Schema
 KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  # what chat templates know besides
@@ -96,8 +94,8 @@ def _message(turn: dict[str, Any], number: int) -> dict[str, Any]:
         message["content"] = unicode_of(_plain(content, number), f"turn {number}")
     elif "tool_calls" not in message:
         raise BadRow(f"turn {number}: its content is null")
-    if message["role"] == "user" and (found := _MEDIA.search(message.get("content", ""))):
-        raise BadRow(f"turn {number}: it shows {found[0].strip()}, and only text can be trained on")
+    if message["role"] == "user":
+        refuse_media(message.get("content", ""), f"turn {number}")
     message |= {key: turn[key] for key in KEPT if isinstance(turn.get(key), str)}
     is_empty = not any(str(message.get(key) or "").strip() for key in ("content", "tool_calls", *KEPT))
     if message["role"] == "assistant" and is_empty and _weight(turn, number) != 0:

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
 from fsdp_qlora.data import chats, preferences, prompts
-from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, text_of
+from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, refuse_media, text_of
 from fsdp_qlora.errors import UserError
 
 Row = Mapping[str, object]
@@ -29,7 +29,7 @@ class Format:
     template: prompts.PromptTemplate = prompts.TEMPLATES["alpaca"]
     """For `Fields`, unless --prompt_template names another."""
     recognizes: Callable[[Row], bool] | None = None
-    """What the first row must be too, where the columns alone do not tell the format."""
+    """What one of the first rows must be too, where the columns alone do not tell the format."""
     needs: str = TEXTS
     """What a row is, as objectives need it."""
 
@@ -68,13 +68,16 @@ def read_alpaca(row: Row) -> Fields:
 
 
 def _fields(row: Row, instruction: str, response: str, *, context: str = "context") -> Fields:
-    return Fields(
+    fields = Fields(
         instruction=text_of(row, instruction),
         response=text_of(row, response),
         context=text_of(row, context, required=False),
         system=text_of(row, "system", required=False),
         history=_history(row.get("history")),
     )
+    refuse_media(fields.instruction, instruction)
+    refuse_media(fields.context, context)
+    return fields
 
 
 def _history(value: object) -> tuple[tuple[str, str], ...]:
@@ -113,6 +116,7 @@ def read_prompt_completion(row: Row) -> Content:
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
         return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
+    refuse_media(prompt.text, "prompt")
     return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], is_joint=True)
 
 
@@ -229,6 +233,7 @@ WATCHED = (
 )  # fmt: skip
 IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose
 
+_FEW = 0.1  # of the first rows
 _MARKUP = re.compile(r"<\|(im_start|start_header_id|user|assistant|start)\|>|<start_of_turn>|\[INST\]")
 
 
@@ -251,7 +256,7 @@ def unused_meaning(column: str, value: object, dataset_format: str) -> str | Non
 
 
 def name_columns(
-    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str, *, origin: str, first_row: Row
+    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str, *, origin: str, first_rows: Sequence[Row]
 ) -> tuple[dict[str, str], str]:
     """The columns that are used -> their names in the rows' format, and the format's name.
 
@@ -259,7 +264,7 @@ def name_columns(
         renames: of `parse_columns`.
         dataset_format: a key of FORMATS, or "auto" for the first format that fits.
         origin: the dataset's path or name, for the message.
-        first_row: tells formats apart that have the same columns.
+        first_rows: tell formats apart that have the same columns.
     Raises:
         UserError: the format is unknown, a column to rename is not there, or columns that the format needs are missing.
     """
@@ -271,15 +276,18 @@ def name_columns(
         )
     for name, names in _fitting(columns, renames, dataset_format):
         if name == "text" and dataset_format == "auto":
-            _refuse_other_text({names.get(column, column): value for column, value in first_row.items()}, origin)
+            _refuse_other_text(
+                [{names.get(column, column): row[column] for column in row} for row in first_rows], origin
+            )
         recognizes = FORMATS[name].recognizes if dataset_format == "auto" else None
-        if recognizes is None or recognizes({names[column]: first_row[column] for column in names.keys() & first_row}):
+        named = ({names[column]: row[column] for column in names.keys() & row} for row in first_rows)
+        if recognizes is None or any(map(recognizes, named)):
             return names, name
     wanted = FORMATS.get(dataset_format)
     needed = f" The format {dataset_format} needs {wanted.describe_columns()}." if wanted else ""
     raise UserError(
         f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} Say which column is which, such "
-        f"as --columns {_suggestion(first_row)}"
+        f"as --columns {_suggestion(first_rows[0])}"
     )
 
 
@@ -296,18 +304,19 @@ def _suggestion(row: Row) -> str:
     return f"instruction={asked} output={answered}"
 
 
-def _refuse_other_text(row: Row, origin: str) -> None:
-    """Raise UserError where texts are chats, or messages of one, and not documents."""
+def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
+    """Raise UserError where texts are chats, or messages of one, and not documents, some of which show such markup."""
     anyway = "--dataset_format text learns all of it as it is"
-    if "parent_id" in row and "role" in row:
+    if any("parent_id" in row and "role" in row for row in rows):
         raise UserError(
             f"{origin}: each row is one message of a tree of chats, not a document: questions would be learned, and "
             f"answers without them. Give whole conversations, such as --dataset guanaco; {anyway}."
         )
-    if (found := _MARKUP.search(str(row["text"]))) is not None:
+    marked = [found for row in rows if (found := _MARKUP.search(str(row.get("text"))))]
+    if len(marked) > _FEW * len(rows):
         raise UserError(
-            f"{origin}: the texts are chats that a template has filled ({found[0]}): questions would be learned too, "
-            f"and the end token twice. Give the messages, which the model's template fills; {anyway}."
+            f"{origin}: the texts are chats that a template has filled ({marked[0][0]}): questions would be learned "
+            f"too, and the end token twice. Give the messages, which the model's template fills; {anyway}."
         )
 
 

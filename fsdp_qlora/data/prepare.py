@@ -52,6 +52,7 @@ log = logging.getLogger("fsdp_qlora")
 
 _NEEDED = {PAIRS: "preferences, a chosen and a rejected answer", LABELS: "answers with a label"}
 _FIRST_ROWS = 1000  # of a stream, which are checked before training
+_ROWS_LOOKED_AT = 100  # to tell their format
 _ROWS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 
 
@@ -354,7 +355,11 @@ class DatasetPipeline:
         self._columns.update(dict.fromkeys(column for _, row in rows for column in row))
         if rows and (len(self._columns) > known or self._format_name == "auto"):
             self._names, self._format_name = name_columns(
-                list(self._columns), self.renames, self._format_name, origin=source.origin, first_row=rows[0][1]
+                list(self._columns),
+                self.renames,
+                self._format_name,
+                origin=source.origin,
+                first_rows=[row for _, row in rows[:_ROWS_LOOKED_AT]],
             )
             _check_objective(FORMATS[self._format_name].needs, self.options, source.origin)
         report.dataset_format = self._format_name

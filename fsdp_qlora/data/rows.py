@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import hashlib
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -361,6 +362,15 @@ def text_of(row: Mapping[str, object], column: str, *, required: bool = True) ->
             raise BadRow(f"empty {column}")
         return ""
     return unicode_of(value, column)
+
+
+_MEDIA = re.compile(r"^\s*<(image|audio|video)>|<(image|audio|video)>\s*$")  # where models of images have one
+
+
+def refuse_media(text: str, where: str) -> None:
+    """Raise BadRow where a question shows something that is no text."""
+    if found := _MEDIA.search(text):
+        raise BadRow(f"{where}: it shows {found[0].strip()}, and only text can be trained on")
 
 
 def unicode_of(text: str, where: str) -> str:

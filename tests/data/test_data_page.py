@@ -29,7 +29,7 @@ def test_every_format_of_texts_has_an_example() -> None:
 @pytest.mark.parametrize(("name", "example", "learned"), EXAMPLES, ids=[name for name, _, _ in EXAMPLES])
 def test_an_example_is_of_its_format_and_learns_what_the_page_says(name: str, example: str, learned: str) -> None:
     row = json.loads(example)
-    assert name_columns(list(row), {}, "auto", origin="", first_row=row)[1] == name
+    assert name_columns(list(row), {}, "auto", origin="", first_rows=[row])[1] == name
     tokenizer = spelled_tokenizer("byte_level")
     renderer = Renderer(tokenizer, ChosenTemplate(chat=TEMPLATE), "assistant", FORMATS[name].template, [WORKER])
     [rendered] = renderer.render(FORMATS[name].read(row))

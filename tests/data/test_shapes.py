@@ -80,11 +80,14 @@ REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
     "classes": ([{"text": "go on", "label": 3}], "label is filled, and the format text does not use it", ("ignore=label",)),
     "images": ([{"messages": [ASK, SAY], "images": ["a.png"]}], "images: only text can be trained on; --columns ignore=images", ("ignore=images",)),
     "audio": ([{"conversations": SHARED, "audios": ["a.mp3"]}], "audios: only text", ("ignore=audios",)),
+    "an image in an instruction": ([{"instruction": "<image>\nWho?", "output": "go on"}], "instruction: it shows <image>, and only text", ()),
+    "an image in a prompt": ([{"prompt": "Who? <image>", "completion": "go on"}], "prompt: it shows <image>, and only text", ()),
     "an image in the text": ([{"messages": [{**ASK, "content": "<image>Who?"}, SAY]}], "turn 1: it shows <image>, and only text", ()),
     "context beside messages": ([{"messages": [ASK, SAY], "context": "so"}], "--columns ignore=context trains without it", ("ignore=context",)),
     "input beside prompts": ([{"prompt": "hi", "completion": "go on", "input": "so"}], "input is filled", ("ignore=input",)),
     "ChatML": ([{"text": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ngo on<|im_end|>\n"}], "(<|im_start|>): questions would be learned", ()),
     "Llama 2": ([{"text": "<s>[INST] hi [/INST] go on </s>"}], "([INST]): questions", ()),
+    "ChatML from the second row on": ([{"text": "go on"}, *[{"text": "<|im_start|>user\nhi<|im_end|>"}] * 2], "(<|im_start|>): questions", ()),
     "oasst1": ([{"message_id": "1", "parent_id": None, "role": "prompter", "text": "hi"}], "one message of a tree", ()),
     "samsum": ([{"id": "1", "dialogue": "so so so", "summary": "go on"}], "--columns instruction=dialogue output=summary", ("instruction=dialogue", "output=summary")),
     "CNN": ([{"article": "so so so", "highlights": "go on", "id": "1"}], "--columns instruction=article output=highlights", ("instruction=article", "output=highlights")),
@@ -105,6 +108,11 @@ def test_a_set_that_would_be_learned_wrongly_is_refused_with_the_cure(name: str,
     assert says in str(error.value)
     if columns:
         assert len(prepare(path, columns=columns)[0].train) == len(rows)
+
+
+def test_a_page_on_markup_among_others_is_a_text(prepare: Any, tmp_path: Path) -> None:
+    rows = [{"text": "go on"}] * 11 + [{"text": "Write [INST] go [/INST]."}]
+    assert len(prepare(write_jsonl(tmp_path / "a.jsonl", rows))[0].train) == 12
 
 
 def test_a_column_of_a_table_that_is_watched_is_read(prepare: Any, tmp_path: Path) -> None:

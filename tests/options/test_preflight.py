@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fsdp_qlora.cli.train import refuse_early
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
+from fsdp_qlora.data.files import FILE_KINDS, PACKED
 from fsdp_qlora.errors import UserError
 from tests.tiny import ROOT, flags
 
@@ -30,6 +32,12 @@ def test_missing_files_are_named_without_torch() -> None:
     assert done.stdout == "2 set()\n"
     for option, value in options.items():
         assert f"{option} {value}: there is no such " in done.stderr
+
+
+def test_a_file_of_each_kind_is_known_by_its_name() -> None:
+    for name in (f"rows{kind}{packed}" for kind, packed in product(FILE_KINDS, ["", *PACKED])):
+        with pytest.raises(UserError, match=rf"dataset {name}: there is no such file"):
+            refuse_early(TrainConfig(dataset=(name,)))
 
 
 def test_names_of_the_hub_and_files_that_are_there_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_a_sample_shows_both_sides(tmp_path: Path) -> None:
 
 def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_path: Path) -> None:
     for row, (text, _) in ROWS:
-        name = name_columns(list(row), {}, "auto", origin="", first_row=row)[1]
+        name = name_columns(list(row), {}, "auto", origin="", first_rows=[row])[1]
         assert FORMATS[name].needs == "pairs"
         is_chat = "[a]" in text
         assert prompt_record(name, ChosenTemplate(), is_chat=is_chat)["kind"] == ("chat" if is_chat else "text")
