@@ -50,6 +50,8 @@ def convert(path: Path) -> str:
             taken |= {} if reason else {option: ours}
         if reason:
             left += f"# {name}: {_one_line(value)}  ({reason})\n"
+    if "stage" in entries and "lora_rank" in taken:  # LLaMA-Factory's default
+        taken.setdefault("lora_alpha", 2 * taken["lora_rank"])
     if taken.keys() & {"project_name", "entity"}:
         taken.setdefault("log_to", ["wandb"])
     taken |= {option: text for option, text in _TO_GIVE.items() if option not in taken}
@@ -73,7 +75,10 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield name, kind
             elif name == "lr_scheduler":
                 yield name, next((word for word in ("cosine", "linear", "constant") if word in kind), kind)
-            yield from _flat({key: entry for key, entry in value.items() if name in ("model", "optimizer")})
+            else:
+                yield name, kind
+                continue
+            yield from _flat(value)
         elif value not in (None, "", [], {}) and name != "_component_":
             yield str(name), value
 

@@ -28,7 +28,9 @@ _THEIRS = {
     "lr_scheduler": "lr_scheduler_type",
     "optimizer": "optim optimizer",
     "wd": "weight_decay",
-    "grad_norm": "max_grad_norm",
+    "grad_norm": "max_grad_norm clip_grad_norm",
+    "warmup_steps": "num_warmup_steps",
+    "use_activation_cpu_offload": "enable_activation_offloading activation_offloading",
     "precision": "bf16 fp16 dtype torch_dtype",
     "padding": "padding_free",
     "packing": "sample_packing neat_packing",
@@ -53,6 +55,7 @@ _REASONS = {
     "rows are prepared and cached without it": "dataset_prepared_path overwrite_cache preprocessing_num_workers "
     "dataloader_num_workers dataset_num_proc shuffle",
     "fused kernels are used without it": "use_liger_kernel enable_liger_kernel plugins xformers_attention tf32",
+    "give lora_target_modules": "lora_attn_modules apply_lora_to_mlp apply_lora_to_output",
     "training needs no such word": "do_train do_eval strict debug local_rank ddp_timeout",
     "activations are never recomputed reentrantly": "gradient_checkpointing_kwargs",
     "rows are concatenated without padding": "pad_to_sequence_len group_by_length",

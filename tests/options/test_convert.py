@@ -45,6 +45,7 @@ model_name_or_path: Qwen/Qwen3-4B
 finetuning_type: lora
 quantization_bit: 4
 stage: sft
+lora_rank: 8
 lora_target: q_proj,v_proj
 dataset: identity
 cutoff_len: 1024
@@ -82,7 +83,8 @@ CASES: dict[str, tuple[str, dict[str, object], set[str]]] = {
         LLAMA_FACTORY,
         {
             "train_type": "qlora", "model_name": "Qwen/Qwen3-4B", "lora_target_modules": "q_proj,v_proj",
-            "context_length": 1024, "num_epochs": 3, "lr_scheduler": "cosine", "warmup_ratio": 0.1, "lr": 1e-4,
+            "lora_rank": 8, "lora_alpha": 16, "context_length": 1024, "num_epochs": 3,
+            "lr_scheduler": "cosine", "warmup_ratio": 0.1, "lr": 1e-4,
             "precision": "fp16", "eval_fraction": 0.1, "eval_steps": 500, "dataset": "./GIVE_THE_ROWS.jsonl",
         },
         {"stage", "dataset"},
@@ -91,10 +93,10 @@ CASES: dict[str, tuple[str, dict[str, object], set[str]]] = {
         TORCHTUNE,
         {
             "train_type": "lora", "lora_rank": 8, "lora_alpha": 16, "optimizer": "adamw", "wd": 0.01, "lr": "3e-4",
-            "lr_scheduler": "cosine", "num_epochs": 1, "batch_size": 2, "precision": "bf16",
+            "lr_scheduler": "cosine", "warmup_steps": 100, "num_epochs": 1, "batch_size": 2, "precision": "bf16",
             "model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl",
         },
-        {"resume_from_checkpoint"},
+        {"dataset", "resume_from_checkpoint"},
     ),
     "16 bits": (
         """
