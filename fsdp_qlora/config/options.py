@@ -260,7 +260,8 @@ class TrainConfig:
     prompt_template: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
     """Text around instructions and questions: alpaca, question_answer, plain, vicuna, chat (the model's own chat
     template), a text file with {instruction}, {input} and {system}; or a chat template for models that have none:
-    chatml, user_assistant, a .jinja file. By default the format's, and for chats the model's."""
+    chatml, user_assistant, a .jinja file. By default the model's chat template, for instructions and questions where
+    the model was made for chats: where it stops at a token that this template writes; else the format's."""
     learn: Annotated[Literal["assistant", "last", "all"], MAY_DIFFER, OF_RESULT] = "assistant"
     """What is learned of a row: every turn of the assistant (or every response), only the last one, or all text."""
     show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.preferences import as_row
-from fsdp_qlora.data.prompts import ChosenTemplate, PromptTemplate, as_chat
+from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
 from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Labeled, Pair, Rendered, Segment
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
@@ -115,14 +115,32 @@ def prompt_record(dataset_format: str, chosen: ChosenTemplate, *, is_chat: bool 
         `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added. The annotation of
         a format's `read` says what its rows hold.
     """
-    row_format = FORMATS.get(dataset_format)
-    content = get_type_hints(row_format.read).get("return") if row_format else None
+    content = _content_of(dataset_format)
     if content is Chat or is_chat or (content is Fields and chosen.is_chat):
         return {"kind": CHAT, "chat_template": chosen.chat}
-    if content is Fields and row_format is not None:
-        template = chosen.prompt or row_format.template
+    if content is Fields:
+        template = chosen.prompt or FORMATS[dataset_format].template
         return {"kind": TEMPLATE, "name": chosen.name or dataset_format, **dataclasses.asdict(template)}
     return {"kind": TEXT}
+
+
+def _content_of(dataset_format: str) -> object:
+    """What the rows of a format hold; None where there is no such format."""
+    return get_type_hints(FORMATS[dataset_format].read).get("return") if dataset_format in FORMATS else None
+
+
+def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
+    """One line: how instructions become text by default, and what the other way is; empty for other rows.
+
+    Args:
+        record: of `prompt_record`, for a model with a chat template.
+    """
+    if _content_of(dataset_format) is not Fields:
+        return ""
+    [name] = (name for name, template in TEMPLATES.items() if template == FORMATS[dataset_format].template)
+    if record["kind"] == CHAT:
+        return f"Prompts: the chat template that the model was made for (--prompt_template {name} for plain text)"
+    return f"Prompts: {name}, not the chat template that the model brings (--prompt_template chat for that)"
 
 
 def example_prompts(record: Mapping[str, Any]) -> dict[str, str]:

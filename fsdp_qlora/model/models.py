@@ -27,7 +27,7 @@ from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import choose_sdpa
-from fsdp_qlora.storage.files import why_not_writable
+from fsdp_qlora.storage.files import read_json, why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -153,6 +153,16 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(f"model_name {name}: {folder} has no tokenizer files (tokenizer.json).")
     return tokenizer
+
+
+def is_made_for_chats(folder: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a model stops at a token that its chat template writes. A base model may bring a template too."""
+    template, stops = str(tokenizer.chat_template or ""), [tokenizer.eos_token_id]
+    for name in ("config.json", "generation_config.json"):
+        named = read_json(folder / name).get("eos_token_id")
+        stops += named if isinstance(named, list) else [named]
+    tokens = tokenizer.convert_ids_to_tokens([stop for stop in stops if isinstance(stop, int)])
+    return any(token in template for token in ["eos_token", *filter(None, tokens)])
 
 
 def _attention_candidates(

@@ -19,6 +19,8 @@ from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.peft_format import peft_config
+from fsdp_qlora.checkpointing.checkpoint import STATE
+from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
 from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
@@ -26,6 +28,7 @@ from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import UserError
@@ -47,6 +50,7 @@ from fsdp_qlora.planning.placement import Placement, Sized
 from fsdp_qlora.quantizers import bnb_4bit
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -159,7 +163,11 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         log.info(needs_merging)
     # Before the process group starts, so that no collective waits for the tokenizer.
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
-    data = prepare_data(model.tokenizer, config.pick(DataOptions), vocab_size=vocab_size)
+    options = data_options(config, model.folder, model.tokenizer)
+    data = prepare_data(model.tokenizer, options, vocab_size=vocab_size)
+    prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
+    if prompts and config.prompt_template is None and model.tokenizer.chat_template:
+        log.info(prompts)
     schedule = make_schedule(config, data, machine.world_size)
     asked = tuple(question for _, question in questions)
     is_known = data.rows_per_epoch is not None  # of a stream only the first rows are
@@ -173,6 +181,25 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     if OBJECTIVES[config.objective].needs == PAIRS:
         log.debug("The answers of a pair are computed one by one, each with the prompt.")
     return plan
+
+
+def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
+    """The options of the rows. By default instructions are filled into the chat template of a model made for chats.
+
+    A run that continues, and an adapter that is trained further, keep their prompts.
+    """
+    options, continued = config.pick(DataOptions), config.output_dir if config.resume == "auto" else config.resume
+    if config.prompt_template is not None or not models.is_made_for_chats(folder, tokenizer):
+        return options
+    if any(_has_plain_prompts(Path(before).expanduser()) for before in (continued, config.adapter) if before):
+        return options
+    return dataclasses.replace(options, prompt_template=CHAT)
+
+
+def _has_plain_prompts(folder: Path) -> bool:
+    """Whether a run, a checkpoint or an adapter was trained on instructions in a prompt template."""
+    records = [read_json(folder / name) for name in (RUN, STATE, RECORD)]
+    return any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in records)
 
 
 def _describe(plan: Plan) -> Iterator[str]:

@@ -18,7 +18,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.data.prepare import DataOptions, prepare_data
+from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator
@@ -35,6 +35,7 @@ from fsdp_qlora.planning.plan import (
     Plan,
     check_resources,
     continued,
+    data_options,
     make_plan,
 )
 from fsdp_qlora.ranks import distributed
@@ -108,7 +109,7 @@ def show_samples(config: TrainConfig) -> str:
         config.model, with_weights=False, with_code=config.trust_remote_code, is_preview=True
     )
     tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
-    data = prepare_data(tokenizer, config.pick(DataOptions), vocab_size=len(tokenizer))
+    data = prepare_data(tokenizer, data_options(config, folder, tokenizer), vocab_size=len(tokenizer))
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return "\n\n".join(
         describe_sample(data.train, int(row), tokenizer, in_colour=in_colour)

@@ -18,6 +18,7 @@ from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule, mix
 from fsdp_qlora.data.sources import DatasetName, find_source, parse_name
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.planning.plan import data_options
 from tests.data.conftest import SharedWorker
 from tests.data.test_data import rows_of, write_csv, write_jsonl, write_parquet
 from tests.tiny import make_rows, spelled_tokenizer
@@ -390,3 +391,40 @@ def test_weights_for_some_datasets_alone_are_refused(prepare: Any, two: tuple[Pa
         prepare(f"{first}:0.7", second)
     with pytest.raises(UserError, match=r"an epoch has no row of dataset number 2"):
         prepare(f"{first}:0.999", f"{second}:0.001")
+
+
+# Whether a model is made for chats: what its template writes after an answer, and where its files say that it stops.
+MADE_FOR_CHATS: dict[str, tuple[str | None, dict[str, object], bool]] = {
+    "a base model": (None, {}, False),
+    "Qwen3-8B-Base": ("{{ m.content }}[/INST]", {"config.json": 1, "generation_config.json": 1}, False),
+    "Qwen3-8B": ("{{ m.content }}[/INST]", {"generation_config.json": ["[/INST]", 1]}, True),
+    "Gemma 3": ("{{ m.content }}[/INST]", {"config.json": ["[/INST]"]}, True),
+    "Mistral": ("{{ m.content + eos_token }}", {}, True),
+    "DeepSeek": ("{{ m.content }}</s>", {}, True),
+}
+
+
+@pytest.mark.parametrize("name", MADE_FOR_CHATS)
+def test_instructions_are_asked_as_the_model_was_made_to_be(name: str, tmp_path: Path) -> None:
+    template, stops, is_chat = MADE_FOR_CHATS[name]
+    asking = spelled_tokenizer("tekken")
+    asking.chat_template = template
+    end = str(asking.convert_tokens_to_ids("[/INST]"))
+    for file, given in stops.items():
+        (tmp_path / file).write_text(json.dumps({"eos_token_id": given}).replace('"[/INST]"', end))
+
+    def chosen(**given: Any) -> str | None:
+        config = TrainConfig(output_dir=str(tmp_path / "run"), **given)
+        return data_options(config, tmp_path, asking).prompt_template
+
+    assert chosen() == ("chat" if is_chat else None)
+    assert chosen(prompt_template="alpaca") == "alpaca"
+    # A run, a checkpoint and an adapter of before keep their prompts.
+    earlier = {"run": "run.json", "step": "state.json", "adapter": "training.json"}
+    for folder, file in earlier.items():
+        (tmp_path / folder).mkdir()
+        record: dict[str, Any] = {"prompt": {"kind": "template"}}
+        (tmp_path / folder / file).write_text(json.dumps({"about": record} if folder == "step" else record))
+    assert chosen() is chosen(resume=str(tmp_path / "step")) is None
+    assert chosen(resume="off", adapter=str(tmp_path / "adapter")) is None
+    assert chosen(resume="off") == ("chat" if is_chat else None)
