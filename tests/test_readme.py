@@ -175,6 +175,7 @@ def test_the_lock_has_every_dependency_with_hashes() -> None:
     assert names <= {name.replace("_", "-") for name in locked}
 
 
+@pytest.mark.slow
 def test_the_demo_runs_from_its_first_line_to_its_last(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     clone.mkdir()

@@ -91,6 +91,7 @@ DISTURBANCES = {
 }
 
 
+@pytest.mark.slow
 def test_random_faults_change_nothing(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
     """One of each kind in one run; with CHAOS_MINUTES, as many as come in that time, in as many runs as it takes."""
     seed, minutes = int(os.environ.get("CHAOS_SEED", time.time())), float(os.environ.get("CHAOS_MINUTES", 0))
@@ -179,7 +180,12 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW_KINDS = ("bnb_llama_pro", "int8_lora")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW_KINDS else []) for kind in KINDS]
+)
 def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: Reference, tmp_path: Path) -> None:
     options = {**reference.options, "num_epochs": 1, "eval_fraction": 0, "eval_steps": 0, **KINDS[kind]}
     train_type = TRAIN_TYPES[str(options.get("train_type", "qlora"))]

@@ -72,6 +72,7 @@ def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
     assert_same(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_death_of_torchrun_ends_the_workers_and_meanwhile_nobody_else_may_write(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.tiny import ROOT, make_rows, write_rows
 
 
+@pytest.mark.slow
 def test_the_wheel_trains_from_an_empty_folder(models: Callable[..., Path], tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(40))

@@ -95,7 +95,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("python 80", "two ranks that fail 120", "torchrun 120, pipe")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in OFTEN else pytest.mark.slow) for case in CASES]
+)
 def test_no_text_follows_the_bar_and_the_reason_is_on_the_last_screen(
     case: str, models: Callable[..., Path], tmp_path: Path
 ) -> None:

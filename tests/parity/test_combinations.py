@@ -132,10 +132,17 @@ EVERY = [(case, ranks, pairwise(), {}, 20) for case in CASES for ranks in (1, 2)
     [
         ("qlora", 2, [*TOGETHER[:2], BLOCKS_ALONE[0]], {}, 5),
         ("qlora", 1, [*BLOCKS_ALONE, OFFLOAD, BOTH, {**OFFLOAD, "recompute": "none"}], {}, 5),
-        ("lora", 1, [*BLOCKS_ALONE, OFFLOAD, {**PLAIN, "use_cpu_offload": 2}], {"tie_word_embeddings": True}, 5),
         ("bnb_dora", 1, BLOCKS_ALONE, {}, 5),
-        ("hqq_lora", 1, [*BLOCKS_ALONE, BOTH], {}, 5),
-        ("mixture", 1, [*BLOCKS_ALONE, *TOGETHER[1:]], {}, 5),
+        pytest.param(
+            "lora",
+            1,
+            [*BLOCKS_ALONE, OFFLOAD, {**PLAIN, "use_cpu_offload": 2}],
+            {"tie_word_embeddings": True},
+            5,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("hqq_lora", 1, [*BLOCKS_ALONE, BOTH], {}, 5, marks=pytest.mark.slow),
+        pytest.param("mixture", 1, [*BLOCKS_ALONE, *TOGETHER[1:]], {}, 5, marks=pytest.mark.slow),
         *(pytest.param(*row, marks=pytest.mark.nightly) for row in EVERY),
     ],
 )
