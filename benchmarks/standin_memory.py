@@ -254,7 +254,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     number, offload = blocks_to_recompute(config, plan), config.use_activation_cpu_offload
     wrap_blocks(plan.meta.model, number=number, offload=offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
-    on_host = parts.on_host(plan.placement.cpu_offload)
+    on_host = parts.on_host(plan.placement.offload)
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)

@@ -114,7 +114,7 @@ def outlook(
         [config.context_length] * config.batch_size,
         num_shards=plan.num_shards,
         recomputed_share=plan.memory.recomputing / len(plan.meta.parts.blocks),
-        host_share=_host_share(plan),
+        host_share=plan.placement.offload.blocks / len(plan.meta.parts.blocks),
         frees_blocks=SHARDING_STRATEGIES[plan.placement.sharding_strategy][1],
     )
     tokens = request.num_gpus * config.batch_size * config.context_length
@@ -129,11 +129,6 @@ def build(config: TrainConfig, request: Request) -> ModelPlan:
     model_config = find_config(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     return build_plan(config, machine, Path(config.model), model_config, tokenizer)
-
-
-def _host_share(plan: PlacedModel) -> float:
-    offload = plan.placement.cpu_offload
-    return 1.0 if offload is True else int(offload) / len(plan.meta.parts.blocks)
 
 
 # --- what would make it fit ---

@@ -15,7 +15,7 @@ from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.planning.blocks import BlockBytes, matrix_shapes
-from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter
+from fsdp_qlora.sharding.model_parts import ModelParts, Offload, count_bytes, each_parameter
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
@@ -40,7 +40,7 @@ class Step:
     """What the memory of a run depends on besides its model.
 
     num_shards: ranks that share one copy. frees_blocks: a block's weights are freed after use; else all stay gathered
-    until the backward pass. cpu_offload: weights come from the host. num_tokens: of the longest micro-batch.
+    until the backward pass. offload: weights that come from the host. num_tokens: of the longest micro-batch.
     recomputing: blocks that recompute, the first ones. accumulates: gradients of several micro-batches add up
     unsharded. offloads_activations: block inputs are kept on the host. buffer_bytes: for weights in flight.
     """
@@ -49,7 +49,7 @@ class Step:
     optimizer: str
     num_shards: int
     frees_blocks: bool
-    cpu_offload: bool | int
+    offload: Offload
     num_tokens: int
     recomputing: int
     accumulates: bool = False
@@ -124,7 +124,7 @@ def _weights(parts: ModelParts, step: Step) -> tuple[Sizes, Sizes]:
     everywhere = _shards([parts.model], step)
     if not step.on_gpu:
         return everywhere, everywhere
-    offloaded = parts.on_host(step.cpu_offload)
+    offloaded = parts.on_host(step.offload)
     there = _shards(offloaded, step)
     adapters = _shards([adapter for part in offloaded for adapter in adapter_modules(part)], step)
     return everywhere, {name: count - adapters.get(name, 0) for name, count in there.items()}
@@ -209,14 +209,14 @@ def _ends(parts: ModelParts, step: Step) -> int:
     shared = is_shared(parts, step.num_shards, step.precision.param_dtype)
     modules = (parts.embedding, parts.head or parts.embedding)
     found = [0 if elsewhere else _gathered(module, step) for module, elsewhere in zip(modules, shared, strict=True)]
-    if shared[1] and step.cpu_offload is True:  # the rank's rows
+    if shared[1] and step.offload.embeddings:  # the rank's rows
         found.append(-(-_gathered(modules[1], step) // step.num_shards))
     return max(found)
 
 
 def _gathered_blocks(parts: ModelParts, step: Step) -> int:
     """Bytes of blocks' unsharded weights beside the shards: the one at work and the next, or all."""
-    sizes = [_gathered(block, step, from_host=step.cpu_offload is not False) for block in parts.blocks]
+    sizes = [_gathered(block, step, from_host=step.offload.blocks > 0) for block in parts.blocks]
     if step.frees_blocks or step.num_shards == 1:
         return max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     return sum(sizes)
@@ -227,7 +227,7 @@ def _overhead(parts: ModelParts, step: Step) -> int:
     if not step.on_gpu:
         return 0
     whole = max(_trained_weights(block, adapters=False) for block in parts.blocks)
-    kind = "host" if step.cpu_offload else "gathered" if step.num_shards > 1 else "device"
+    kind = "host" if step.offload.blocks else "gathered" if step.num_shards > 1 else "device"
     largest = max(math.prod(shape[-2:]) for shape in matrix_shapes(parts.blocks))
     return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + ALLOCATOR["trained"] * 4 * whole)
 
@@ -239,7 +239,7 @@ def _gathered(module: nn.Module, step: Step, *, from_host: bool | None = None) -
         from_host: whether some come from there; by default if all weights are there.
     """
     dtype = step.precision.param_dtype
-    is_whole = step.num_shards == 1 and not (step.cpu_offload is True if from_host is None else from_host)
+    is_whole = step.num_shards == 1 and not (step.offload.embeddings if from_host is None else from_host)
     return sum(
         parameter.numel() * (dtype if dtype and category == "trainable" else parameter.dtype).itemsize
         for parameter, category, _, in_adapter in each_parameter(module)

@@ -4,25 +4,27 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fsdp_qlora.output.text import GIB
+from fsdp_qlora.sharding.model_parts import Offload
 
 # Beside the estimate: its error (benchmarks/standin_memory.py) and NCCL's buffers. The context is there already.
 _MARGIN_SHARE, _MARGIN = 0.05, GIB // 2
 
 
 class Placement(NamedTuple):
-    """sharding_strategy: of SHARDING_STRATEGIES. cpu_offload: the base is in host memory (all weights, with full), or
-    so many decoder blocks of it. accumulates: gradients of a step's micro-batches add up unsharded on each rank and are
-    reduced with the last one's; else they are reduced in each, which is slower.
+    """sharding_strategy: of SHARDING_STRATEGIES. offload: what is in host memory. accumulates: gradients of a step's
+    micro-batches add up unsharded on each rank and are reduced with the last one's; else they are reduced in each,
+    which is slower.
     """
 
     sharding_strategy: str
-    cpu_offload: bool | int
+    offload: Offload = Offload()
     accumulates: bool = True
 
     @property
     def options(self) -> dict[str, object]:
         """The options that ask for it."""
-        return {"sharding_strategy": self.sharding_strategy, "use_cpu_offload": self.cpu_offload}
+        use_cpu_offload = self.offload.embeddings or self.offload.blocks or False
+        return {"sharding_strategy": self.sharding_strategy, "use_cpu_offload": use_cpu_offload}
 
 
 class Sized(NamedTuple):
@@ -37,14 +39,21 @@ def with_margin(estimate: int) -> int:
     return int(estimate * (1 + _MARGIN_SHARE)) + _MARGIN
 
 
+def possible_offloads(use_cpu_offload: bool | int | str, num_blocks: int, *, can_offload: bool = True) -> list[Offload]:
+    """What the option leaves open, the faster first. can_offload: whether auto may choose the host."""
+    nothing, everything = Offload(), Offload(num_blocks, embeddings=True)
+    if use_cpu_offload == "auto":
+        return [nothing, everything] if can_offload else [nothing]
+    return [everything if use_cpu_offload is True else Offload(int(use_cpu_offload))]
+
+
 def candidates(
     sharding_strategy: str,
-    cpu_offload: bool | int | str,
+    offloads: Sequence[Offload],
     *,
     world_size: int,
     per_node: int,
     on_gpu: bool,
-    can_offload: bool = True,
     accumulates: Sequence[bool] = (True,),
 ) -> list[Placement]:
     """The placements that the options leave open, the fastest first; on a CPU there is one.
@@ -53,23 +62,21 @@ def candidates(
     Several nodes each hold the model if it fits, if need be in host memory: their link is slower than that.
 
     Args:
-        sharding_strategy, cpu_offload: the options; auto leaves the choice open. per_node: ranks of each node.
-        can_offload: whether auto may choose the host. accumulates: what is possible, the faster first.
+        sharding_strategy: the option; auto leaves the choice open. per_node: ranks of each node. offloads,
+            accumulates: what is possible, the faster first.
     """
     is_auto = sharding_strategy == "auto"
-    asked = False if isinstance(cpu_offload, str) else cpu_offload
     if not on_gpu:
-        return [Placement("full_shard" if is_auto else sharding_strategy, asked, accumulates[0])]
+        return [Placement("full_shard" if is_auto else sharding_strategy, offloads[0], accumulates[0])]
     strategies = [sharding_strategy]
     if is_auto:
-        possible = {"ddp": world_size > 1 and not asked, "hybrid_full_shard": 1 < per_node < world_size}
+        possible = {"ddp": world_size > 1, "hybrid_full_shard": 1 < per_node < world_size}
         strategies = [*(strategy for strategy, is_possible in possible.items() if is_possible), "full_shard"]
-    offloads = (False, True) if cpu_offload == "auto" and can_offload else (asked,)
     return [
         Placement(strategy, offload, adds_up)
         for strategy in strategies
         for offload in offloads
-        if not (is_auto and strategy == "ddp" and offload)
+        if not (is_auto and strategy == "ddp" and offload.blocks)
         for adds_up in (accumulates if world_size > 1 and strategy != "ddp" else accumulates[:1])
     ]
 
@@ -80,8 +87,7 @@ def choose(sized: Sequence[Sized], free: int | None) -> Placement:
     If nothing is known of a GPU, that of a model which is shared, on the GPU if that is left open.
     """
     if free is None:
-        fastest = _fastest(sized)
-        return fastest[0].placement if len(fastest) == 1 else fastest[-1].placement._replace(cpu_offload=False)
+        return [each.placement for each in _fastest(sized) if each.placement.offload == sized[0].placement.offload][-1]
     return next((placement for placement, needs in sized if needs <= free), sized[-1].placement)
 
 
@@ -100,7 +106,7 @@ def describe_choice(sized: Sequence[Sized], free: int | None) -> str | None:
     chosen = choose(sized, free)
     sizes = ", ".join(f"{_name(placement)} needs {_gib(needs)}" for placement, needs in fastest)
     line = f"Placement: {_name(chosen)}. With a margin {sizes} on each GPU, and {_gib(free)} are free."
-    if chosen.sharding_strategy == "ddp" and not chosen.cpu_offload:
+    if chosen.sharding_strategy == "ddp" and not chosen.offload.blocks:
         line += " The base is not sharded, since it fits: --sharding_strategy full_shard shards it."
     return line
 
@@ -123,7 +129,7 @@ def _fastest(sized: Sequence[Sized]) -> list[Sized]:
 
 
 def _name(placement: Placement) -> str:
-    where = " with the base in host memory" if placement.cpu_offload else ""
+    where = " with the base in host memory" if placement.offload.blocks else ""
     return f"{placement.sharding_strategy}{where}"
 
 

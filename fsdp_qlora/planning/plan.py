@@ -408,7 +408,7 @@ def place(
     chosen = placement.choose(sized, free)
     lines = [placement.describe_reduction(sized, free)]
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
-    if plan.machine.world_size > 1 or free is None or chosen.cpu_offload:
+    if plan.machine.world_size > 1 or free is None or chosen.offload.blocks:
         lines.insert(0, placement.describe_choice(sized, free))
     [result] = [each for each in found if each.placement == chosen]
     return dataclasses.replace(result, notes=tuple(filter(None, lines)))
@@ -426,11 +426,10 @@ def _candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
         )
     return placement.candidates(
         config.sharding_strategy,
-        config.use_cpu_offload,
+        placement.possible_offloads(config.use_cpu_offload, blocks, can_offload=not is_paged_whole),
         world_size=plan.machine.world_size,
         per_node=distributed.ranks_per_node(plan.machine.ranks, plan.machine.world_size),
         on_gpu=plan.machine.device.type == "cuda",
-        can_offload=not is_paged_whole,
         accumulates=(False,) if plan.trains_whole_modules else ways,
     )
 
@@ -446,7 +445,7 @@ def _placed(
         optimizer=config.optimizer,
         num_shards=num_shards,
         frees_blocks=distributed.SHARDING_STRATEGIES[strategy][1],
-        cpu_offload=chosen.cpu_offload,
+        offload=chosen.offload,
         num_tokens=num_tokens,
         recomputing=blocks_to_recompute(config, plan),
         accumulates=config.gradient_accumulation_steps > 1 and chosen.accumulates,
@@ -489,5 +488,5 @@ def check_resources(config: TrainConfig, plan: PlacedModel) -> None:
         plan.memory,
         ranks.device,
         ranks_on_host=ranks.local_world_size,
-        can_offload=not plan.placement.cpu_offload,
+        can_offload=not plan.placement.offload.blocks,
     )

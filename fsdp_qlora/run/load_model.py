@@ -47,7 +47,7 @@ def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: 
     model = plan.meta.model  # on the meta device, already quantized and adapted: planning/build_model.py
     wrap_blocks(model, number=blocks_to_recompute(config, plan), offload=config.use_activation_cpu_offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
-    on_host = parts.on_host(plan.placement.cpu_offload)
+    on_host = parts.on_host(plan.placement.offload)
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     log.debug("%s", model)

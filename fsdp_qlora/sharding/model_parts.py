@@ -13,6 +13,13 @@ from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.ranks.distributed import shard_bounds
 
 
+class Offload(NamedTuple):
+    """What is in host memory but for adapters: so many decoder blocks, and with `embeddings` all other weights too."""
+
+    blocks: int = 0
+    embeddings: bool = False
+
+
 @dataclass(frozen=True)
 class ModelParts:
     """The modules of a built model that are sharded, offloaded and gathered by themselves.
@@ -43,14 +50,14 @@ class ModelParts:
         """Embedding, blocks and head, as the forward pass takes them."""
         return [self.embedding, *self.blocks, *([] if self.head is None else [self.head])]
 
-    def on_host(self, cpu_offload: bool | int) -> list[nn.Module]:
-        """The modules whose weights, but for adapters, are in host memory: the model with True, or so many blocks.
+    def on_host(self, offload: Offload) -> list[nn.Module]:
+        """The modules whose weights are in host memory.
 
-        These blocks are spread over the model, so that the computation of several hides the copy of one.
+        Blocks are spread over the model, so that the computation of several hides the copy of one.
         """
-        if cpu_offload is True:
+        if offload.embeddings:
             return [self.model]
-        number = int(cpu_offload)
+        number = offload.blocks
         return [self.blocks[(2 * index + 1) * len(self.blocks) // (2 * number)] for index in range(number)]
 
 

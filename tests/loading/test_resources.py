@@ -23,9 +23,11 @@ from fsdp_qlora.planning.blocks import BlockBytes
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.describe import describe_memory
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
+from fsdp_qlora.sharding.model_parts import Offload
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NOTHING, ALL = Offload(), Offload(4, embeddings=True)
 
 
 def _meta(train_type: str, in_full: tuple[str, ...] = ()) -> MetaModel:
@@ -38,14 +40,14 @@ def _meta(train_type: str, in_full: tuple[str, ...] = ()) -> MetaModel:
 
 
 def _memory(
-    train_type: str, *, on_gpu: bool = True, cpu_offload: bool = False, in_full: tuple[str, ...] = ()
+    train_type: str, *, on_gpu: bool = True, offload: Offload = NOTHING, in_full: tuple[str, ...] = ()
 ) -> Memory:
     step = Step(
         precision=PRECISIONS["bf16"],
         optimizer="adamw",
         num_shards=2,
         frees_blocks=True,
-        cpu_offload=cpu_offload,
+        offload=offload,
         num_tokens=1,
         recomputing=4,
         buffer_bytes=7,
@@ -80,13 +82,13 @@ def test_needs_are_the_shards_with_what_training_adds() -> None:
     # NF4 without double quantization: half a byte a weight, and a float32 for each 64.
     base = linears / 2 + linears / 64 * 4 + rest * 2
     assert _needs("qlora") == (int(base + lora * 16) // 2, 7)
-    on_device, on_host = _needs("qlora", cpu_offload=True)
+    on_device, on_host = _needs("qlora", offload=ALL)
     assert (on_device, on_host) == (lora * 16 // 2, base // 2 + 7)
     # What trains in full beside the adapter is offloaded with its gradients and optimizer state, all in float32.
     in_full = (base + 2 * 1000 * 512 * (16 - 2)) // 2 + 7
-    assert _needs("qlora", cpu_offload=True, in_full=("embed_tokens", "lm_head")) == (on_device, in_full)
+    assert _needs("qlora", offload=ALL, in_full=("embed_tokens", "lm_head")) == (on_device, in_full)
     assert _needs("qlora", on_gpu=False) == (0, int(base + lora * 16) // 2 + 7)
-    assert _needs("full", cpu_offload=True) == (0, (linears + rest) * 16 // 2 + 7)
+    assert _needs("full", offload=ALL) == (0, (linears + rest) * 16 // 2 + 7)
 
 
 def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

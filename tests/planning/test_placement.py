@@ -23,14 +23,17 @@ from fsdp_qlora.planning.placement import (
     choose,
     describe_choice,
     describe_reduction,
+    possible_offloads,
 )
 from fsdp_qlora.ranks.distributed import Ranks, least_over_ranks
-from fsdp_qlora.sharding.model_parts import ModelParts
+from fsdp_qlora.sharding.model_parts import ModelParts, Offload
 
 pytestmark = pytest.mark.quick
 
-DDP, SHARDED, OFFLOADED = Placement("ddp", False), Placement("full_shard", False), Placement("full_shard", True)
-HYBRID = [Placement("hybrid_full_shard", False), Placement("hybrid_full_shard", True)]
+BLOCKS = 36
+ALL = Offload(BLOCKS, embeddings=True)
+DDP, SHARDED, OFFLOADED = Placement("ddp"), Placement("full_shard"), Placement("full_shard", ALL)
+HYBRID = [Placement("hybrid_full_shard"), Placement("hybrid_full_shard", ALL)]
 GIB = 2**30
 
 
@@ -45,18 +48,23 @@ GIB = 2**30
         (("auto", True), 2, [OFFLOADED]),
         (("full_shard", "auto"), 2, [SHARDED, OFFLOADED]),
         (("full_shard", False), 2, [SHARDED]),
-        (("ddp", True), 2, [Placement("ddp", True)]),
-        (("auto", 5), 1, [Placement("full_shard", 5)]),
+        (("ddp", True), 2, [Placement("ddp", ALL)]),
+        (("auto", 5), 1, [Placement("full_shard", Offload(5))]),
     ],
 )
 def test_auto_leaves_open_what_is_not_asked_for(given: Any, ranks: int, expected: list[Placement]) -> None:
-    assert candidates(*given, world_size=ranks, per_node=2, on_gpu=True) == expected
-    # On a CPU nothing is left open.
     strategy, offload = given
+    possible = possible_offloads(offload, BLOCKS)
+    found = candidates(strategy, possible, world_size=ranks, per_node=2, on_gpu=True)
+    assert found == expected
+    # Its options ask for what was chosen; where auto puts nothing on the host it is not left open again.
+    assert found[-1].options["use_cpu_offload"] == (True if offload == "auto" else offload)
+    # On a CPU nothing is left open.
     here = "full_shard" if strategy == "auto" else strategy
-    assert candidates(*given, world_size=ranks, per_node=2, on_gpu=False) == [
-        Placement(here, offload != "auto" and offload)
-    ]
+    assert candidates(strategy, possible, world_size=ranks, per_node=2, on_gpu=False) == [Placement(here, possible[0])]
+    # What is known of no GPU is what was asked for, shared by the most ranks.
+    unknown = choose([Sized(each, GIB) for each in found], None)
+    assert unknown.sharding_strategy == found[-1].sharding_strategy and unknown.offload == possible[0]
 
 
 def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
@@ -73,11 +81,13 @@ def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
 
 
 def test_gradients_that_do_not_fit_unsharded_are_reduced_in_each_micro_batch_before_anything_slower_is_chosen() -> None:
-    found = candidates("auto", "auto", world_size=2, per_node=2, on_gpu=True, accumulates=(True, False))
+    found = candidates("auto", [Offload(), ALL], world_size=2, per_node=2, on_gpu=True, accumulates=(True, False))
     # A rank with a whole model has whole gradients in any case.
     reducing = [each._replace(accumulates=False) for each in (SHARDED, OFFLOADED)]
     assert found == [DDP, SHARDED, reducing[0], OFFLOADED, reducing[1]]
-    assert candidates("auto", False, world_size=1, per_node=1, on_gpu=True, accumulates=(True, False)) == [SHARDED]
+    assert candidates("auto", [Offload()], world_size=1, per_node=1, on_gpu=True, accumulates=(True, False)) == [
+        SHARDED
+    ]
     sized = [Sized(each, needs * GIB) for each, needs in zip(found, (15, 12, 10, 6, 4), strict=True)]
     assert [choose(sized, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [True, True, False, True, False]
     assert str(describe_choice(sized, 13 * GIB)).startswith("Placement: full_shard. With a margin ddp needs 15.0 GiB, ")
@@ -88,7 +98,7 @@ def test_gradients_that_do_not_fit_unsharded_are_reduced_in_each_micro_batch_bef
     )
     # Where the rest is asked for, and where whole modules train.
     assert describe_choice(sized[1:3], 11 * GIB) is None and choose(sized[1:3], None) == SHARDED
-    whole = candidates("auto", "auto", world_size=2, per_node=2, on_gpu=True, accumulates=(False,))
+    whole = candidates("auto", [Offload(), ALL], world_size=2, per_node=2, on_gpu=True, accumulates=(False,))
     sized = [Sized(each, 9 * GIB) for each in whole]
     assert len(whole) == 3 and choose(sized, None) == SHARDED._replace(accumulates=False)
     assert describe_reduction(sized, 1 * GIB) is None and describe_choice(sized, 1 * GIB)
@@ -158,7 +168,7 @@ def test_scores_of_eager_attention_and_all_experts_of_a_mixture_are_counted() ->
 
 def test_what_a_step_holds_follows_from_its_placement() -> None:
     step = Step(
-        precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, cpu_offload=False, num_tokens=4096,
+        precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, offload=Offload(), num_tokens=4096,
         recomputing=36,
     )  # fmt: skip
 
@@ -173,7 +183,7 @@ def test_what_a_step_holds_follows_from_its_placement() -> None:
     found = sizes()
     # No rank has the whole head: 384 tokens of each rank, 4,096 wide, and their gradients.
     assert "head's weights" not in found and found["hidden states exchanged for it"] == 2 * 2 * 384 * 4096 * 2
-    assert sizes(cpu_offload=True)["head's weights"] / GIB == pytest.approx(1.159 / 2, abs=1e-3)
+    assert sizes(offload=ALL)["head's weights"] / GIB == pytest.approx(1.159 / 2, abs=1e-3)
     assert sizes("full")["head's weights"] / GIB == pytest.approx(1.159, abs=1e-3)
     assert found["adapters as gathered"] / GIB == pytest.approx(0.081, abs=1e-3)
     assert found["gathered blocks"] / GIB == pytest.approx(2 * 0.093, abs=2e-3)
