@@ -1,4 +1,4 @@
-"""Writes trl.json: what TRL's trainers log in ten steps from the same adapter on the same pairs.
+"""Writes trl.json: what TRL's trainers log in ten steps from the same adapter on the same pairs, and the adapter then.
 
 In an environment that has TRL besides ours: python -m tests.preferences.make_trl_numbers
 """
@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from tests.preferences.pairs import CASES, STEPS, make_labeled, make_pairs, start_adapter
+from tests.preferences.pairs import CASES, STEPS, make_labeled, make_pairs, sketch, start_adapter
 from tests.tiny import make_model
 
 # Case -> TRL's trainer and configuration, and its names of the case's options.
@@ -37,7 +37,7 @@ TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 KEPT = ("loss", "kl", "grad_norm", "nll_loss", "rewards/", "logps/")
 
 
-def numbers(case: str, model_type: str, folder: Path) -> list[dict[str, float]]:
+def numbers(case: str, model_type: str, folder: Path) -> dict[str, list[Any]]:
     trainer_class, config_class, options = TRAINERS[case]
     base = make_model(folder / model_type, model_type)
     adapter = start_adapter(base, folder / f"{model_type}_start")
@@ -65,10 +65,12 @@ def numbers(case: str, model_type: str, folder: Path) -> list[dict[str, float]]:
     trainer.train()
     logged = [record for record in trainer.state.log_history if "grad_norm" in record]
     # A likelihood of weight 0 is not computed, and is logged as 0.
-    return [
+    steps = [
         {key: value for key, value in record.items() if key.startswith(KEPT) and (key, value) != ("nll_loss", 0)}
         for record in logged
     ]
+    trainer.model.save_pretrained(folder / "trained")
+    return {"steps": steps, "adapter": sketch(folder / "trained")}
 
 
 def main() -> None:
@@ -77,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for case, (model_type, _) in CASES.items():
             found[case] = numbers(case, model_type, Path(folder) / case.replace(" ", "_").replace(",", ""))
-            print(case, found[case][-1], file=sys.stderr)
+            print(case, found[case]["steps"][-1], file=sys.stderr)
     lines = ",\n".join(f"{json.dumps(case)}: {json.dumps(steps)}" for case, steps in found.items())
     Path(__file__).with_name("trl.json").write_text(f"{{\n{lines}\n}}\n")
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from tests.tiny import WORDS, train_ok, write_rows
 
@@ -56,6 +57,13 @@ def options_of_a_run(base: Path, folder: Path, rows: list[dict[str, Any]]) -> di
         "warmup_ratio": 0,
         "num_epochs": STEPS,
     }
+
+
+def sketch(adapter: Path) -> list[float]:
+    """A number of each tensor of an adapter that changes with each of its values: the product with noise."""
+    found, generator = load_file(adapter / "adapter_model.safetensors"), torch.Generator().manual_seed(0)
+    noise = {name: torch.randn(found[name].shape, generator=generator, dtype=torch.float64) for name in sorted(found)}
+    return [float((found[name] * values).sum()) for name, values in noise.items()]
 
 
 def start_adapter(base: Path, output: Path) -> Path:
