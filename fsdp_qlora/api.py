@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from fsdp_qlora.config.cli import make_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, read_records
-from fsdp_qlora.storage.files import read_json
+from fsdp_qlora.storage.files import cache_folder, read_json, staged_file
 
 _MADE_TO_STOP = ("preempted", "interrupted")
 
@@ -56,14 +58,17 @@ def train(config: TrainConfig | str | Path | None = None, **options: Any) -> Tra
     Args:
         config: options that the keywords replace: a YAML file, a name that `fsdp-qlora configs` lists, or a
             TrainConfig, whose fields editors complete and type checkers check.
-        options: the options of `fsdp-qlora train --help`. Lists may be lists.
+        options: the options of `fsdp-qlora train --help`. Lists may be lists. `dataset` and `eval_dataset` may be rows:
+            a list of dicts, a `datasets.Dataset` or a pandas frame. They are kept in the cache, in a file named by
+            their content, so that the same rows resume a run.
     Raises:
         UserError: bad input.
         TrainingError: the run cannot continue, or a process of it has died.
         RunStopped: a signal has stopped it, with a checkpoint.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button, has stopped it, with a checkpoint.
     """
-    chosen = make_train_config(config, options)
+    files = {name: _in_file(options[name]) for name in ("dataset", "eval_dataset") if name in options}
+    chosen = make_train_config(config, options | files)
     if launch.is_started_by_others():
         from fsdp_qlora.run.run import run
 
@@ -71,6 +76,24 @@ def train(config: TrainConfig | str | Path | None = None, **options: Any) -> Tra
     else:
         _run_workers(chosen)
     return read_result(Path(chosen.output_dir), is_preview=chosen.is_preview)
+
+
+def _in_file(rows: Any) -> Any:
+    """The path of a file with these rows; what is no rows is left as it is."""
+    if is_frame := hasattr(rows, "iterrows"):
+        rows = json.loads(rows.to_json(orient="records"))
+    if is_frame or hasattr(rows, "column_names"):
+        from fsdp_qlora.data.files import complete  # slow to import
+
+        rows = [complete(row, ()) for row in rows]
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, Mapping) for row in rows):
+        return rows
+    text = "".join(json.dumps(row, default=str) + "\n" for row in rows)
+    path = cache_folder() / "rows" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with staged_file(path) as partial:
+        partial.write_text(text)
+    return str(path.resolve())
 
 
 def read_result(output_dir: Path, *, is_preview: bool = False) -> TrainResult:

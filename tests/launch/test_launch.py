@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import datasets
+import pandas
 import psutil
 import pytest
 import torch
@@ -18,11 +20,13 @@ from fsdp_qlora.cli.launch import is_from_an_agent
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import restarts
+from fsdp_qlora.data.sources import find_source
 from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks, connect
+from fsdp_qlora.training.trainer import Trainer
 from tests.chaos.harness import is_gone, wait_for
-from tests.tiny import ROOT, _free_port
+from tests.tiny import ROOT, _free_port, make_rows, on_ranks, read_metrics
 
 # Stands for train.py: --name says what a worker does.
 ENTRY = """
@@ -299,6 +303,58 @@ def test_from_python_the_workers_end_is_raised_with_its_reason(status, raised, m
     options = {"dataset": ("a.jsonl:0.7", "b c.jsonl:0.3"), "lr": 1e-3, "output_dir": "x", "double_quant": False}
     assert seen["config"] == seen["again"] == TrainConfig(**options)
     assert signal.getsignal(signal.SIGUSR2) == before
+
+
+ROWS = [{"question": "why?", "answer": "so", "context": None}, {"question": "h\u00f6w", "answer": "no", "context": "x"}]
+IN_MEMORY = {
+    "a list": list,
+    "a table": datasets.Dataset.from_list,
+    "a frame": pandas.DataFrame,
+}
+
+
+@pytest.mark.parametrize("kind", IN_MEMORY)
+def test_rows_in_memory_are_those_of_a_file(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path))
+    monkeypatch.setattr(launch, "is_started_by_others", lambda: False)
+    seen = []
+    monkeypatch.setattr(
+        launch, "run_in_workers", lambda config, argv: seen.append(parse_train_config(argv)) or launch.WorkersEnd(0, "")
+    )
+    for _ in range(2):
+        api.train(dataset=IN_MEMORY[kind](ROWS), eval_dataset="alpaca_demo", output_dir=tmp_path / "x")
+    assert seen[0] == seen[1] and seen[0].eval_dataset == ("alpaca_demo",)
+    read = [entry.row for entry in find_source(seen[0].dataset[0]).entries()]
+    assert [{key: value for key, value in row.items() if value} for row in read] == [
+        {key: value for key, value in row.items() if value} for row in ROWS
+    ]
+
+
+def train_rows(rows, dies, options):
+    """A rank of api.train, which kills itself after a step if it `dies`."""
+    if dies:
+        step = Trainer.train_step
+        Trainer.train_step = lambda *args: os.kill(os.getpid(), signal.SIGKILL) if args[1] == 2 else step(*args)
+    result = api.train(dataset=rows, **options)
+    return 0 if os.environ["RANK"] != "0" or (result.state, result.steps) == ("finished", 4) else 1
+
+
+@pytest.mark.slow
+def test_ranks_of_rows_in_memory_resume_by_content(models, tmp_path, monkeypatch):
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "cache"))
+    rows = make_rows(16)
+    options = {"model_name": models(), "max_steps": 4, "batch_size": 2, "save_steps": 1, "quant_cache": "off"}
+    ends = {}
+    for name, given, dies in (
+        ("whole", rows, False),
+        ("killed", rows, True),
+        ("killed", IN_MEMORY["a frame"](rows), False),
+    ):
+        chosen = options | {"output_dir": tmp_path / name}
+        ends[name], said = on_ranks(2, train_rows, (given, dies, chosen), tmp_path / f"{name}{dies}")
+        assert (ends[name] != [0, 0]) == dies, said
+    assert "Resuming at step 2" in said
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "killed")
 
 
 def test_from_python_a_budget_that_is_used_up_is_a_result(tmp_path, monkeypatch):
