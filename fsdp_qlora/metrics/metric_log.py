@@ -15,9 +15,10 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -47,11 +48,12 @@ class MetricLog:
     As a context manager it closes itself, and marks the run as failed if an exception leaves the block.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, total_steps: int, eval_steps: int = 0) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, total_steps: int, config: Mapping[str, Any] | None = None) -> None:
         self._sinks = list(sinks)
-        self._total_steps, self._eval_steps = total_steps, eval_steps
+        self._total_steps, self._config = total_steps, config or {}
         self._opened = time.monotonic()
         self._evaluation_seconds = 0.0  # of the evaluation before the first step, with its samples
+        self.save_seconds = 0.0  # that training waited for the last save
         self._num_steps, self._has_evaluated = 0, False
         self._recent: deque[float] = deque(maxlen=50)  # seconds of the last steps, without the process's first: warm-up
 
@@ -72,19 +74,24 @@ class MetricLog:
             self._recent.append(seconds)
         elif self._has_evaluated:
             self._evaluation_seconds = max(0.0, time.monotonic() - self._opened - seconds)
-        every, total = self._eval_steps, self._total_steps
-        evaluations = -(-total // every) - record["step"] // every if every else 1
+        evaluations, saves = (
+            -(-self._total_steps // every) - record["step"] // every if every else 1
+            for every in (self._config.get("eval_steps"), self._config.get("save_steps"))
+        )
         steps_seconds = num_left * sum(self._recent) / len(self._recent) if self._recent else None
-        eta_seconds = None if steps_seconds is None else steps_seconds + evaluations * self._evaluation_seconds
+        if steps_seconds and (minutes := self._config.get("save_minutes")):
+            saves += int(steps_seconds / 60 / minutes)
+        others = evaluations * self._evaluation_seconds + saves * self.save_seconds
+        eta_seconds = None if steps_seconds is None else steps_seconds + others
         for sink in self._sinks:
             sink.step(record, eta_seconds)
         if self._num_steps == 3 and steps_seconds and eta_seconds:
-            took = self._evaluation_seconds
+            took, save = self._evaluation_seconds, self.save_seconds
             more = f", {evaluations} evaluations of {took:.0f} s" if took else ""
+            more += f", {saves} saves of {save:.1f} s" if save else "; without saving"
             self.say(
                 f"Estimated time: {_clock(time.monotonic() - self._opened + eta_seconds)} in total, "
-                f"{_clock(eta_seconds)} left ({num_left:,} steps of {steps_seconds / num_left:.2f} s{more}; "
-                "without saving)."
+                f"{_clock(eta_seconds)} left ({num_left:,} steps of {steps_seconds / num_left:.2f} s{more})."
             )
 
     def evaluation(self, record: Record) -> None:
@@ -142,7 +149,7 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
     # metrics.jsonl first, each sink once, and a progress bar if nothing else shows that the run is alive.
     names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) <= ELSEWHERE)])
     opened = [SINKS[sink](options) for sink in names]
-    return MetricLog(opened, total_steps=options.total_steps, eval_steps=options.config.get("eval_steps", 0))
+    return MetricLog(opened, total_steps=options.total_steps, config=options.config)
 
 
 # --- text output ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What surrounds the training of a run: a Guard that ends it in order, and a Recorder that keeps what it makes."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -213,7 +214,9 @@ class Recorder:
 
     def _note_save(self, before: int, save: Callable[[], object]) -> None:
         """Note how long a save takes, and copy what it publishes. before: the step of the last checkpoint."""
+        started = time.monotonic()
         save()
+        self.metrics.save_seconds = max(self.metrics.save_seconds, time.monotonic() - started)
         self.control.saved(self.saver.seconds)
         self.facts.mark("saving")
         self.facts.write()

@@ -131,20 +131,26 @@ def test_ranks_other_than_0_write_and_print_nothing(tmp_path, lines, capfd):
 # --- for people ----------------------------------------------------------------------------------------
 
 
-def test_total_time_counts_steps_and_evaluations(tmp_path, lines, monkeypatch):
+@pytest.mark.parametrize(
+    ("save_seconds", "said"),
+    [
+        (0.0, "0:05:10 in total, 0:03:50 left (100 steps of 2.00 s, 3 evaluations of 10 s; without saving)."),
+        # Saves after steps 40, 80 and 103, and one after two minutes.
+        (6.0, "0:05:34 in total, 0:04:14 left (100 steps of 2.00 s, 3 evaluations of 10 s, 4 saves of 6.0 s)."),
+    ],
+)
+def test_total_time_counts_steps_evaluations_and_saves(save_seconds, said, tmp_path, lines, monkeypatch):
     now = iter([0.0, 70.0, 80.0])  # opened, after the first step of 60 s, when it is said
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
-    log = open_log(tmp_path, total_steps=103, config={"eval_steps": 50})
+    log = open_log(tmp_path, total_steps=103, config={"eval_steps": 50, "save_steps": 40, "save_minutes": 2})
+    log.save_seconds = save_seconds
     log.evaluation({"step": 0, "eval_loss": 1.0})
     for step in range(1, 7):
         log.step(record(step))
         assert len(lines) == 1 + (step >= 3)
     log.close()
     # 80 s have passed, 100 steps of 2 s are left, and evaluations of 10 s after steps 50, 100 and 103
-    said = (
-        "Estimated time: 0:05:10 in total, 0:03:50 left (100 steps of 2.00 s, 3 evaluations of 10 s; without saving)."
-    )
-    assert lines[1] == said
+    assert lines[1] == f"Estimated time: {said}"
 
 
 def test_stdout_has_one_aligned_line_per_step(tmp_path, capsys):
