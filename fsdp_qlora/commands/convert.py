@@ -26,6 +26,7 @@ _TYPE_KEYS = (
 )  # fmt: skip
 # What has to be given: refused until it is.
 _TO_GIVE = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}
+_OF_VALUES = (": expected", "is not a choice", " must be ")  # in a refusal of a value
 
 
 def convert(path: Path) -> str:
@@ -46,7 +47,9 @@ def convert(path: Path) -> str:
     for name, value in entries.items():
         option, ours, reason = _translate(name, value)
         if option and option not in taken:
-            reason = _refusal(option, ours)
+            said = _refusal({option: ours})
+            # What another option must be is said of all in the end.
+            reason = said.rstrip(".") if any(word in said for word in _OF_VALUES) else ""
             taken |= {} if reason else {option: ours}
         if reason:
             left += f"# {name}: {_one_line(value)}  ({reason})\n"
@@ -55,7 +58,7 @@ def convert(path: Path) -> str:
     if taken.keys() & {"project_name", "entity"}:
         taken.setdefault("log_to", ["wandb"])
     taken |= {option: text for option, text in _TO_GIVE.items() if option not in taken}
-    conflicts = _refusal_of_all(taken)
+    conflicts = _refusal(taken)
     return (
         f"# Made of {path.name} by fsdp-qlora convert.\n"
         + yaml.safe_dump(taken, sort_keys=False, allow_unicode=True)
@@ -130,17 +133,8 @@ def _rows(value: Any, option: str) -> tuple[str, Any, str]:
     return option, names, ""
 
 
-def _refusal(option: str, value: Any) -> str:
-    """Why this program does not take a value, in a sentence; "" if it does."""
-    try:
-        make_train_config(None, {option: value})
-    except UserError as error:
-        said = str(error)
-        return said.rstrip(".") if ": expected" in said or "is not a choice" in said or " must be " in said else ""
-    return ""
-
-
-def _refusal_of_all(taken: Mapping[str, Any]) -> str:
+def _refusal(taken: Mapping[str, Any]) -> str:
+    """Why this program does not take these options; "" if it does."""
     try:
         make_train_config(None, taken)
     except UserError as error:
