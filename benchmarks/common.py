@@ -27,7 +27,8 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
-from fsdp_qlora.planning.plan import Machine, Plan, build_plan, place
+from fsdp_qlora.planning.plan import Machine, build_plan, place
+from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.distributed import Ranks, derive_seed

@@ -45,7 +45,7 @@ from benchmarks.peers import measure_peers
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.output.redact import redact
-from fsdp_qlora.planning.plan import Plan
+from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.run.load_model import build_trainer

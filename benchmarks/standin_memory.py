@@ -203,7 +203,8 @@ def plan_of(
 
     from benchmarks.common import random_rows_of
     from fsdp_qlora.config.options import TrainConfig
-    from fsdp_qlora.planning.plan import Machine, build_plan, longest_lengths, place
+    from fsdp_qlora.planning.plan import Machine, build_plan, place
+    from fsdp_qlora.planning.run_plan import longest_lengths
     from fsdp_qlora.ranks import distributed
 
     local = str(ranks // nodes)
@@ -241,7 +242,8 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from fsdp_qlora.data.prepare import RunData
-    from fsdp_qlora.planning.plan import Plan, blocks_to_recompute
+    from fsdp_qlora.planning.plan import blocks_to_recompute
+    from fsdp_qlora.planning.run_plan import Plan
     from fsdp_qlora.ranks import distributed
     from fsdp_qlora.run.load_model import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model

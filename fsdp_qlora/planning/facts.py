@@ -7,7 +7,7 @@ import numpy as np
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.output.environment import describe_environment
-from fsdp_qlora.planning.plan import Plan
+from fsdp_qlora.planning.run_plan import Plan
 
 _MOST_BARS = 40
 

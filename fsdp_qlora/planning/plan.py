@@ -1,15 +1,13 @@
-"""The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory."""
+"""The plan of a model, made before a weight is read: how it is built, where its weights lie, the memory of a rank."""
 
 import dataclasses
 import logging
-import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
@@ -19,29 +17,17 @@ from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.peft_format import peft_config
-from fsdp_qlora.checkpointing.checkpoint import STATE
-from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
 from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.config.marks import of_quantizer
-from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
+from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
-from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.config.train_types import TrainType
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
-from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
-from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.first_adapters import check_fits
-from fsdp_qlora.metrics.metric_log import refuse_sinks
-from fsdp_qlora.metrics.profiling import check_output
 from fsdp_qlora.model import models
 from fsdp_qlora.model.attention import choose, describe_kernel
 from fsdp_qlora.model.precision import PRECISIONS, Precision, choose_precision
-from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
-from fsdp_qlora.output.text import shorten
 from fsdp_qlora.planning import checks, describe, placement
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
@@ -50,11 +36,8 @@ from fsdp_qlora.planning.placement import Placement, Sized
 from fsdp_qlora.quantizers import bnb_4bit
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
-
-_SAMPLE_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -129,126 +112,6 @@ class PlacedModel(ModelPlan):
     placement: Placement
     num_shards: int
     memory: Memory
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that is known before a weight is read."""
-
-    model: PlacedModel
-    data: RunData
-    schedule: Schedule
-    warmup_steps: int
-    questions: tuple[Question, ...] = ()
-    """Of --sample_prompts."""
-
-
-def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
-    """Build the model without weights, tokenize the rows, and describe the run.
-
-    Args:
-        store: of `distributed.connect`; None for a dry run, which is one process.
-    """
-    machine = Machine.of(config, ranks)
-    check_optimizer(config.optimizer, machine.device)
-    refuse_sinks(config.log_to)
-    if config.profile:
-        check_output(config.profiling_output)
-    questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
-    log.info(describe.describe_device(machine.device, machine.world_size))
-    for line in needless_lines(config):
-        log.info(line)
-    model = plan_model(config, machine, store)
-    if needs_merging := describe.describe_servers(model.adapter):
-        log.info(needs_merging)
-    # Before the process group starts, so that no collective waits for the tokenizer.
-    vocab_size = model.meta.model.get_input_embeddings().num_embeddings
-    options = data_options(config, model.folder, model.tokenizer)
-    data = prepare_data(model.tokenizer, options, vocab_size=vocab_size)
-    prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
-    if prompts and config.prompt_template is None and model.tokenizer.chat_template:
-        log.info(prompts)
-    schedule = make_schedule(config, data, machine.world_size)
-    asked = tuple(question for _, question in questions)
-    is_known = data.rows_per_epoch is not None  # of a stream only the first rows are
-    longest = longest_lengths(schedule, data.train_rows, data.train.lengths) if is_known else None
-    placed = place(config, model, longest, store)
-    check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
-    plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked)
-    for line in _describe(plan):
-        is_detail = line.startswith(("Micro-batches", "  "))
-        log.log(logging.DEBUG if is_detail and not config.dry_run else logging.INFO, "%s", line)
-    if OBJECTIVES[config.objective].needs == PAIRS:
-        log.debug("The answers of a pair are computed one by one, each with the prompt.")
-    return plan
-
-
-def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
-    """The options of the rows. By default instructions are filled into the chat template of a model made for chats.
-
-    A run that continues, and an adapter that is trained further, keep their prompts.
-    """
-    options, continued = config.pick(DataOptions), config.output_dir if config.resume == "auto" else config.resume
-    if config.prompt_template is not None or not models.is_made_for_chats(folder, tokenizer):
-        return options
-    if any(_has_plain_prompts(Path(before).expanduser()) for before in (continued, config.adapter) if before):
-        return options
-    return dataclasses.replace(options, prompt_template=CHAT)
-
-
-def _has_plain_prompts(folder: Path) -> bool:
-    """Whether a run, a checkpoint or an adapter was trained on instructions in a prompt template."""
-    records = [read_json(folder / name) for name in (RUN, STATE, RECORD)]
-    return any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in records)
-
-
-def _describe(plan: Plan) -> Iterator[str]:
-    """The lines of the log about rows, steps and memory."""
-    model, data, schedule, here = plan.model, plan.data, plan.schedule, plan.model.machine.gpu_memory
-    sample = describe_sample(data.train, int(data.train_rows[0]), model.tokenizer)
-    yield shorten(sample, num_lines=_SAMPLE_LINES, heading="---")
-    yield schedule.describe(plan.warmup_steps)
-    yield describe.describe_batches(schedule, data.train_rows, data.train.lengths)
-    yield from model.notes
-    on_gpu = model.machine.device.type == "cuda"
-    yield from describe.describe_memory(
-        model.memory, num_shards=model.num_shards, on_gpu=on_gpu, gpu_bytes=here[1] if here else None
-    )
-    ranks, strategy = model.machine.ranks, model.placement.sharding_strategy
-    if (num_nodes := ranks.world_size // ranks.local_world_size) > 1:
-        yield describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes)
-
-
-def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_step: int | None = None) -> Schedule:
-    """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
-    rows = data.rows_per_epoch
-    schedule = config.pick(
-        Schedule,
-        num_rows=rows or 1,
-        world_size=world_size,
-        rows_per_step=rows_per_step,
-        mixture=data.mixture,
-        context_length=config.context_length * OBJECTIVES[config.objective].texts_per_row,
-    )
-    if rows is not None:
-        return schedule
-    return dataclasses.replace(schedule, num_rows=schedule.global_batch_size * config.max_steps)
-
-
-def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
-    if config.warmup_steps >= 0:
-        return config.warmup_steps
-    return math.ceil(config.warmup_ratio * schedule.total_steps)
-
-
-def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:
-    """The plan with the rows per step that the run was started with; None for a new run."""
-    if global_batch_size in (None, plan.schedule.global_batch_size):
-        return plan
-    schedule = make_schedule(config, plan.data, plan.schedule.world_size, rows_per_step=global_batch_size)
-    plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
-    log.info(schedule.describe(plan.warmup_steps))
-    return plan
 
 
 def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) -> ModelPlan:
@@ -395,7 +258,7 @@ def place(
         lengths: tokens of the rows in the longest micro-batch; None for as many and as long rows as the options allow.
         store: by which the ranks agree; None if each decides alone. blocks: as measured for these rows, if they are.
     """
-    lengths = lengths or [config.context_length] * config.batch_size * OBJECTIVES[config.objective].texts_per_row
+    lengths = lengths or longest_allowed(config)
     blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents)
     found = [_placed(config, plan, each, blocks, sum(lengths)) for each in _candidates(config, plan)]
     if len(found) == 1:
@@ -412,6 +275,11 @@ def place(
         lines.insert(0, placement.describe_choice(sized, free))
     [result] = [each for each in found if each.placement == chosen]
     return dataclasses.replace(result, notes=tuple(filter(None, lines)))
+
+
+def longest_allowed(config: TrainConfig) -> list[int]:
+    """Tokens of a micro-batch's rows, as many and as long as the options allow."""
+    return [config.context_length] * config.batch_size * OBJECTIVES[config.objective].texts_per_row
 
 
 def _candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
@@ -455,13 +323,6 @@ def _placed(
     )
     memory = estimate_memory(plan.meta.parts, blocks, step)
     return PlacedModel(**vars(plan), placement=chosen, num_shards=num_shards, memory=memory)
-
-
-def longest_lengths(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """Tokens of the rows in the run's longest micro-batch, padding included."""
-    longest, _ = schedule.longest_micro_batch(rows, lengths)
-    found: list[int] = lengths[longest].tolist()
-    return [max(found)] * len(found) if schedule.padding else found
 
 
 def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:

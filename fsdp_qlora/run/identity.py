@@ -15,7 +15,7 @@ from fsdp_qlora.control import restarts
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.output.environment import versions
-from fsdp_qlora.planning.plan import Plan
+from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.files import fingerprint_files

@@ -22,7 +22,8 @@ from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import compile_gates, describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
-from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, Plan, blocks_to_recompute
+from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, blocks_to_recompute
+from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.parallelize import materialize, shard_model

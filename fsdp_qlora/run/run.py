@@ -29,15 +29,8 @@ from fsdp_qlora.loading.weight_files import Weights, open_weight_files
 from fsdp_qlora.model import models
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import run_facts
-from fsdp_qlora.planning.plan import (
-    ModelPlan,
-    PlacedModel,
-    Plan,
-    check_resources,
-    continued,
-    data_options,
-    make_plan,
-)
+from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, check_resources
+from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.distributed import Ranks

@@ -34,7 +34,7 @@ from fsdp_qlora.errors import ENDINGS, RunStopped
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.quant_cache import CachedWeights
 from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
-from fsdp_qlora.planning.plan import make_plan
+from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.run.run import open_weights

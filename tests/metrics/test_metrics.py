@@ -14,7 +14,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics import metric_log as metrics
 from fsdp_qlora.metrics.metric_log import cut_metrics, open_metric_log
 from fsdp_qlora.metrics.sinks import SinkOptions, named_numbers
-from fsdp_qlora.planning.plan import make_plan
+from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.ranks.distributed import read_ranks
 
 

@@ -22,7 +22,8 @@ from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_al
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.planning.plan import Machine, Plan, build_plan, place
+from fsdp_qlora.planning.plan import Machine, build_plan, place
+from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import local_part
 from fsdp_qlora.run.load_model import build_trainer

@@ -1,0 +1,163 @@
+"""The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from fsdp_qlora.checkpointing.checkpoint import STATE
+from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
+from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import needless_lines
+from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
+from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.data.tokenization import describe_sample
+from fsdp_qlora.generation.prompts import Question, read_questions
+from fsdp_qlora.metrics.metric_log import refuse_sinks
+from fsdp_qlora.metrics.profiling import check_output
+from fsdp_qlora.model import models
+from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
+from fsdp_qlora.output.text import shorten
+from fsdp_qlora.planning import describe
+from fsdp_qlora.planning.plan import Machine, PlacedModel, place, plan_model
+from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.storage.files import read_json
+
+log = logging.getLogger("fsdp_qlora")
+
+_SAMPLE_LINES = 12
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is known before a weight is read."""
+
+    model: PlacedModel
+    data: RunData
+    schedule: Schedule
+    warmup_steps: int
+    questions: tuple[Question, ...] = ()
+    """Of --sample_prompts."""
+
+
+def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
+    """Build the model without weights, tokenize the rows, and describe the run.
+
+    Args:
+        store: of `distributed.connect`; None for a dry run, which is one process.
+    """
+    machine = Machine.of(config, ranks)
+    check_optimizer(config.optimizer, machine.device)
+    refuse_sinks(config.log_to)
+    if config.profile:
+        check_output(config.profiling_output)
+    questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
+    log.info(describe.describe_device(machine.device, machine.world_size))
+    for line in needless_lines(config):
+        log.info(line)
+    model = plan_model(config, machine, store)
+    if needs_merging := describe.describe_servers(model.adapter):
+        log.info(needs_merging)
+    # Before the process group starts, so that no collective waits for the tokenizer.
+    vocab_size = model.meta.model.get_input_embeddings().num_embeddings
+    options = data_options(config, model.folder, model.tokenizer)
+    data = prepare_data(model.tokenizer, options, vocab_size=vocab_size)
+    prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
+    if prompts and config.prompt_template is None and model.tokenizer.chat_template:
+        log.info(prompts)
+    schedule = make_schedule(config, data, machine.world_size)
+    asked = tuple(question for _, question in questions)
+    is_known = data.rows_per_epoch is not None  # of a stream only the first rows are
+    longest = longest_lengths(schedule, data.train_rows, data.train.lengths) if is_known else None
+    placed = place(config, model, longest, store)
+    check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
+    plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked)
+    for line in _describe(plan):
+        is_detail = line.startswith(("Micro-batches", "  "))
+        log.log(logging.DEBUG if is_detail and not config.dry_run else logging.INFO, "%s", line)
+    if OBJECTIVES[config.objective].needs == PAIRS:
+        log.debug("The answers of a pair are computed one by one, each with the prompt.")
+    return plan
+
+
+def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
+    """The options of the rows. By default instructions are filled into the chat template of a model made for chats.
+
+    A run that continues, and an adapter that is trained further, keep their prompts.
+    """
+    options, continued = config.pick(DataOptions), config.output_dir if config.resume == "auto" else config.resume
+    if config.prompt_template is not None or not models.is_made_for_chats(folder, tokenizer):
+        return options
+    if any(_has_plain_prompts(Path(before).expanduser()) for before in (continued, config.adapter) if before):
+        return options
+    return dataclasses.replace(options, prompt_template=CHAT)
+
+
+def _has_plain_prompts(folder: Path) -> bool:
+    """Whether a run, a checkpoint or an adapter was trained on instructions in a prompt template."""
+    records = [read_json(folder / name) for name in (RUN, STATE, RECORD)]
+    return any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in records)
+
+
+def _describe(plan: Plan) -> Iterator[str]:
+    """The lines of the log about rows, steps and memory."""
+    model, data, schedule, here = plan.model, plan.data, plan.schedule, plan.model.machine.gpu_memory
+    sample = describe_sample(data.train, int(data.train_rows[0]), model.tokenizer)
+    yield shorten(sample, num_lines=_SAMPLE_LINES, heading="---")
+    yield schedule.describe(plan.warmup_steps)
+    yield describe.describe_batches(schedule, data.train_rows, data.train.lengths)
+    yield from model.notes
+    on_gpu = model.machine.device.type == "cuda"
+    yield from describe.describe_memory(
+        model.memory, num_shards=model.num_shards, on_gpu=on_gpu, gpu_bytes=here[1] if here else None
+    )
+    ranks, strategy = model.machine.ranks, model.placement.sharding_strategy
+    if (num_nodes := ranks.world_size // ranks.local_world_size) > 1:
+        yield describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes)
+
+
+def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_step: int | None = None) -> Schedule:
+    """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
+    rows = data.rows_per_epoch
+    schedule = config.pick(
+        Schedule,
+        num_rows=rows or 1,
+        world_size=world_size,
+        rows_per_step=rows_per_step,
+        mixture=data.mixture,
+        context_length=config.context_length * OBJECTIVES[config.objective].texts_per_row,
+    )
+    if rows is not None:
+        return schedule
+    return dataclasses.replace(schedule, num_rows=schedule.global_batch_size * config.max_steps)
+
+
+def num_warmup_steps(config: TrainConfig, schedule: Schedule) -> int:
+    if config.warmup_steps >= 0:
+        return config.warmup_steps
+    return math.ceil(config.warmup_ratio * schedule.total_steps)
+
+
+def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) -> Plan:
+    """The plan with the rows per step that the run was started with; None for a new run."""
+    if global_batch_size in (None, plan.schedule.global_batch_size):
+        return plan
+    schedule = make_schedule(config, plan.data, plan.schedule.world_size, rows_per_step=global_batch_size)
+    plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
+    log.info(schedule.describe(plan.warmup_steps))
+    return plan
+
+
+def longest_lengths(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> list[int]:
+    """Tokens of the rows in the run's longest micro-batch, padding included."""
+    longest, _ = schedule.longest_micro_batch(rows, lengths)
+    found: list[int] = lengths[longest].tolist()
+    return [max(found)] * len(found) if schedule.padding else found
