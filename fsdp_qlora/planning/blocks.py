@@ -16,8 +16,7 @@ from fsdp_qlora.data.batches import describe_documents
 from fsdp_qlora.model.attention import EAGER, VARLEN, attending
 from fsdp_qlora.model.fused import set_save_inputs_only
 from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.sharding.model_parts import ModelParts, each_parameter
+from fsdp_qlora.sharding.model_parts import ModelParts, matrix_shapes
 from fsdp_qlora.sharding.recompute import RecomputedBlock
 
 _SEGMENT = 512  # bytes: the allocator of torch rounds to these
@@ -131,14 +130,6 @@ def _guess(block: nn.Module, precision: Precision, num_tokens: int) -> BlockByte
     """From the inputs and outputs of a block's matrices."""
     kept = num_tokens * precision.compute_dtype.itemsize * sum(sum(shape[-2:]) for shape in matrix_shapes(block))
     return BlockBytes(kept, kept, 2 * kept, 2 * kept)
-
-
-def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
-    """The shapes of a module's matrices, adapters' apart, quantized ones as they are decoded."""
-    parameters = [each for each in each_parameter(module) if not each.in_adapter]
-    plain = [each.parameter.shape for each in parameters if each.category in ("frozen", "trainable")]
-    quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
-    return [tuple(shape) for shape in (*quantized, *plain) if len(shape) > 1]
 
 
 def _kind(block: nn.Module) -> Any:

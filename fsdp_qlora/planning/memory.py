@@ -5,17 +5,17 @@ From the model on the meta device and what its blocks were measured to keep and 
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
-from fsdp_qlora.planning.blocks import BlockBytes, matrix_shapes
-from fsdp_qlora.sharding.model_parts import ModelParts, Offload, count_bytes, each_parameter
+from fsdp_qlora.planning.blocks import BlockBytes
+from fsdp_qlora.sharding.model_parts import Kind, ModelParts, Offload
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
@@ -121,19 +121,19 @@ def _weights(parts: ModelParts, step: Step) -> tuple[Sizes, Sizes]:
 
     Gradients and state are where their weights are. Adapters are not offloaded.
     """
-    everywhere = _shards([parts.model], step)
+    everywhere = _shards(parts.kinds(parts.model), step)
     if not step.on_gpu:
         return everywhere, everywhere
-    offloaded = parts.on_host(step.offload)
-    there = _shards(offloaded, step)
-    adapters = _shards([adapter for part in offloaded for adapter in adapter_modules(part)], step)
-    return everywhere, {name: count - adapters.get(name, 0) for name, count in there.items()}
+    there = sum(map(parts.kinds, parts.on_host(step.offload)), Counter[Kind]())
+    return everywhere, _shards({kind: number for kind, number in there.items() if not kind.in_adapter}, step)
 
 
-def _shards(modules: Iterable[nn.Module], step: Step) -> Sizes:
-    counts = count_bytes(nn.ModuleList(modules), step.num_shards)
-    found = {name: counts[category].largest_shard for category, name in _CATEGORIES.items() if category in counts}
-    trainable = found.get(_CATEGORIES["trainable"], 0)
+def _shards(kinds: Mapping[Kind, int], step: Step) -> Sizes:
+    counts: Counter[str] = Counter()
+    for kind, number in kinds.items():
+        counts[kind.category] += number * kind.largest_shard(step.num_shards)
+    found = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
+    trainable = counts["trainable"]
     return {**found, _GRADIENTS: trainable, "optimizer state": int(trainable * OPTIMIZER_STATES[step.optimizer])}
 
 
@@ -150,7 +150,7 @@ def _phases(
     """What comes and goes at each candidate peak."""
     adapters = {"adapters as gathered": _adapters_as_gathered(parts, step)}
     if step.accumulates:
-        adapters["accumulated gradients"] = 4 * _trained_weights(parts.model)
+        adapters["accumulated gradients"] = 4 * _trained_weights(parts, parts.model)
     keeping, recomputing = blocks[step.recomputing :], blocks[: step.recomputing]
     kept = {
         "block inputs": hidden * (min(2, len(blocks)) if step.offloads_activations else len(blocks)),
@@ -162,12 +162,17 @@ def _phases(
         *(each.recomputing - kept["kept activations"] for each in recomputing[-1:]),
     ]
     backward = {"gathered blocks": _gathered_blocks(parts, step), "block at work": max(at_work)}
-    of_head = _trained_weights(parts.head) if parts.head is not None and not parts.is_tied else 0
+    of_head = _trained_weights(parts, parts.head) if parts.head is not None and not parts.is_tied else 0
     states = int(gradients * OPTIMIZER_STATES[step.optimizer])
     return {
         # The head is gathered to be compared with; there is no state yet.
-        "trial": {**adapters, "whole head": _gathered(parts.head or parts.embedding, step) - states},
-        "loss": {**adapters, **kept, **_at_head(parts, step, hidden), "head's gradient": _as_gathered(of_head, step)},
+        "trial": {**adapters, "whole head": _gathered(parts, parts.head or parts.embedding, step) - states},
+        "loss": {
+            **adapters,
+            **kept,
+            **_at_head(parts, step, hidden),
+            "head's gradient": _as_gathered(of_head, step),
+        },
         "head's backward": {
             **adapters,
             **kept,
@@ -179,7 +184,7 @@ def _phases(
         "reduction": {
             **backward,
             "block inputs": hidden,
-            "gradients being reduced": 4 * max(_trained_weights(block) for block in parts.blocks),
+            "gradients being reduced": 4 * max(_trained_weights(parts, block) for block in parts.blocks),
             _GRADIENTS: gradients,
         },
         "optimizer": {_GRADIENTS: gradients},
@@ -208,15 +213,17 @@ def _ends(parts: ModelParts, step: Step) -> int:
     """Bytes of the embeddings or the head, whichever is more, beside the shards, while they are used."""
     shared = is_shared(parts, step.num_shards, step.precision.param_dtype)
     modules = (parts.embedding, parts.head or parts.embedding)
-    found = [0 if elsewhere else _gathered(module, step) for module, elsewhere in zip(modules, shared, strict=True)]
+    found = [
+        0 if elsewhere else _gathered(parts, module, step) for module, elsewhere in zip(modules, shared, strict=True)
+    ]
     if shared[1] and step.offload.embeddings:  # the rank's rows
-        found.append(-(-_gathered(modules[1], step) // step.num_shards))
+        found.append(-(-_gathered(parts, modules[1], step) // step.num_shards))
     return max(found)
 
 
 def _gathered_blocks(parts: ModelParts, step: Step) -> int:
     """Bytes of blocks' unsharded weights beside the shards: the one at work and the next, or all."""
-    sizes = [_gathered(block, step, from_host=step.offload.blocks > 0) for block in parts.blocks]
+    sizes = [_gathered(parts, block, step, from_host=step.offload.blocks > 0) for block in parts.blocks]
     if step.frees_blocks or step.num_shards == 1:
         return max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
     return sum(sizes)
@@ -226,13 +233,13 @@ def _overhead(parts: ModelParts, step: Step) -> int:
     """What the allocator reserves beside what is allocated."""
     if not step.on_gpu:
         return 0
-    whole = max(_trained_weights(block, adapters=False) for block in parts.blocks)
+    whole = max(_trained_weights(parts, block, adapters=False) for block in parts.blocks)
     kind = "host" if step.offload.blocks else "gathered" if step.num_shards > 1 else "device"
-    largest = max(math.prod(shape[-2:]) for shape in matrix_shapes(parts.blocks))
+    largest = max(math.prod(shape[-2:]) for shape in parts.matrices)
     return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + ALLOCATOR["trained"] * 4 * whole)
 
 
-def _gathered(module: nn.Module, step: Step, *, from_host: bool | None = None) -> int:
+def _gathered(parts: ModelParts, module: nn.Module, step: Step, *, from_host: bool | None = None) -> int:
     """Bytes of a module's unsharded weights that are no adapter's; 0 for weights that FSDP2 leaves as they are.
 
     Args:
@@ -241,14 +248,15 @@ def _gathered(module: nn.Module, step: Step, *, from_host: bool | None = None) -
     dtype = step.precision.param_dtype
     is_whole = step.num_shards == 1 and not (step.offload.embeddings if from_host is None else from_host)
     return sum(
-        parameter.numel() * (dtype if dtype and category == "trainable" else parameter.dtype).itemsize
-        for parameter, category, _, in_adapter in each_parameter(module)
-        if not in_adapter and not (is_whole and category != "trainable")
+        number * kind.numel * (dtype if dtype and kind.category == "trainable" else kind.dtype).itemsize
+        for kind, number in parts.kinds(module).items()
+        if not kind.in_adapter and not (is_whole and kind.category != "trainable")
     )
 
 
 def _adapters_as_gathered(parts: ModelParts, step: Step) -> int:
-    return _as_gathered(sum(each.num_weights for each in each_parameter(parts.model) if each.in_adapter), step)
+    adapters = [number * kind.num_weights for kind, number in parts.kinds(parts.model).items() if kind.in_adapter]
+    return _as_gathered(sum(adapters), step)
 
 
 def _as_gathered(weights: int, step: Step) -> int:
@@ -256,6 +264,6 @@ def _as_gathered(weights: int, step: Step) -> int:
     return weights * (step.precision.param_dtype or torch.float32).itemsize
 
 
-def _trained_weights(module: nn.Module, *, adapters: bool = True) -> int:
-    trained = [each for each in each_parameter(module) if each.category == "trainable"]
-    return sum(each.num_weights for each in trained if adapters or not each.in_adapter)
+def _trained_weights(parts: ModelParts, module: nn.Module, *, adapters: bool = True) -> int:
+    trained = [item for item in parts.kinds(module).items() if item[0].category == "trainable"]
+    return sum(number * kind.num_weights for kind, number in trained if adapters or not kind.in_adapter)

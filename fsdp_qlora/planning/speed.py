@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fsdp_qlora.model.attention import head_size
-from fsdp_qlora.planning.blocks import matrix_shapes
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
-from fsdp_qlora.sharding.model_parts import ModelParts, each_parameter
+from fsdp_qlora.sharding.model_parts import ModelParts
 
 # Fitted to the published runs together with `Gpu.achieved`.
 _MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
@@ -87,8 +86,8 @@ def size_of(parts: ModelParts) -> Size:
     """The size of a built model; of a mixture's experts those that work on a token."""
     text = parts.model.config.get_text_config()
     active = getattr(text, "num_experts_per_tok", None) or math.inf
-    counted = [each for block in parts.blocks for each in each_parameter(block)]
-    shapes = matrix_shapes(parts.blocks)
+    kinds = [item for block in parts.blocks for item in parts.kinds(block).items()]
+    shapes = parts.matrices
     shares = [min(1.0, active / shape[0]) if len(shape) == 3 else 1.0 for shape in shapes]
     return Size(
         blocks=len(parts.blocks),
@@ -96,8 +95,8 @@ def size_of(parts: ModelParts) -> Size:
         attended=text.num_attention_heads * head_size(parts.model.config),
         linear=int(sum(share * math.prod(shape) for share, shape in zip(shares, shapes, strict=True))),
         head=parts.embedding.weight.numel(),  # type: ignore[operator]
-        adapter=sum(each.num_weights for each in counted if each.in_adapter),
-        stored=sum(each.parameter.numel() * each.parameter.element_size() for each in counted if not each.in_adapter),
-        is_decoded=any(each.category == "codes" for each in counted),
-        trains_all=any(each.category == "trainable" and not each.in_adapter for each in counted),
+        adapter=sum(number * kind.num_weights for kind, number in kinds if kind.in_adapter),
+        stored=sum(number * kind.num_bytes for kind, number in kinds if not kind.in_adapter),
+        is_decoded=any(kind.category == "codes" for kind, _ in kinds),
+        trains_all=any(kind.category == "trainable" and not kind.in_adapter for kind, _ in kinds),
     )

@@ -1,9 +1,12 @@
 """The parts of a built model, found once, and its parameters by category: for sharding, the plan and the proof."""
 
+import functools
 import math
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -34,6 +37,7 @@ class ModelParts:
     embedding: nn.Module
     head: nn.Module | None
     is_tied: bool
+    _kinds: dict[nn.Module, "Counter[Kind]"] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelParts":
@@ -60,9 +64,42 @@ class ModelParts:
         number = offload.blocks
         return [self.blocks[(2 * index + 1) * len(self.blocks) // (2 * number)] for index in range(number)]
 
+    def kinds(self, module: nn.Module) -> "Counter[Kind]":
+        """How many parameters of each kind a part of the built model has; kept, as a plan asks hundreds of times."""
+        if module not in self._kinds:
+            self._kinds[module] = kinds_of(module)
+        return self._kinds[module]
 
-@dataclass(frozen=True)
-class CategoryBytes:
+    @functools.cached_property
+    def matrices(self) -> list[tuple[int, ...]]:
+        """The shapes of the blocks' matrices."""
+        return matrix_shapes(self.blocks)
+
+
+class Kind(NamedTuple):
+    """What parameters have in common; the fields are those of `Counted` and the parameter's own."""
+
+    category: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_weights: int
+    in_adapter: bool
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def largest_shard(self, num_shards: int) -> int:
+        """Bytes on the fullest rank (the first)."""
+        _, rows = shard_bounds(self.shape[0], rank=0, size=num_shards)
+        return rows * (self.num_bytes // max(self.shape[0], 1))
+
+
+class CategoryBytes(NamedTuple):
     """Bytes of one category. largest_shard: bytes on the fullest rank (the first)."""
 
     total: int
@@ -118,14 +155,27 @@ def count_parameters(parts: ModelParts) -> dict[str, int]:
     }
 
 
+def kinds_of(module: nn.Module) -> Counter[Kind]:
+    """How many parameters of each kind a module has."""
+    return Counter(
+        Kind(category, tuple(parameter.shape), parameter.dtype, num_weights, in_adapter)
+        for parameter, category, num_weights, in_adapter in each_parameter(module)
+    )
+
+
 def count_bytes(model: nn.Module, num_shards: int) -> dict[str, CategoryBytes]:
     """Bytes by category of a model, sharded or on the meta device, over `num_shards` ranks."""
     counts: dict[str, CategoryBytes] = {}
-    for parameter, category, *_ in each_parameter(model):
-        row_bytes = parameter.numel() // max(parameter.shape[0], 1) * parameter.element_size()
-        _, rows = shard_bounds(parameter.shape[0], rank=0, size=num_shards)
-        so_far = counts.get(category, CategoryBytes(0, 0))
-        counts[category] = CategoryBytes(
-            so_far.total + parameter.shape[0] * row_bytes, so_far.largest_shard + rows * row_bytes
-        )
+    for kind, number in kinds_of(model).items():
+        total, largest = counts.get(kind.category, CategoryBytes(0, 0))
+        more = number * kind.num_bytes, number * kind.largest_shard(num_shards)
+        counts[kind.category] = CategoryBytes(total + more[0], largest + more[1])
     return counts
+
+
+def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
+    """The shapes of a module's matrices, adapters' apart, quantized ones as they are decoded."""
+    parameters = [each for each in each_parameter(module) if not each.in_adapter]
+    plain = [each.parameter.shape for each in parameters if each.category in ("frozen", "trainable")]
+    quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
+    return [tuple(shape) for shape in (*quantized, *plain) if len(shape) > 1]
