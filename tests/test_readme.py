@@ -124,7 +124,7 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(12))
     train_ok(1, tmp_path / "run", model_name=models(), dataset=rows, max_steps=1, eval_fraction=0.1)
     for number, (_, command, *words) in enumerate(lines):
-        if command in ("merge", "gguf", "generate"):
+        if command in ("merge", "gguf", "generate", "evaluate"):
             # As in training's commands, the folders and files that a reader has are replaced.
             merged, out = tmp_path / "merged", tmp_path / f"{number}.out"
             stand_ins = {
@@ -132,11 +132,14 @@ def test_every_command_beside_training_runs_on_a_tiny_model(
                 "model": merged,
                 "base": models(),
                 "verify": rows,
+                "dataset": rows,
+                "model_name": models(),
                 "prompts": rows,
             }
             stand_ins["out"] = merged if command == "merge" and not merged.exists() else out
             words += flags(**{name: value for name, value in stand_ins.items() if f"--{name}" in words})
-            words += flags(max_new_tokens=2, nproc_per_node=1) if command == "generate" else []
+            words += flags(max_new_tokens=2) if command == "generate" else []
+            words += flags(nproc_per_node=1) if command in ("generate", "evaluate") else []
         elif command in ("quantize", "expand", "export"):  # MODEL --out DIR
             source = tmp_path / "run" if command == "export" else models()
             words[0], words[words.index("--out") + 1] = str(source), str(tmp_path / str(number))

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.cli import plan, train
 from fsdp_qlora.cli.launch import relaunch_if_needed
-from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.cli import parse_train_config, run_options, trained_model_options
 from fsdp_qlora.config.conflicts import adapter_folder
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import describe_config, shipped_configs
@@ -39,48 +38,6 @@ class Command(NamedTuple):
     run: Callable[[Any], int | None]
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     takes_training_options: bool = False
-
-
-# --- the options of the run that an adapter or a model comes from ---
-
-
-def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
-    """The options of an adapter's run, as far as its files may say them (config.marks.Mark); those in `words` win.
-
-    They are in config.yaml of the run's folder, or in the training.json that goes with the adapter. One without both
-    is on an unquantized base, which its own configuration names, unless `words` say otherwise.
-
-    Args:
-        starts_from_it: set --adapter, so that a run with these options starts from it.
-    Raises:
-        UserError: as parse_train_config, or the adapter's folder does not say what its base is.
-    """
-    if not adapter.is_dir():
-        raise UserError(f"--adapter {adapter}: there is no such folder.")
-    found = [path for folder in (adapter, adapter.resolve().parent) if (path := folder / "config.yaml").is_file()]
-    own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
-    words = [*words, *(own if starts_from_it else ("--adapter", "none"))]
-    return parse_train_config(words, found[0] if found else _recorded(adapter))
-
-
-def generation_options(folder: Path | None, words: list[str]) -> TrainConfig:
-    """The options with which `generate` loads an adapter, a trained or merged model, or a base without either."""
-    if folder is None:
-        return parse_train_config(words)
-    if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
-        return run_options(folder, words, starts_from_it=True)
-    given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
-    own = ["--model_name", str(folder), "--llama_pro_path", "none", "--adapter", "none"]
-    noted = folder / "config.yaml"
-    return parse_train_config([*words, *given, *own], noted if noted.is_file() else None)
-
-
-def _recorded(adapter: Path) -> dict[str, Any]:
-    """The options of a run without its folder, from the files beside its adapter."""
-    config, record = read_config(adapter), read_record(adapter)
-    settings = record.get("settings") or {"train_type": "dora" if config.get("use_dora") else "lora"}
-    base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
-    return settings | ({"model_name": base} if base else {})
 
 
 # --- export ---
@@ -217,27 +174,15 @@ def _gguf(args: argparse.Namespace) -> None:
 
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--adapter",
-        metavar="DIR",
-        help="folder of an adapter or a run, or a name on the hub; without it the base answers",
-    )
+    parser.add_argument("--adapter", metavar="DIR", help="adapter, run or model, or a name on the hub; else the base")
     parser.add_argument("--prompt", metavar="TEXT", help="one question; the answer goes to stdout as it comes")
     parser.add_argument("--prompts", metavar="FILE", help="file of questions, .jsonl or one in each line")
     parser.add_argument("--out", metavar="FILE", help="file for the answers to --prompts, .jsonl")
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
+    parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token")
     parser.add_argument(
-        "--max_new_tokens", type=int, default=256, metavar="N", help="length of an answer (default: 256)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 always takes the likeliest token (default: 0)"
-    )
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw from the likeliest tokens with this share (default: 1)",
+        "--top_p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens with this share"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
 
@@ -249,7 +194,6 @@ def _generate(args: argparse.Namespace) -> int | None:
     may be given too, such as --model_name, --nproc_per_node, --use_cpu_offload, --prompt_template and --batch_size
     (prompts per process at a time).
     """
-    train.set_torch_variables()
     if bool(args.prompts) != bool(args.out):
         raise UserError("--prompts FILE and --out FILE go together.")
     if args.prompt is not None and args.prompts:
@@ -258,46 +202,68 @@ def _generate(args: argparse.Namespace) -> int | None:
         raise UserError(f"--out {args.out} exists already. Give another file.")
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
         raise UserError("--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above 0 and at most 1.")
+    return _with_model("generate", args, _answer)
+
+
+def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]) -> int | None:
+    """Start the processes of a command, or as one of them call `use` with the options, the model's, the ranks and the
+    adapter's folder."""
+    train.set_torch_variables()
     folder = adapter_folder(args.adapter) if args.adapter else None
-    config = generation_options(folder, args.training_options)
-    if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", "generate"))) is not None:
+    config = trained_model_options(folder, args.training_options)
+    if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))) is not None:
         return status
-    _answer(args, config, folder)
-    return None
-
-
-def _answer(args: argparse.Namespace, config: TrainConfig, folder: Path | None) -> None:
-    """Load the model and answer. Called on every rank."""
-    from fsdp_qlora.commands.generate import LoadedModel, answer_file, chat
-    from fsdp_qlora.generation.generate import SamplingOptions
-    from fsdp_qlora.generation.prompts import question, read_questions
     from fsdp_qlora.ranks.distributed import read_ranks, set_up_logging, stop_process_group
 
     ranks = read_ranks(config.device)
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
+    use(args, config, ranks, folder)
+    stop_process_group()
+    return None
+
+
+def _answer(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: Path | None) -> None:
+    """Load the model and answer. Called on every rank."""
+    from fsdp_qlora.commands.generate import LoadedModel, answer_file, chat
+    from fsdp_qlora.generation.generate import SamplingOptions
+    from fsdp_qlora.generation.prompts import question, read_questions
+
     rows = read_questions(Path(args.prompts)) if args.prompts else []  # before anything is loaded
     sampling = SamplingOptions(args.max_new_tokens, args.temperature, args.top_p, args.seed)
-    level = log.level
-    if not config.verbose:
-        log.setLevel(logging.WARNING)  # how a model is loaded is of no use for its answer
     model = LoadedModel(config, ranks, sampling, folder)
-    log.setLevel(level)
-    adapter = f" with {folder}" if folder and config.adapter else ""
-    log.info(
-        "%s%s (%s, %d process%s)",
-        config.model,
-        adapter,
-        config.train_type,
-        ranks.world_size,
-        "es" * (ranks.world_size > 1),
-    )
     if args.prompts:
         answer_file(model, rows, Path(args.out), config.batch_size)
     elif args.prompt is not None:
         model.stream(question(args.prompt, system=args.system), 0, sys.stdout)
     else:
         chat(model, args.system)
-    stop_process_group()
+
+
+# --- evaluate ---
+
+
+def _evaluate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="DIR", help="as for generate; without it the base is measured")
+    parser.add_argument("--dataset", nargs="+", metavar="ROWS", required=True, help="as in training, or NAME=ROWS")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _evaluate(args: argparse.Namespace) -> int | None:
+    """Measure a base, an adapter or a merged model on each dataset: loss per token (in nats) and perplexity. The model
+    is loaded as `generate` does, sharded over all GPUs, and the rows are read as in training. Every option of training
+    may be given too, such as --model_name, --nproc_per_node, --dataset_samples, --context_length and --batch_size.
+    """
+    args.training_options += ["--dataset", *args.dataset]
+    return _with_model("evaluate", args, _measure)
+
+
+def _measure(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: Path | None) -> None:
+    """Load the model and measure it. Called on every rank."""
+    from fsdp_qlora.commands.evaluate import describe, measure
+
+    found = measure(config, ranks, folder)
+    if ranks.is_rank_0:
+        print(json.dumps(found, indent=2) if args.json else describe(found))
 
 
 # --- report ---
@@ -463,6 +429,7 @@ COMMANDS = {
     "merge": Command("merge an adapter into its base", _merge, _merge_options, takes_training_options=True),
     "gguf": Command("write a merged model or an adapter for llama.cpp", _gguf, _gguf_options),
     "generate": Command("generate text", _generate, _generate_options, takes_training_options=True),
+    "evaluate": Command("measure loss and perplexity", _evaluate, _evaluate_options, takes_training_options=True),
     "report": Command("draw the curves of runs, side by side, in one HTML file", _report, _report_options),
     "quantize": Command("save a model in 4 bits", _quantize, _quantize_options),
     "expand": Command("add identity blocks (LLaMA Pro)", _expand, _expand_options),

@@ -4,12 +4,13 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import exits
@@ -18,7 +19,7 @@ from fsdp_qlora.generation.generate import Answer, SamplingOptions, Stops, TextG
 from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format, question
 from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
-from fsdp_qlora.planning.plan import Machine, place, plan_model
+from fsdp_qlora.planning.plan import Machine, PlacedModel, place, plan_model
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
 from fsdp_qlora.ranks.distributed import Ranks
@@ -31,35 +32,56 @@ log = logging.getLogger("fsdp_qlora")
 _IDLE_MINUTES = 7 * 24 * 60  # how long a chat waits for its user
 
 
+def load_trained(
+    config: TrainConfig, ranks: Ranks, folder: Path | None, prepare: Callable[[PlacedModel], object] = lambda plan: None
+) -> PlacedModel:
+    """Load a model as it was trained, and log in one line which it is. Called on every rank.
+
+    Args:
+        folder: of the adapter or the trained model, with its tokenizer; None for a base.
+        prepare: called before weights are fetched and ranks wait for each other.
+    """
+    level = log.level
+    if not config.verbose:
+        log.setLevel(logging.WARNING)  # how a model is loaded is of no use for its answer
+    configure_kernels()
+    store = distributed.connect(ranks, timeout_minutes=_IDLE_MINUTES)
+    with distributed.kept_until_all_connect(store, ranks):
+        plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
+        if folder is not None and (folder / "tokenizer_config.json").is_file():
+            tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
+            plan = dataclasses.replace(plan, tokenizer=tokenizer)
+        prepare(plan)
+        hub.fetch_weights(config.model, plan.folder, ranks=ranks, store=store)
+        weights = open_weights(plan)
+    distributed.start_process_group(ranks, store, timeout_minutes=_IDLE_MINUTES)
+    with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
+        load_model(dataclasses.replace(config, use_gradient_checkpointing=False), plan, weights, ranks)
+    distributed.release_loading_memory(ranks.device)
+    if (plan.folder / "generation_config.json").is_file():
+        plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
+    log.setLevel(level)
+    adapter = f" with {folder}" if folder and config.adapter else ""
+    processes = f"{ranks.world_size} process{'es' * (ranks.world_size > 1)}"
+    log.info("%s%s (%s, %s)", config.model, adapter, config.train_type, processes)
+    return plan
+
+
 class LoadedModel:
     """A model that answers. Every rank makes one, and calls the same methods.
 
     Args:
-        folder: of the adapter or the trained model, with its tokenizer and the format of its prompts; None for a base.
+        folder: as for `load_trained`, with the format of its prompts.
     """
 
     def __init__(self, config: TrainConfig, ranks: Ranks, sampling: SamplingOptions, folder: Path | None) -> None:
-        configure_kernels()
-        store = distributed.connect(ranks, timeout_minutes=_IDLE_MINUTES)
-        with distributed.kept_until_all_connect(store, ranks):
-            plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
-            hub.fetch_weights(config.model, plan.folder, ranks=ranks, store=store)
-            weights = open_weights(plan)
-        distributed.start_process_group(ranks, store, timeout_minutes=_IDLE_MINUTES)
-        with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
-            load_model(dataclasses.replace(config, use_gradient_checkpointing=False), plan, weights, ranks)
-        distributed.release_loading_memory(ranks.device)
-        self.ranks, self.sampling = ranks, sampling
-        tokenizer, noted = plan.tokenizer, None
-        if folder is not None and (folder / "tokenizer_config.json").is_file():
-            tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
+        plan = load_trained(config, ranks, folder)
+        self.ranks, self.sampling, noted = ranks, sampling, None
         if folder is not None and config.prompt_template is None:
             noted = read_json(folder / "training.json").get("prompt")
+        tokenizer, model = plan.tokenizer, plan.meta.model
         record = noted or chosen_format(config.dataset_format, config.prompt_template, tokenizer)
         self.format = PromptFormat(tokenizer, record)
-        model = plan.meta.model
-        if (plan.folder / "generation_config.json").is_file():
-            model.generation_config = type(model.generation_config).from_pretrained(plan.folder)
         self.stops = Stops(tokenizer, model, self.format.stop_text)
         self._generator = TextGenerator(model, ranks, plan.precision, self.stops, sampling)
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 
 import yaml
 
+from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.other_programs import OTHER_NAMES, Advice, advise
@@ -62,6 +63,45 @@ def parse_train_config(argv: list[str], result: Path | Mapping[str, object] | No
     errors += [f"--{name}: expected a value." for name, values in flags.items() if not values]
     errors += _unknown_flags(unknown)
     return _checked(TrainConfig(**(given := _convert(settings, errors))), errors, given)
+
+
+def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
+    """The options of an adapter's run, as far as its files may say them (config.marks.Mark); those in `words` win.
+
+    They are in config.yaml of the run's folder, or in the training.json that goes with the adapter. One without both
+    is on an unquantized base, which its own configuration names, unless `words` say otherwise.
+
+    Args:
+        starts_from_it: set --adapter, so that a run with these options starts from it.
+    Raises:
+        UserError: as parse_train_config, or the adapter's folder does not say what its base is.
+    """
+    if not adapter.is_dir():
+        raise UserError(f"--adapter {adapter}: there is no such folder.")
+    found = [path for folder in (adapter, adapter.resolve().parent) if (path := folder / "config.yaml").is_file()]
+    own = ["--adapter", str(adapter), "--output_dir", str(adapter / "unused")]
+    words = [*words, *(own if starts_from_it else ("--adapter", "none"))]
+    return parse_train_config(words, found[0] if found else _recorded(adapter))
+
+
+def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:
+    """The options with which an adapter, a trained or merged model, or a base without either is loaded."""
+    if folder is None:
+        return parse_train_config(words)
+    if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
+        return run_options(folder, words, starts_from_it=True)
+    given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
+    own = ["--model_name", str(folder), "--llama_pro_path", "none", "--adapter", "none"]
+    noted = folder / "config.yaml"
+    return parse_train_config([*words, *given, *own], noted if noted.is_file() else None)
+
+
+def _recorded(adapter: Path) -> dict[str, Any]:
+    """The options of a run without its folder, from the files beside its adapter."""
+    config, record = read_config(adapter), read_record(adapter)
+    settings = record.get("settings") or {"train_type": "dora" if config.get("use_dora") else "lora"}
+    base = record.get("base", {}).get("name") or config.get("base_model_name_or_path")
+    return settings | ({"model_name": base} if base else {})
 
 
 def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str, object]) -> TrainConfig:

@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fsdp_qlora.__main__ import main
-from fsdp_qlora.cli.commands import generation_options
+from fsdp_qlora.config.cli import trained_model_options
 from fsdp_qlora.config.conflicts import adapter_folder
 from fsdp_qlora.config.text import identity_settings, resolved_options
 from fsdp_qlora.generation.generate import Samples, SamplingOptions
@@ -119,7 +119,7 @@ def test_an_adapter_answers_the_same_from_its_run_an_export_an_upload_and_the_hu
     monkeypatch.setattr(hub, "ask_hub", lambda name, kind: None)
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **options: str(uploaded))
     own = ["--model_name", str(base)]
-    roads = [generation_options(adapter_folder(str(road)), own) for road in (run, exported, uploaded, "owner/name")]
+    roads = [trained_model_options(adapter_folder(str(road)), own) for road in (run, exported, uploaded, "owner/name")]
     settings = [identity_settings(resolved_options(config))[0] for config in roads]
     assert settings == [settings[0]] * 4 and settings[0]["precision"] == "fp32"
     options = {"prompt": "sort the", "model_name": base}

@@ -79,6 +79,7 @@ def test_the_files_of_a_result_cannot_let_its_models_code_run(
     for argv in (
         ["generate", *flags(adapter=run, prompt="red", nproc_per_node=1)],
         ["generate", *flags(adapter=run / "best", prompt="red", nproc_per_node=1)],
+        ["evaluate", *flags(adapter=published, dataset=rows, nproc_per_node=1)],
         ["merge", *flags(adapter=published), *out],
         ["merge", *flags(adapter=run), *out],
         ["export", str(run), *out],
