@@ -33,6 +33,7 @@ OTHER_FLAGS = {
     *("gpu", "gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "auto", "explain"),  # plan's
     *("base", "verify", "dtype", "model", "type"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
+    *("tasks", "limit", "num_fewshot"),  # evaluate
     *("logdir", "shm-size", "ipc"),  # tensorboard, docker
     *("report", "nightly", "shape"),  # benchmarks, the tests
     *("config", "help", "dry_run"),

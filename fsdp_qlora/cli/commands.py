@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,14 +83,8 @@ def _merge_options(parser: argparse.ArgumentParser) -> None:
         help="what the adapter is added to: the weights in the base's files, or these after the run's quantization, "
         "which the adapter was trained on (default: original; with --verify, the better one)",
     )
-    parser.add_argument(
-        "--dtype", choices=["auto", *_DTYPES], default="auto", help="of the merged weights; auto is that of the base"
-    )
-    parser.add_argument(
-        "--verify",
-        metavar="ROWS",
-        help="compare both bases with the trained model on a file of rows: loss, and divergence of the predictions",
-    )
+    parser.add_argument("--dtype", choices=["auto", *_DTYPES], default="auto", help="auto is that of the base")
+    parser.add_argument("--verify", metavar="ROWS", help="compare both bases with the trained model: loss, divergence")
     parser.add_argument("--verify_rows", type=int, default=64, metavar="N", help="rows to compare on (default: 64)")
 
 
@@ -181,9 +176,7 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token")
-    parser.add_argument(
-        "--top_p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens with this share"
-    )
+    parser.add_argument("--top_p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this share")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
 
 
@@ -202,12 +195,11 @@ def _generate(args: argparse.Namespace) -> int | None:
         raise UserError(f"--out {args.out} exists already. Give another file.")
     if args.max_new_tokens < 1 or args.temperature < 0 or not 0 < args.top_p <= 1:
         raise UserError("--max_new_tokens is 1 or more, --temperature 0 or more, and --top_p above 0 and at most 1.")
-    return _with_model("generate", args, _answer)
+    return _with_model("generate", args, partial(_answer, args))
 
 
 def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]) -> int | None:
-    """Start the processes of a command, or as one of them call `use` with the options, the model's, the ranks and the
-    adapter's folder."""
+    """Start the processes of a command, or as one of them call `use` with the model's options, ranks and folder."""
     train.set_torch_variables()
     folder = adapter_folder(args.adapter) if args.adapter else None
     config = trained_model_options(folder, args.training_options)
@@ -217,7 +209,7 @@ def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]
 
     ranks = read_ranks(config.device)
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
-    use(args, config, ranks, folder)
+    use(config, ranks, folder)
     stop_process_group()
     return None
 
@@ -244,26 +236,36 @@ def _answer(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: P
 
 def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", metavar="DIR", help="as for generate; without it the base is measured")
-    parser.add_argument("--dataset", nargs="+", metavar="ROWS", required=True, help="as in training, or NAME=ROWS")
+    parser.add_argument("--dataset", nargs="+", metavar="ROWS", default=[], help="as in training, or NAME=ROWS")
+    parser.add_argument(
+        "--tasks", type=lambda text: text.split(","), default=[], help="names of lm-eval's, with commas"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="the first questions of each task, this many")
+    parser.add_argument("--num_fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _evaluate(args: argparse.Namespace) -> int | None:
-    """Measure a base, an adapter or a merged model on each dataset: loss per token (in nats) and perplexity. The model
-    is loaded as `generate` does, sharded over all GPUs, and the rows are read as in training. Every option of training
-    may be given too, such as --model_name, --nproc_per_node, --dataset_samples, --context_length and --batch_size.
+    """Measure a base, an adapter or a merged model: loss per token (in nats) and perplexity on each dataset, and tasks
+    of lm-eval. The model is loaded as `generate` does, sharded over all GPUs, and rows are read as in training. Every
+    option of training may be given too, such as --model_name, --nproc_per_node, --dataset_samples, --context_length and
+    --batch_size.
     """
-    args.training_options += ["--dataset", *args.dataset]
-    return _with_model("evaluate", args, _measure)
+    if not args.dataset and not args.tasks:
+        raise UserError("Give --dataset ROWS, --tasks NAMES, or both.")
+    if args.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UserError('--tasks needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"')
+    args.training_options += ["--dataset", *args.dataset] if args.dataset else []
 
+    def show(config: TrainConfig, ranks: Any, folder: Path | None) -> None:
+        from fsdp_qlora.commands.evaluate import describe, measure
 
-def _measure(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: Path | None) -> None:
-    """Load the model and measure it. Called on every rank."""
-    from fsdp_qlora.commands.evaluate import describe, measure
+        of_tasks = {"limit": args.limit, "num_fewshot": args.num_fewshot}
+        found = measure(config, ranks, folder, args.dataset, args.tasks, **of_tasks)
+        if ranks.is_rank_0:
+            print(json.dumps(found, indent=2) if args.json else describe(found))
 
-    found = measure(config, ranks, folder)
-    if ranks.is_rank_0:
-        print(json.dumps(found, indent=2) if args.json else describe(found))
+    return _with_model("evaluate", args, show)
 
 
 # --- report ---
@@ -271,9 +273,7 @@ def _measure(args: argparse.Namespace, config: TrainConfig, ranks: Any, folder: 
 
 def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run's --output_dir; also while it trains")
-    parser.add_argument(
-        "--out", metavar="FILE", help="default: report.html in the run's folder; of several runs, in this one"
-    )
+    parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder; of several, here")
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -310,12 +310,8 @@ def _folders(args: argparse.Namespace) -> tuple[str, Path]:
 def _quantize_options(parser: argparse.ArgumentParser) -> None:
     _folder_options(parser)
     parser.add_argument("--quant_type", choices=["nf4", "fp4"], default="nf4", help="4-bit format (default: nf4)")
-    parser.add_argument(
-        "--double_quant", choices=["true", "false"], default="true", help="quantize the scales too (default: true)"
-    )
-    parser.add_argument(
-        "--trust_remote_code", choices=["true", "false"], default="false", help="as in training (default: false)"
-    )
+    parser.add_argument("--double_quant", choices=["true", "false"], default="true", help="quantize the scales too")
+    parser.add_argument("--trust_remote_code", choices=["true", "false"], default="false", help="as in training")
 
 
 def _quantize(args: argparse.Namespace) -> None:
@@ -332,9 +328,7 @@ def _quantize(args: argparse.Namespace) -> None:
 
 def _expand_options(parser: argparse.ArgumentParser) -> None:
     _folder_options(parser)
-    parser.add_argument(
-        "--expansion_rate", type=float, default=0.1, help="new blocks as a share of the model's (default: 0.1)"
-    )
+    parser.add_argument("--expansion_rate", type=float, default=0.1, help="new blocks per block (default: 0.1)")
 
 
 def _expand(args: argparse.Namespace) -> None:
@@ -429,7 +423,9 @@ COMMANDS = {
     "merge": Command("merge an adapter into its base", _merge, _merge_options, takes_training_options=True),
     "gguf": Command("write a merged model or an adapter for llama.cpp", _gguf, _gguf_options),
     "generate": Command("generate text", _generate, _generate_options, takes_training_options=True),
-    "evaluate": Command("measure loss and perplexity", _evaluate, _evaluate_options, takes_training_options=True),
+    "evaluate": Command(
+        "measure loss and perplexity, or tasks", _evaluate, _evaluate_options, takes_training_options=True
+    ),
     "report": Command("draw the curves of runs, side by side, in one HTML file", _report, _report_options),
     "quantize": Command("save a model in 4 bits", _quantize, _quantize_options),
     "expand": Command("add identity blocks (LLaMA Pro)", _expand, _expand_options),

@@ -20,7 +20,7 @@ from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
 from fsdp_qlora.commands.model_folder import build_plain_model
-from fsdp_qlora.data.batches import IGNORE_INDEX
+from fsdp_qlora.data.batches import IGNORE_INDEX, collate
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import prompt_record
@@ -62,12 +62,8 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     noted = read_json(merge.adapter.path / RECORD).get("prompt")
     if noted and noted != prompt_record(report.dataset_format, find_template(options.prompt_template)):
         log.warning("The prompts of %s are not in the format of the training: see --prompt_template.", rows_file)
-    found = []
-    for start, end in zip(rows.offsets[:-1], rows.offsets[1:], strict=True):
-        ids = torch.from_numpy(rows.input_ids[start:end].astype(np.int64))
-        learned = torch.from_numpy(rows.learned[start:end].copy())
-        found.append(VerifyRow(ids, torch.where(learned, ids, IGNORE_INDEX)[1:]))
-    return sorted(found, key=lambda row: len(row.ids))
+    batches = [collate(rows, [row], pad_token_id=0) for row in np.argsort(rows.lengths, kind="stable")]
+    return [VerifyRow(batch["input_ids"][0], batch["labels"][0, 1:]) for batch in batches]
 
 
 def compare(merge: Merge, rows: list[VerifyRow], ranks: Ranks, mesh: DeviceMesh, dtype: torch.dtype | None) -> str:

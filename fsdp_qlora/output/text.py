@@ -67,6 +67,7 @@ def shorten(text: str, *, num_lines: int, heading: str) -> str:
 def quiet_libraries() -> None:
     """Suppress libraries' messages that look like failures and are not. Call it before they are imported."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_of_use)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that others have loaded
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

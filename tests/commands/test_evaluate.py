@@ -16,6 +16,7 @@ from tests.reference import batch_loss, encode, load_base, load_decoded_base, pe
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]
+LENGTH = 6
 SETS = {"first": make_rows(7), "second": make_rows(4, seed=5)}
 
 
@@ -74,3 +75,70 @@ def test_rows_that_are_not_there_are_refused_before_weights_are_read(
         (base / name).write_bytes((models() / name).read_bytes())
     assert main(["evaluate", *flags(model_name=base, dataset=tmp_path / "none.jsonl", nproc_per_node=1)]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_tasks_of_lm_eval_score_as_one_process_of_transformers_does(
+    models: Models, adapter: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval")
+    model = PeftModel.from_pretrained(load_base(models(), four_bit=False), adapter).eval()
+    tokenizer = AutoTokenizer.from_pretrained(models())
+    words = [row["output"] for row in make_rows(24, seed=3)]
+    docs: list[dict[str, Any]] = []
+    for number, (first, *choices) in enumerate(zip(words[:11], words[5:16], words[12:23], strict=True)):
+        question = f"{first} is"
+        answer = generated(model, tokenizer, question) + "!" * (number == 4)  # one that no model gives
+        docs.append(
+            {"question": question, "choices": [f" {word}" for word in choices], "label": number % 2}
+            | {"answer": answer}
+        )
+    rows = write_rows(tmp_path / "docs.jsonl", docs)
+    common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}}, "test_split": "test"}
+    common |= {"doc_to_text": "question"}
+    choice = {"task": "choice", "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label"}
+    text = {"task": "text", "output_type": "generate_until", "generation_kwargs": {"max_gen_toks": LENGTH, "until": []}}
+    text |= {"doc_to_target": "answer"}
+    for task, metric in ((choice, "acc"), (text, "exact_match")):  # YAML is JSON too
+        content = common | task | {"metric_list": [{"metric": metric}]}
+        (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(content))
+    right = sum(best_choice(model, tokenizer, doc) == doc["label"] for doc in docs)
+    assert 0 < right < len(docs)
+    for ranks in (1, 2):
+        tasks = f"{tmp_path}/choice.yaml,{tmp_path}/text.yaml"
+        found = measured(ranks, tmp_path / str(ranks), adapter=adapter, tasks=tasks)
+        assert found["choice"]["acc"] == pytest.approx(right / len(docs))
+        assert found["text"]["exact_match"] == pytest.approx(10 / 11)
+
+
+@torch.no_grad()
+def best_choice(model: torch.nn.Module, tokenizer: Any, doc: dict[str, Any]) -> int:
+    """The choice with the highest log-probability after the question."""
+    scores = []
+    for choice in doc["choices"]:
+        ids = tokenizer(doc["question"] + choice, return_tensors="pt")["input_ids"]
+        start = len(tokenizer(doc["question"])["input_ids"])
+        logps = model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1)
+        scores.append(logps.gather(1, ids[0, 1:, None])[start - 1 :].sum().item())
+    return max(range(len(scores)), key=scores.__getitem__)
+
+
+def generated(model: torch.nn.Module, tokenizer: Any, text: str) -> str:
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    made = model.generate(input_ids=ids, max_new_tokens=LENGTH, do_sample=False, pad_token_id=1)
+    return str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_unknown_tasks_and_a_missing_package_are_refused_at_once(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["evaluate", *flags(model_name=models())]) == 2
+    assert "--tasks NAMES" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["evaluate", *flags(model_name=models(), tasks="arc_easy")]) == 2
+    assert 'pip install "fsdp_qlora[lm-eval]"' in capsys.readouterr().err
+    monkeypatch.undo()
+    pytest.importorskip("lm_eval")
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "none.jsonl")}}}
+    (tmp_path / "broken.yaml").write_text(json.dumps({"task": "broken", "test_split": "test"} | source))
+    own = {"model_name": tmp_path / "none", "tasks": tmp_path / "broken.yaml", "nproc_per_node": 1}
+    assert main(["evaluate", *flags(**own)]) == 2 and "lm-eval cannot load" in capsys.readouterr().err
