@@ -34,11 +34,16 @@ from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.ranks.distributed import Ranks, first_failure, gather_texts
-from fsdp_qlora.storage.files import write_json
+from fsdp_qlora.storage.files import read_json, write_json
 
 log = logging.getLogger("fsdp_qlora")
 
 _MAX_FAILED_STARTS = 3  # without progress: the first start and two restarts
+_NOT_SEEN = (
+    "Rank {rank}'s machine does not see {path}, the output_dir of rank 0. Of whole modules, and of 8-bit optimizer "
+    "states, every rank writes its part of a checkpoint: give an --output_dir on a file system that all machines "
+    "share, or train an adapter without --modules_to_save and with another --optimizer."
+)
 _FAILED = ("running", "failed", "out_of_memory", "hung")  # states of starts that were not asked to end
 
 
@@ -144,7 +149,9 @@ class RunFolder:
             raise UserError(answer["message"])
         raise RunStopped(answer["ending"], answer["message"])
 
-    def prepare(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
+    def prepare(
+        self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool, all_write: bool = False
+    ) -> None:
         """Create the folder, remove an earlier run's results, and write `files` (name -> text). Every rank calls it.
 
         Called when the model is loaded and verified: a run that cannot load removes nothing.
@@ -152,8 +159,9 @@ class RunFolder:
         Args:
             identity: for run.json, which is written first and makes the folder this run's.
             keep_run: remove nothing, since the run in the folder continues.
+            all_write: each rank will write its part of a checkpoint, so every machine must see the folder.
         Raises:
-            UserError: the folder cannot be written; the same on every rank.
+            UserError: the folder cannot be written, or not seen; the same on every rank.
         """
         failure = None
         if self.ranks.is_rank_0:
@@ -165,6 +173,12 @@ class RunFolder:
                 publish_files(self.path, lambda into: [(into / name).write_text(text) for name, text in files.items()])
             except (OSError, TrainingError) as error:
                 failure = f"output_dir {self.path} cannot be written: {error}"
+        self._raise_first(failure)
+        if all_write:
+            is_seen = read_json(self.path / RUN).get("run_id") == identity["run_id"]
+            self._raise_first(None if is_seen else _NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
+
+    def _raise_first(self, failure: str | None) -> None:
         if self.ranks.world_size > 1:
             failure = first_failure(failure, self.ranks.device)
         if failure:

@@ -132,7 +132,8 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     if start.folder:  # before a file of an earlier run is removed
         state.check(Path(start.folder), start.tensors)
     files = {"config.yaml": resolved_yaml(config), **plan.data.files()}
-    guard.folder.prepare(files, identity, keep_run=not start.is_new)
+    all_write = plan.model.trains_whole_modules or config.optimizer.endswith("_8bit")
+    guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
     guard.facts.describe(lambda: run_facts(plan))
     form = result_form(config, plan.model, resolved_options(config))
     samples = open_samples(config, plan, trainer, folder)

@@ -4,13 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_qlora.checkpointing import checkpoint, resume, run_folder
 from fsdp_qlora.checkpointing.resume import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.distributed import read_ranks
+from fsdp_qlora.ranks.distributed import Ranks, read_ranks
 from fsdp_qlora.storage.files import write_hashed_json
 
 
@@ -59,6 +60,19 @@ def test_the_lock_keeps_a_second_run_out_and_leaves_nothing_behind(tmp_path: Pat
             pass
         assert folder.is_dir()
     assert not (tmp_path / "a").exists()
+
+
+def test_a_machine_that_does_not_see_the_folder_is_refused_where_every_rank_writes(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "first", Ranks(0, 0, 1, 1, torch.device("cpu")), StartRequest({}))
+    second = RunFolder(tmp_path / "second", Ranks(1, 0, 1, 1, torch.device("cpu")), StartRequest({}))
+    first.prepare({}, {"run_id": "abc"}, keep_run=False, all_write=True)
+    second.prepare({}, {"run_id": "abc"}, keep_run=False)
+    with pytest.raises(UserError, match="Rank 1's machine does not see"):
+        second.prepare({}, {"run_id": "abc"}, keep_run=False, all_write=True)
+    shutil.copytree(first.path, second.path)
+    second.prepare({}, {"run_id": "abc"}, keep_run=False, all_write=True)
+    with pytest.raises(UserError, match="does not see"):  # an earlier run's
+        second.prepare({}, {"run_id": "abd"}, keep_run=False, all_write=True)
 
 
 def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
