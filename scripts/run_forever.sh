@@ -6,9 +6,12 @@
 #     bash scripts/run_forever.sh output torchrun -m fsdp_qlora train --train_type qlora --dataset alpaca --output_dir output
 #
 # Exit status: 0 when the run is finished, else that of the last start. Ctrl-C, SIGTERM or SIGHUP ends the run,
-# with a checkpoint, and this script.
+# with a checkpoint, and this script. With --once before OUTPUT_DIR the command is started once, for schedulers that
+# restart by the exit status: torchrun's own is 1 for every failure.
 set -u
-output_dir="${1:?usage: run_forever.sh OUTPUT_DIR COMMAND...}"
+once=""
+[ "${1:-}" = --once ] && once=1 && shift
+output_dir="${1:?usage: run_forever.sh [--once] OUTPUT_DIR COMMAND...}"
 shift
 export FSDP_QLORA_AUTO_RESTART=1 # a start that has made no progress three times is refused
 child=""
@@ -29,6 +32,7 @@ launch() {
 pause="${RUN_FOREVER_PAUSE:-5}"
 early=0
 while :; do
+    started=$SECONDS
     before=$(cksum "$output_dir/status.json" 2>/dev/null)
     launch "$@"
     wait "$child"
@@ -42,14 +46,19 @@ while :; do
     code=$(field exit_code)
     [ -n "$state" ] && [ "$code" -gt 0 ] 2>/dev/null && [ "$status" -ne 0 ] && status=$code
     [ "$status" -eq 0 ] && exit 0
-    [ -n "$stopped" ] && exit "$status"
+    [ -n "$stopped$once" ] && exit "$status"
     case "$status" in
     2 | 3 | 4 | 130) # bad input, budget used up, no progress, Ctrl-C
         echo "run_forever: not started again (exit status $status)." >&2
         exit "$status"
         ;;
     esac
-    [ -n "$state" ] && early=0 || early=$((early + 1))
+    # On the machines without OUTPUT_DIR, only the time says that it has trained.
+    if [ -n "$state" ] || [ $((SECONDS - started)) -ge "${RUN_FOREVER_EARLY:-300}" ]; then
+        early=0
+    else
+        early=$((early + 1))
+    fi
     if [ "$early" -ge 3 ]; then
         echo "run_forever: not started again, since three starts have ended before they began to train." >&2
         exit "$status"

@@ -152,6 +152,22 @@ def test_run_forever_starts_again_what_may_still_finish(plan: list[str], code: i
     assert (tmp_path / "STARTS").read_text().count("start") == len(plan)
 
 
+def test_run_forever_goes_on_where_another_machine_has_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "PLAN").write_text("- - 1\n" * 4 + "- - 0\n")
+    (tmp_path / "fake.sh").write_text(FAKE)
+    command = ["bash", str(ROOT / "scripts/run_forever.sh"), "out", "bash", "fake.sh"]
+    environment = {**os.environ, "RUN_FOREVER_PAUSE": "0", "RUN_FOREVER_EARLY": "0"}  # each start has been long enough
+    assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True).returncode == 0
+
+
+def test_run_forever_once_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "PLAN").write_text("preempted 75 1\nbad_input 2 1\nfinished 0 0\n- - 1\n")
+    (tmp_path / "fake.sh").write_text(FAKE)
+    command = ["bash", str(ROOT / "scripts/run_forever.sh"), "--once", "out", "bash", "fake.sh"]
+    assert [subprocess.run(command, cwd=tmp_path, capture_output=True).returncode for _ in range(4)] == [75, 2, 0, 1]
+
+
 def test_run_forever_can_be_stopped_in_its_pause(tmp_path: Path) -> None:
     (tmp_path / "PLAN").write_text("- - 1\n" * 3)
     (tmp_path / "fake.sh").write_text(FAKE)
