@@ -34,7 +34,8 @@ OTHER_FLAGS = {
     *("base", "verify", "dtype", "model", "type"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("tasks", "limit", "num_fewshot"),  # evaluate
-    *("logdir", "shm-size", "ipc"),  # tensorboard, docker
+    *("logdir", "shm-size", "ipc", "build-arg", "gpus"),  # tensorboard, docker
+    *("node_rank", "once", "nodes", "gpus-per-node", "env"),  # torchrun, run_forever.sh, SLURM, SkyPilot
     *("report", "nightly", "shape"),  # benchmarks, the tests
     *("config", "help", "dry_run"),
 }
