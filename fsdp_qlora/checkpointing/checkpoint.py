@@ -19,14 +19,13 @@ from typing import Any
 from safetensors import safe_open
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import FileRecord, publish_folder, read_file, write_hashed_json
+from fsdp_qlora.storage.files import FileRecord, publish_folder, read_file, record_of, write_hashed_json
 
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 _SHARD_NAME = re.compile(r"state_\d{5}\.safetensors")
 _STEP_NAME = re.compile(r"step_(\d{6,})")
 _SET_ASIDE = ".set_aside"
-_CHUNK_BYTES = 2**22
 
 
 class DamagedCheckpoint(ValueError):
@@ -85,14 +84,9 @@ def remove_leftovers(root: Path) -> None:
 # --- writing ---
 
 
-def staging_folder(root: Path, step: int) -> Path:
-    """Where checkpoint `step` is written before it is published."""
-    return root / f".step_{step:06d}.writing"
-
-
-def fetching_folder(root: Path, step: int) -> Path:
-    """Where checkpoint `step` is copied to from a mirror before it is published."""
-    return root / f".step_{step:06d}.fetching"
+def staging_folder(root: Path, step: int, action: str = "writing") -> Path:
+    """Where checkpoint `step` is before it is published. action: writing, or fetching from a mirror."""
+    return root / f".step_{step:06d}.{action}"
 
 
 def publish_checkpoint(staging: Path, target: Path, files: Mapping[str, FileRecord]) -> None:
@@ -167,16 +161,6 @@ def records_of(paths: Sequence[Path]) -> list[FileRecord]:
     """The sizes and hashes of files, each by a thread: hashing lets other threads run."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(record_of, paths))
-
-
-def record_of(path: Path) -> FileRecord:
-    """The size and hash of a file."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileRecord(size, digest.hexdigest())
 
 
 def check_files(folder: Path, expected: Mapping[str, FileRecord]) -> None:

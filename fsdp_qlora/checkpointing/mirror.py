@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
 from fsdp_qlora.checkpointing import checkpoint
-from fsdp_qlora.checkpointing.checkpoint import MANIFEST, fetching_folder
+from fsdp_qlora.checkpointing.checkpoint import MANIFEST, staging_folder
 from fsdp_qlora.checkpointing.run_folder import CHECKPOINTS, RUN, STATUS
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
@@ -167,7 +167,7 @@ class Store:
         """The content of the store's run.json; empty if there is none."""
         try:
             identity: dict[str, Any] = json.loads(self.read(RUN) or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise OSError(f"{RUN} there cannot be read ({error})") from error
         return identity
 
@@ -258,12 +258,6 @@ class HubStore(Store):
         super().__init__(f"hf://{repo}")
         self.repo = repo
 
-    def put(self, source: Path, folder: str) -> None:
-        self.put_all({folder: source}, [], f"Add {folder}")
-
-    def delete(self, folder: str) -> None:
-        self.put_all({}, [folder], f"Delete {folder}")
-
     def put_all(self, folders: Mapping[str, Path], outdated: Sequence[str], message: str) -> None:
         added = [
             CommitOperationAdd(f"{folder}/{path.name}".lstrip("/"), path)
@@ -309,7 +303,7 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
     """
     root = output_dir / CHECKPOINTS
     steps = [step for step in reversed(store.steps()) if step > later_than]
-    newest = next((step for step in steps if _fetch_step(store, step, fetching_folder(root, step))), -1)
+    newest = next((step for step in steps if _fetch_step(store, step, staging_folder(root, step, "fetching"))), -1)
     if steps and newest < 0:
         return False
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -319,8 +313,9 @@ def fetch(store: Store, output_dir: Path, *, later_than: int = -1) -> bool:
             with staged_file(output_dir / name) as partial:
                 partial.write_text(text)
     if newest >= 0:
-        flush_files(fetching_folder(root, newest))
-        publish_folder(fetching_folder(root, newest), checkpoint.step_folder(root, newest))
+        fetched = staging_folder(root, newest, "fetching")
+        flush_files(fetched)
+        publish_folder(fetched, checkpoint.step_folder(root, newest))
     return True
 
 

@@ -93,7 +93,7 @@ def errors_explained(output_dir: Path) -> Iterator[None]:
             "unreadable",
             f"The run in {output_dir} cannot be used now: {error}. No checkpoint was renamed. Try again.",
         ) from error
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"{output_dir / RUN}, {STATUS} beside it or a checkpoint makes no sense: {error!r}. Restore the original, "
             "or start from zero with --resume off --overwrite_output_dir true."

@@ -87,11 +87,8 @@ def _rows_per_step(options: Mapping[str, Any], world_size: int) -> int:
 
 
 def _removed(name: str, value: object) -> str:
-    return (
-        ", and this version cannot resume it"
-        if name == "optimizer" and value not in get_args(option_types()["optimizer"])
-        else ""
-    )
+    is_known = name != "optimizer" or value in get_args(option_types()["optimizer"])
+    return "" if is_known else ", and this version cannot resume it"
 
 
 def _shown(value: object) -> str:
@@ -105,8 +102,5 @@ def refuse(folder: Path | str, differences: list[str]) -> NoReturn:
     if isinstance(folder, Path):
         run = folder.parents[1] if folder.parent.name == CHECKPOINTS else folder
         advice += f" To train its adapter further, as a new run, give another --output_dir and --adapter {run}."
-    raise UserError(
-        f"{folder} belongs to {kind} run with other settings:\n  "
-        + "\n  ".join([*differences, ""]).rstrip(" ")
-        + advice
-    )
+    lines = "\n  ".join(["", *differences])
+    raise UserError(f"{folder} belongs to {kind} run with other settings:{lines}\n{advice}")

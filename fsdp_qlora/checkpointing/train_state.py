@@ -45,7 +45,6 @@ from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm
 
 # Parameter name -> state key -> description of the stored entry.
 _Layout = dict[str, dict[str, dict[str, Any]]]
-DESCRIPTION_KEYS = ("files", "is_sharded", "shapes", "layout", "groups")  # of what `TrainState.write` returns
 _PARAMETER = "parameter"  # the key of the parameter itself
 START = "start.safetensors"  # the factors that were subtracted from the base on loading, where there are any
 

@@ -122,6 +122,6 @@ def read_cache(path: Path) -> tuple[TokenizedRows, DataReport] | None:
         return rows, DataReport(**{**fields, "parts": [SourceFile(**part) for part in fields["parts"]]})
     except FileNotFoundError:
         return None
-    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         warn_from_any_rank(f"The tokenized rows in {path} are damaged ({error}): making them again.")
         return None

@@ -94,7 +94,7 @@ class WeightFiles:
             weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
             names = sorted(set(weight_map.values()))
             outside = [name for name in names if Path(name).name != name]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{index} is not a safetensors index: {error!r}. {_DOWNLOAD_AGAIN}") from error
         if outside:
             raise UserError(f"{index} names {outside[0]!r}, which is not a file of its folder. {_DOWNLOAD_AGAIN}")

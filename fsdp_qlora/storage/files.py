@@ -18,6 +18,7 @@ from fsdp_qlora.output.redact import redact_values
 PARTIAL = ".partial"
 _HEAD_BYTES = 2**20  # holds the names, types and shapes of all tensors of a usual file
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
+_CHUNK_BYTES = 2**22
 _URLS = ("s3", "gcs", "gs", "az", "sftp")  # of those that fsspec opens, which can be written to
 
 
@@ -26,6 +27,16 @@ class FileRecord(NamedTuple):
 
     size: int
     sha256: str
+
+
+def record_of(path: Path) -> FileRecord:
+    """The size and hash of a file."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileRecord(size, digest.hexdigest())
 
 
 def flush(path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_new_machine_gets_what_the_old_one_had(store: Store, add_step: Callabl
     # Cut off before its manifest, the copy of a checkpoint is none, and is completed by the next update.
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / checkpoint.STATE).write_text("{}")
-    store.put(tmp_path / "part", f"{CHECKPOINTS}/step_000003")
+    store.put_all({f"{CHECKPOINTS}/step_000003": tmp_path / "part"}, [], "cut off")
     assert store.steps() == [1, 2]
     store.update(run)
     assert store.run() == {"run_id": "abc"} and store.steps() == [2, 3]
@@ -149,7 +149,7 @@ def test_a_new_machine_gets_what_the_old_one_had(store: Store, add_step: Callabl
     store.delete_later_than(2)
     assert store.steps() == [2]
     (tmp_path / "part" / "run.json").write_text('{"run_id"')
-    store.put(tmp_path / "part", "")
+    store.put_all({"": tmp_path / "part"}, [], "cut off")
     with pytest.raises(OSError, match=r"run\.json there cannot be read"):
         store.run()
     store.delete_later_than(-1)

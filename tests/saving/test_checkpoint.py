@@ -89,7 +89,7 @@ def test_leftovers_of_an_early_kill_are_ignored(tmp_path: Path, monkeypatch: pyt
     (out / run_folder.RUN).rename(out / ".run.json.partial")
     (out / ".saving").mkdir()
     (out / run_folder.STATUS).touch()
-    checkpoint.fetching_folder(out / run_folder.CHECKPOINTS, 1).mkdir(parents=True)
+    checkpoint.staging_folder(out / run_folder.CHECKPOINTS, 1, "fetching").mkdir(parents=True)
     run_folder.check_usable(out, overwrite=False)
     make(out / run_folder.CHECKPOINTS, 1)
     with pytest.raises(UserError, match="is not empty"):
