@@ -33,7 +33,7 @@ from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_difference
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
 from fsdp_qlora.output.redact import redact
-from fsdp_qlora.ranks.distributed import Ranks, first_failure, gather_texts
+from fsdp_qlora.ranks.distributed import Ranks, failing_alike, gather_texts
 from fsdp_qlora.storage.files import read_json, write_json
 
 log = logging.getLogger("fsdp_qlora")
@@ -93,12 +93,11 @@ class RunFolder:
             UserError: the folder is in use, cannot be written, or holds something other than this run; or there is no
                 folder to resume from.
         """
-        origin = self.request.origin
-        if self._is_on_this_machine and origin is not None and not origin.is_dir():
-            raise UserError(
-                f"--resume {origin}: there is no such folder. Give a checkpoint's or a run's folder, auto or off."
-            )
         if self._is_on_this_machine:
+            if (origin := self.request.origin) is not None and not origin.is_dir():
+                raise UserError(
+                    f"--resume {origin}: there is no such folder. Give a checkpoint's or a run's folder, auto or off."
+                )
             with errors_explained(self.path):
                 check_usable(self.path, overwrite=self.request.overwrite or _continues(self.path, self.request))
         self._refuse_another_run({})
@@ -163,26 +162,22 @@ class RunFolder:
         Raises:
             UserError: the folder cannot be written, or not seen; the same on every rank.
         """
-        failure = None
-        if self.ranks.is_rank_0:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                if not keep_run:
-                    remove_run(self.path)
-                write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
-                publish_files(self.path, lambda into: [(into / name).write_text(text) for name, text in files.items()])
-            except (OSError, TrainingError) as error:
-                failure = f"output_dir {self.path} cannot be written: {error}"
-        self._raise_first(failure)
-        if all_write:
-            is_seen = read_json(self.path / RUN).get("run_id") == identity["run_id"]
-            self._raise_first(None if is_seen else _NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
+        with failing_alike(UserError, self.ranks.device):
+            if self.ranks.is_rank_0:
+                self._write(files, identity, keep_run=keep_run)
+        with failing_alike(UserError, self.ranks.device):
+            if all_write and read_json(self.path / RUN).get("run_id") != identity["run_id"]:
+                raise UserError(_NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
 
-    def _raise_first(self, failure: str | None) -> None:
-        if self.ranks.world_size > 1:
-            failure = first_failure(failure, self.ranks.device)
-        if failure:
-            raise UserError(failure)
+    def _write(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not keep_run:
+                remove_run(self.path)
+            write_json(self.path / RUN, {**identity, "started_from": self.request.resume})
+            publish_files(self.path, lambda into: [(into / name).write_text(text) for name, text in files.items()])
+        except (OSError, TrainingError) as error:
+            raise UserError(f"output_dir {self.path} cannot be written: {error}") from error
 
 
 def _continues(output_dir: Path, request: StartRequest) -> bool:

@@ -30,8 +30,6 @@ from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
 log = logging.getLogger("fsdp_qlora")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
 MIN_BACKGROUND_BYTES = 2**26  # a smaller state is written in less time than a step takes
 _Part = tuple[tuple[bool, str] | None, dict[str, Any]]  # a rank's failure, and the records of its files
 

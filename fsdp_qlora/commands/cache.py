@@ -21,7 +21,7 @@ def list_entries(root: Path) -> list[dict[str, Any]]:
         if state == "complete":
             try:
                 description = read_description(folder)
-            except (OSError, ValueError, KeyError):
+            except (OSError, ValueError, KeyError, RecursionError):
                 state = "damaged"
         size = sum(path.stat().st_size for path in folder.iterdir())
         used = folder / CHECKSUMS if (folder / CHECKSUMS).is_file() else folder

@@ -20,7 +20,7 @@ from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, tensor_difference
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.ranks.distributed import derive_seed, first_failure, own_rows, store_rows
+from fsdp_qlora.ranks.distributed import derive_seed, failing_alike, own_rows, store_rows
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -174,10 +174,8 @@ def _rows(
 @contextlib.contextmanager
 def _agreed(adapter: PretrainedAdapter, device: torch.device) -> Iterator[None]:
     """Raise the same error on every rank if one of them fails in the block, which has no collectives."""
-    failure = None
-    try:
-        yield
-    except (OSError, SafetensorError, UserError) as error:
-        failure = str(error)
-    if failure := first_failure(failure, device):
-        raise UserError(f"--adapter {adapter.folder} cannot be used: {failure}. Restore the file.")
+    with failing_alike(UserError, device):
+        try:
+            yield
+        except (OSError, SafetensorError, UserError) as error:
+            raise UserError(f"--adapter {adapter.folder} cannot be used: {error}. Restore the file.") from error

@@ -27,7 +27,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
-from fsdp_qlora.ranks.distributed import Ranks, first_failure, gather_texts, shard_rank, shard_size
+from fsdp_qlora.ranks.distributed import Ranks, failing_alike, gather_numbers, gather_texts, shard_rank, shard_size
 from fsdp_qlora.storage.files import cache_folder, file_identity, free_disk, publish_folder, write_hashed_json
 from fsdp_qlora.storage.safetensors_files import PackedFiles
 
@@ -217,16 +217,14 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
 @contextlib.contextmanager
 def _together(root: Path, mesh: DeviceMesh) -> Iterator[None]:
     """Raise Unavailable on every rank of a shard group if the block, which has no collectives, fails on one."""
-    failure = None
-    try:
-        yield
-    except (Unavailable, UserError) as error:
-        failure = str(error)
-    except OSError as error:
-        advice = "give another folder with --quant_cache, or off"
-        failure = f"{root} cannot be written ({error.strerror or error}); {advice}"
-    if failure := first_failure(failure, torch.device(mesh.device_type), mesh["shard"].get_group()):
-        raise Unavailable(failure)
+    with failing_alike(Unavailable, torch.device(mesh.device_type), mesh["shard"].get_group()):
+        try:
+            yield
+        except UserError as error:
+            raise Unavailable(str(error)) from error
+        except OSError as error:
+            advice = "give another folder with --quant_cache, or off"
+            raise Unavailable(f"{root} cannot be written ({error.strerror or error}); {advice}") from error
 
 
 def _begin(target: Path, files: PackedFiles, cleanup: contextlib.ExitStack) -> None:
@@ -281,7 +279,7 @@ def load_or_create(
     folder = root / cache_key(layers, weights.files, weights.sources, kernels)
     is_there = os.path.isfile(folder / CHECKSUMS)  # False also where the folder may not be read
     # Without a shared folder, some nodes may lack the entry.
-    if not first_failure(None if is_there else "absent", ranks.device):
+    if gather_numbers([is_there], ranks.device).all():
         own = [name for weight, layer in layers.items() for name in packed_forms(weight, layer)]
         if _load_entry(folder, own, weights, load_weights, ranks):
             return
@@ -305,17 +303,15 @@ def _load_entry(
     Args:
         own: the tensors that it must have.
     """
-    failure = None
     try:
-        cached = CachedWeights(folder, weights.files)
-        if absent := sorted(set(own) - cached.files.keys()):
-            raise DamagedEntry(f"{absent[0]} is not in it")
-        load_weights(weights=Weights(cached, {**weights.sources, **{name: name for name in own}}, packed=True))
+        with failing_alike(DamagedEntry, ranks.device):
+            cached = CachedWeights(folder, weights.files)
+            if absent := sorted(set(own) - cached.files.keys()):
+                raise DamagedEntry(f"{absent[0]} is not in it")
+            load_weights(weights=Weights(cached, {**weights.sources, **{name: name for name in own}}, packed=True))
     except DamagedEntry as error:
-        failure = str(error)
-    if failure := first_failure(failure, ranks.device):
         log.warning(
-            "The quantized cache %s is damaged (%s). It is made again from the model's own weights.", folder, failure
+            "The quantized cache %s is damaged (%s). It is made again from the model's own weights.", folder, error
         )
         if ranks.local_rank == 0:
             shutil.rmtree(folder, ignore_errors=True)

@@ -37,6 +37,14 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def make_deterministic() -> None:
+    """Make torch use deterministic kernels only, and raise if there is none. Call it before the GPU is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace for it
+    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers passes it on to flash-attn
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+
+
 def configure_kernels() -> None:
     """Choose among torch's GPU kernels for this process.
 

@@ -94,14 +94,6 @@ def set_up_logging(ranks: Ranks, *, verbose: bool, stream: TextIO | None = None)
         log.addHandler(logging.NullHandler())
 
 
-def make_deterministic() -> None:
-    """Make torch use deterministic kernels only, and raise if there is none. Call it before the GPU is used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs a fixed workspace for it
-    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers passes it on to flash-attn
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
-
-
 def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float = MAX_WAIT_MINUTES) -> dist.Store:
     """The store of this start, for communication before there is a process group. Rank 0's process hosts it.
 
@@ -421,9 +413,19 @@ def gather_numbers(
     return everyone.view(-1, mine.numel()).cpu()
 
 
-def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-    """The failure of the first rank that has one, on every rank of the group; None if there is none."""
-    return next(filter(None, gather_texts(failure or "", device, group)), None)
+@contextlib.contextmanager
+def failing_alike(
+    kind: type[Exception], device: torch.device, group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
+    """Where the block fails with `kind` on one rank, after its last collective, raise that error on every rank."""
+    failure = ""
+    try:
+        yield
+    except kind as error:
+        failure = str(error)
+    is_alone = not dist.is_initialized()  # a command of one process
+    if failure := next(filter(None, [failure] if is_alone else gather_texts(failure, device, group)), ""):
+        raise kind(failure)
 
 
 def check_agreement(facts: Mapping[str, object], device: torch.device) -> None:

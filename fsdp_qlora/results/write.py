@@ -28,7 +28,7 @@ from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan
-from fsdp_qlora.ranks.distributed import Ranks, first_failure
+from fsdp_qlora.ranks.distributed import Ranks, failing_alike, gather_numbers
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, training_record
 from fsdp_qlora.storage.files import read_json
@@ -145,17 +145,13 @@ def save_result(
     Raises:
         TrainingError: it could not be written; the same on every rank.
     """
-    failure, ranks = None, trainer.ranks
+    ranks = trainer.ranks
     values = LiveValues(form.plan.meta.model, keeps=ranks.is_rank_0)
-    try:
+    with failing_alike(TrainingError, ranks.device):
         form.save(values, output_dir, about=about, progress=progress.to_dict())
-    except TrainingError as error:
-        failure = str(error)
-    if ranks.is_rank_0 and failure is None:
-        form.leave_adapters(output_dir, newest=False, best=progress.best_eval_loss is not None)
-        form.log_how_to_load(output_dir)
-    if failure := first_failure(failure, ranks.device):
-        raise TrainingError(failure)
+        if ranks.is_rank_0:
+            form.leave_adapters(output_dir, newest=False, best=progress.best_eval_loss is not None)
+            form.log_how_to_load(output_dir)
 
 
 def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks, *, best: bool) -> None:
@@ -171,7 +167,7 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks, *, best: bool
     elif ranks.is_rank_0:
         form.leave_adapters(output_dir, newest=True, best=best)
         form.log_how_to_load(output_dir)
-    first_failure(None, ranks.device)
+    gather_numbers([0], ranks.device)
 
 
 # --- the upload ---
@@ -254,7 +250,7 @@ def push_result(folder: Path, repo: str | None, ranks: Ranks, *, public: bool) -
         return
     if ranks.is_rank_0 and (failure := upload(folder, repo, public=public)):
         log.warning(failure)
-    first_failure(None, ranks.device)
+    gather_numbers([0], ranks.device)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from fsdp_qlora.adapters.peft_folder import read_adapter
-from fsdp_qlora.checkpointing.checkpoint import record_of
+from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, read_adapter
 from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import result_error
 from fsdp_qlora.checkpointing.same_run import StartRequest
@@ -18,7 +17,7 @@ from fsdp_qlora.output.environment import versions
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.storage.files import fingerprint_files
+from fsdp_qlora.storage.files import fingerprint_files, record_of
 
 
 def start_request(config: TrainConfig, ranks: Ranks) -> StartRequest:
@@ -83,19 +82,25 @@ def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tupl
     """
     if config.adapter is None:
         return {}, None
-    adapter, failure, digest = read_adapter(Path(config.adapter).expanduser()), None, None
-    if ranks.is_rank_0:
-        try:
-            digest = record_of(adapter.weights).sha256
-            failure = result_error(adapter.folder, [adapter.weights.name])
-        except OSError as error:
-            failure = f"it cannot be read ({error})"
-        trained_on = adapter.record.get("base", {}).get("weights")
-        if failure is None and config.base_name is None and trained_on not in (None, base):
-            failure = (
-                f"it was trained on other weights than those of --model_name {config.model}. If they are the same in "
-                "other bits or files, say so by naming them: --base_name OWNER/NAME"
-            )
-    if failure := distributed.first_failure(failure, ranks.device):
-        raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")
+    adapter = read_adapter(Path(config.adapter).expanduser())
+    with distributed.failing_alike(UserError, ranks.device):
+        digest = _check_parent(config, adapter, base) if ranks.is_rank_0 else None
     return adapter.lineage(), digest
+
+
+def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | None) -> str:
+    """The hash of an adapter's weights. Raises UserError if it has changed, or belongs to other weights."""
+    try:
+        digest = record_of(adapter.weights).sha256
+        failure = result_error(adapter.folder, [adapter.weights.name])
+    except OSError as error:
+        failure = f"it cannot be read ({error})"
+    trained_on = adapter.record.get("base", {}).get("weights")
+    if failure is None and config.base_name is None and trained_on not in (None, base):
+        failure = (
+            f"it was trained on other weights than those of --model_name {config.model}. If they are the same in "
+            "other bits or files, say so by naming them: --base_name OWNER/NAME"
+        )
+    if failure:
+        raise UserError(f"--adapter {config.adapter} cannot be used: {failure}.")
+    return digest

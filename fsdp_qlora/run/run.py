@@ -32,7 +32,7 @@ from fsdp_qlora.planning.facts import run_facts
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, check_resources
 from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan
 from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.device import configure_kernels
+from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.results.write import check_uploads, leave_result, push_result, result_form, save_result
 from fsdp_qlora.run.identity import agree, known_facts, start_request
@@ -55,7 +55,7 @@ def run(config: TrainConfig) -> None:
         Crashed: an unexpected error, already printed.
     """
     if config.deterministic:
-        distributed.make_deterministic()
+        make_deterministic()
     configure_kernels()
     # A dry run may plan for GPUs that are elsewhere.
     ranks = distributed.read_ranks("auto" if config.is_preview and config.device == "cuda" else config.device)
@@ -153,8 +153,9 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         if config.save_model:
             save_result(form, trainer, folder, about=identity, progress=progress)
         push_result(folder, config.push_to_hub, ranks, public=config.push_public)
-        recorder.finished(progress.summary())
-    log.info(describe.describe_result(progress.summary(), folder, guard.seconds, saved=config.save_model))
+        recorder.metrics.summary(progress.summary())
+    seconds = clock.elapsed() - guard.started
+    log.info(describe.describe_result(progress.summary(), folder, seconds, saved=config.save_model))
 
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:

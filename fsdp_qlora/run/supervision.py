@@ -15,7 +15,7 @@ from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
-from fsdp_qlora.control import clock, exits
+from fsdp_qlora.control import exits
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.control.watchdog import Watchdog
@@ -154,11 +154,6 @@ class Guard:
         """Heartbeat for each tensor written: saving a large state is slow."""
         self.control.heartbeat.beat(self.control.heartbeat.step, "save")
 
-    @property
-    def seconds(self) -> float:
-        """Seconds since this start began."""
-        return clock.elapsed() - self.started
-
 
 class Recorder:
     """Keeps what training makes: metrics, samples, checkpoints and their mirror (training.loop.Observer).
@@ -228,10 +223,6 @@ class Recorder:
             return "no checkpoint was saved"
         saved, root = self.saver.saved_step, self.saver.root
         return f"the checkpoint of step {saved} is in {root}; the same command resumes from it"
-
-    def finished(self, summary: Mapping[str, float]) -> None:
-        """Log the run's final values."""
-        self.metrics.summary(summary)
 
     def _keep_status(self, progress: Progress) -> None:
         self.guard.status.keep(

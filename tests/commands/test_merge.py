@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands import merging, verify
 from fsdp_qlora.planning.describe import describe_servers
+from fsdp_qlora.results import card
 from fsdp_qlora.storage import safetensors_files
 from tests.parity.test_experts import FAMILIES
 from tests.reference import LINEARS
@@ -179,6 +180,16 @@ def test_verify_finds_the_loss_of_the_run_and_the_better_base(
     if base == "dequantized":
         saved = [load_file(tmp_path / name / "model.safetensors") for name in ("same", "out")]
         assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+@pytest.mark.parametrize(("name", "is_loadable"), [("owner/name", True), ("folder", False)])
+def test_a_record_that_does_not_say_whether_its_base_is_on_the_hub_is_read_by_its_name(
+    name: str, is_loadable: bool
+) -> None:
+    earlier = {**card._UNKNOWN, "base": {"name": name}}
+    merged = {"adapter": "run", "kind": "lora", "into": "original"}
+    written = card.merged_documents(earlier, card.Base("other", is_on_hub=False), {}, merged)
+    assert (f"base_model: {name}" in written["README.md"]) == is_loadable and "other" not in written["training.json"]
 
 
 def test_what_cannot_be_merged_is_refused_by_name(

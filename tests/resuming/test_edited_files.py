@@ -16,7 +16,10 @@ from fsdp_qlora.checkpointing.mirror import open_store
 from fsdp_qlora.checkpointing.result import publish_files, record_result
 from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.same_run import StartRequest
+from fsdp_qlora.commands.cache import list_entries
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
+from fsdp_qlora.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.ranks.distributed import read_ranks
 from fsdp_qlora.storage.files import write_hashed_json, write_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
@@ -159,6 +162,23 @@ def test_a_file_of_another_shard_is_damage(run: Path) -> None:
     with pytest.raises(checkpoint.DamagedCheckpoint, match=r"state_00000\.safetensors holds the rows of shard 1"):
         checkpoint.verify(newest)
     assert begin(run).step == 5
+
+
+def test_json_nested_100_000_deep_is_one_sentence_and_renames_nothing(run: Path, tmp_path: Path) -> None:
+    mirror, cache = open_store(str(tmp_path / "mirror")), tmp_path / "cache" / "entry"
+    mirror.update(run)
+    cache.mkdir(parents=True)
+    files = [tmp_path / "mirror" / run_folder.RUN, cache / CHECKSUMS, cache / "model.safetensors.index.json"]
+    for path in files:
+        path.write_text("[" * 100_000)
+    before = sorted(tmp_path.rglob("*"))
+    assert "run.json there cannot be read" in str(finds(tmp_path / "box", mirror=mirror))
+    assert [entry["state"] for entry in list_entries(cache.parent)] == ["damaged"]
+    with pytest.raises(DamagedEntry, match="recursion"):
+        CachedWeights(cache, None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"index\.json is not a safetensors index"):
+        WeightFiles(cache)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # --- the result of a finished run ---
