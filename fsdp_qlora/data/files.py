@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -17,13 +16,15 @@ from typing import IO, Any, NamedTuple
 from fsdp_qlora.data.rows import BadRow, Row
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import first_line
+from fsdp_qlora.storage.files import record_of
 
 NumberedRows = Iterator[tuple[int, Row | BadRow]]
 ChooseColumns = Callable[[Sequence[str]], Collection[str]]
 """The columns that are used, of those of a file."""
 
 MAX_ROW = "FSDP_QLORA_MAX_ROW_MIB"
-_MOST_PACKED = 100  # times its size that a .json may unpack to; text is packed 3 to 20 times
+_MOST_PACKED = 100  # times its size that a .json or .parquet may unpack to; text is packed 3 to 20 times
+BATCH_ROWS = 16  # of a table at once: a dictionary of one long text can fill them all; 1000 are no faster
 UNREAD = "not read"  # the value of a table's column that is not used
 LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
 
@@ -74,6 +75,11 @@ def _most_bytes() -> int:
         raise UserError(f"{MAX_ROW} is {os.environ[MAX_ROW]!r}. Give a number of MiB.") from error
 
 
+def _most_unpacked(num_bytes: int) -> int:
+    """What so many packed bytes may unpack to."""
+    return max(_most_bytes(), _MOST_PACKED * num_bytes)
+
+
 def _too_long(place: str) -> UserError:
     return UserError(
         f"{place}: longer than {_most_bytes() / 2**20:.0f} MiB. Is it damaged? If not, allow it with the environment "
@@ -120,7 +126,7 @@ def read_json(path: Path) -> NumberedRows:
     """An array of objects, or an object with one of `LISTS` that is such an array."""
     try:
         with open_file(path) as file:
-            most = max(_most_bytes(), _MOST_PACKED * path.stat().st_size)
+            most = _most_unpacked(path.stat().st_size)
             content = file.read(most + 1)
         if len(content) > most:
             raise _too_long(str(path))
@@ -201,11 +207,14 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
             chosen = used(schema.names)
             columns = [field.name for field in schema if field.name in chosen and _may_hold_text(field.type)]
             groups, skip = _groups_after(file, after)
-            for whole in file.iter_batches(batch_size=1000, columns=columns, row_groups=groups):
+            _check_groups(path, file.metadata, groups, columns)
+            for whole in file.iter_batches(batch_size=BATCH_ROWS, columns=columns, row_groups=groups):
                 batch, skip = whole.slice(skip), max(0, skip - whole.num_rows)
-                for row in _rows_of(batch):
-                    last += 1
-                    yield last, complete(row, schema.names)
+                for number, row in number_rows(batch, str(path), last + 1, schema.names):
+                    last = number
+                    yield number, row
+        except UserError:
+            raise
         except Exception as error:  # of all kinds: ArrowException, OSError, UnicodeDecodeError, OverflowError, ...
             place = f"{path} row {last + 1}" if isinstance(error, BadRow) else str(path)
             behind = f"after row {last}, " if last and place == str(path) else ""
@@ -213,6 +222,26 @@ def read_parquet(path: Path, used: ChooseColumns = tuple, after: int = 0) -> Num
                 f"{place}: not a parquet file that can be read ({behind}{first_line(error)}). Copy or download it "
                 "again."
             ) from error
+
+
+def _check_groups(path: Path, metadata: Any, groups: Iterable[int], columns: Iterable[str]) -> None:
+    """Refuse a group of rows that unpacks to more than text does, before a page of it is unpacked."""
+    for group in map(metadata.row_group, groups):
+        parts = [group.column(index) for index in range(group.num_columns)]
+        used = [part for part in parts if part.path_in_schema.startswith(tuple(columns))]
+        unpacked = sum(max(part.total_uncompressed_size, part.num_values) for part in used)
+        if unpacked > _most_unpacked(sum(part.total_compressed_size for part in used)):
+            raise _too_long(f"{path}, a group of {group.num_rows} rows when unpacked")
+
+
+def number_rows(table: Any, place: str, first: int, columns: Sequence[str]) -> NumberedRows:
+    """The rows of a table from number `first` on. Refuses one that is too long before any is made Python objects."""
+    if table.nbytes > (most := _most_bytes()):
+        for index in range(table.num_rows):
+            if table.slice(index, 1).nbytes > most:
+                raise _too_long(f"{place} row {first + index}")
+    for number, row in enumerate(_rows_of(table), start=first):
+        yield number, complete(row, columns)
 
 
 def _groups_after(file: Any, after: int) -> tuple[list[int], int]:
@@ -316,18 +345,13 @@ def count_rows(path: Path, kind: FileKind) -> int:
 
 def hash_file(path: Path) -> str:
     """SHA-256 of the content."""
-    digest = hashlib.sha256()
     try:
         str(path).encode()
+        return record_of(path).sha256
     except UnicodeEncodeError as error:
         raise UserError(f"dataset: the name of {str(path)!a} is not UTF-8 text. Rename the file.") from error
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(2**20):
-                digest.update(chunk)
     except OSError as error:
         raise UserError(f"dataset: {path} cannot be read ({error.strerror}).") from error
-    return digest.hexdigest()
 
 
 def _decode(data: bytes) -> str:

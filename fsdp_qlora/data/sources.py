@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi
 
 from fsdp_qlora.data.files import (
+    BATCH_ROWS,
     FILE_KINDS,
     ChooseColumns,
     NumberedRows,
@@ -24,6 +25,7 @@ from fsdp_qlora.data.files import (
     count_rows,
     hash_file,
     kind_of,
+    number_rows,
     read_file,
 )
 from fsdp_qlora.data.folders import SAVED_SPLITS, find_files, is_saved
@@ -356,8 +358,10 @@ def _table_part(table: Any, name: str) -> Part:
     def read(used: ChooseColumns, after: int) -> NumberedRows:
         chosen = [column for column in table.column_names if column in used(table.column_names)]
         left = table.select(range(after, len(table))).select_columns(chosen).with_format("arrow")
-        rows = (row for batch in left.iter(batch_size=1000) for row in batch.to_pylist())
-        return ((number, complete(row, table.column_names)) for number, row in enumerate(rows, start=after + 1))
+        first = after + 1
+        for batch in left.iter(batch_size=BATCH_ROWS):
+            yield from number_rows(batch, name, first, table.column_names)
+            first += len(batch)
 
     return Part(name, "row", read, lambda: len(table))
 

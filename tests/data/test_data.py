@@ -1,5 +1,6 @@
 """The data package: strict reading, exact masks, a safe cache, and an order that loses no row."""
 
+import contextlib
 import csv
 import dataclasses
 import errno
@@ -14,10 +15,11 @@ import signal
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -29,6 +31,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
+from fsdp_qlora.data.files import FILE_KINDS, read_file
 from fsdp_qlora.data.folders import find_files
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
@@ -231,10 +234,16 @@ def test_parquet_columns_that_are_not_used_or_hold_no_text_are_not_read(prepare:
         prepare(path, columns=("output=note",))
 
 
-def bomb(text: str, kib: int) -> bytes:
-    """A small .gz that unpacks to one long row."""
-    head, _, tail = text.partition("@")
-    return gzip.compress(head.encode() + b"a" * (kib << 10) + tail.encode())
+def bomb(name: str, kib: int) -> bytes:
+    """A small file that unpacks to one long row."""
+    head, _, tail = BOMBS[name].partition("@")
+    text = head + "a" * (kib << 10) + tail
+    if not name.endswith(".parquet"):
+        return gzip.compress(text.encode())
+    stream = io.BytesIO()
+    table = pyarrow.Table.from_pylist([{"instruction": "a", "output": "b"}, {"instruction": "a", "output": text}])
+    pyarrow.parquet.write_table(table, stream, compression=name.partition(".")[0])
+    return stream.getvalue()
 
 
 BOMBS = {
@@ -243,26 +252,63 @@ BOMBS = {
     "field.csv.gz": 'instruction,output\na,"@"\n',
     "lines.csv.gz": 'instruction,output\na,"\n@\nb"\n',
     "array.json.gz": '[{"instruction": "a", "output": "@"}]',
+    "zstd.parquet": "@",
+    "none.parquet": "@",  # as large as what is in it
 }
+
+
+@contextlib.contextmanager
+def counting_memory() -> Iterator[Callable[[], int]]:
+    """Gives a function that tells the most bytes that Python and pyarrow had allocated at once."""
+    usual = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(usual)
+    pyarrow.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[1] + pool.max_memory()
+    finally:
+        tracemalloc.stop()
+        pyarrow.set_memory_pool(usual)
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_row_that_is_too_long_is_refused_before_it_is_in_memory(
     name: str, prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / name).write_bytes(bomb(BOMBS[name], 32 << 10))
+    (tmp_path / name).write_bytes(bomb(name, 32 << 10))
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
-    tracemalloc.start()
-    with pytest.raises(UserError, match=rf"{name}.*longer than 1 MiB.*FSDP_QLORA_MAX_ROW_MIB"):
-        prepare(tmp_path / name)
-    assert tracemalloc.get_traced_memory()[1] < 16 << 20
-    tracemalloc.stop()
-    (tmp_path / name).write_bytes(bomb(BOMBS[name], 40))
+    with counting_memory() as most:
+        with pytest.raises(UserError, match=rf"{name}.*longer than 1 MiB.*FSDP_QLORA_MAX_ROW_MIB"):
+            prepare(tmp_path / name)
+        assert most() < 16 << 20 or name == "none.parquet"
+    (tmp_path / name).write_bytes(bomb(name, 40))
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "0.01")
     with pytest.raises(UserError, match="longer than"):
         prepare(tmp_path / name)
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "0.1")
     assert prepare(tmp_path / name)[1].num_used > 0
+
+
+def test_a_table_that_repeats_one_long_text_is_read_a_few_rows_at_a_time(
+    tmp_path: Path,
+) -> None:
+    table = pyarrow.table({"text": pyarrow.array(["a" * (1 << 20)]).dictionary_encode().take([0] * 300)})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", store_schema=False)
+    assert (tmp_path / "rows.parquet").stat().st_size < 1 << 20
+    with counting_memory() as most:
+        assert sum(1 for _ in read_file(tmp_path / "rows.parquet", FILE_KINDS[".parquet"])) == 300
+        assert most() < 64 << 20
+
+
+def test_a_row_of_a_saved_dataset_that_is_too_long_is_refused(
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets.Dataset.from_list([*ROWS, {**ROWS[0], "output": "a" * 20_000}]).save_to_disk(str(tmp_path / "saved"))
+    assert prepare(tmp_path / "saved")[1].num_used == len(ROWS) + 1
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "0.01")
+    monkeypatch.setenv("FSDP_QLORA_CACHE", "off")
+    with pytest.raises(UserError, match=rf"saved row {len(ROWS) + 1}: longer than"):
+        prepare(tmp_path / "saved")
 
 
 def test_a_file_that_is_changed_while_it_is_read_leaves_no_rows_in_the_cache(

@@ -80,7 +80,10 @@ def as_text(rng: random.Random, kind: str) -> bytes:
 
 
 def as_parquet(rng: random.Random) -> bytes:
-    table = pyarrow.Table.from_pylist(make_rows(rng.choice([1, 40, 3000]), seed=rng.randrange(99)))
+    rows = make_rows(rng.choice([1, 40, 3000]), seed=rng.randrange(99))
+    if rng.random() < 0.2:  # small until it is unpacked
+        rng.choice(rows)["output"] = "a" * (16 << 20)
+    table = pyarrow.Table.from_pylist(rows)
     table = table.append_column("more", pyarrow.array([rng.randrange(2**62)] * len(table), pyarrow.timestamp("us")))
     stream = io.BytesIO()
     compression = rng.choice(["snappy", "none", "gzip", "zstd"])
