@@ -47,6 +47,9 @@ def inputs(models: Callable[..., Path], folder: Path) -> dict[str, object]:
 
 # --- faults ---
 
+INJECTED = "A fault was injected."
+"""What a rank whose fault has come prints."""
+
 
 def on(*ranks: int) -> bool:
     """Whether this process is one of these ranks; any, if none is given."""
@@ -83,6 +86,7 @@ def fill_disk(folder: Path, most: int) -> None:
         if len(list(folder.glob("*/state_*.safetensors"))) >= most:
             for _ in values:
                 pass
+            print(INJECTED, flush=True)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return original(path, forms, values, metadata)
 

@@ -1,6 +1,7 @@
 """Faults at any moment, kill -9 in any phase of a save: the run resumes, and its results are the same."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import random
@@ -8,6 +9,8 @@ import re
 import shutil
 import signal
 import socket
+import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
+    INJECTED,
     KILLED,
     RANKS,
     Fault,
@@ -41,6 +45,8 @@ from tests.chaos.harness import (
 )
 from tests.tiny import make_rows, write_rows
 
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # Linux's; Python has no names for them
+
 # --- random faults ---
 
 
@@ -50,25 +56,47 @@ def fail_reads(rank: int) -> None:
 
     def opened(path: Path, mode: str = "r", *args: Any, **options: Any) -> Any:
         if on(rank) and mode == "rb" and path.parent.name.startswith("step_"):
+            print(INJECTED, flush=True)
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         return original(path, mode, *args, **options)
 
     Path.open = opened  # type: ignore[method-assign, assignment]
 
 
+def links() -> list[socket.socket]:
+    """This process's connections to the other ranks and the store."""
+    found = []
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            link = socket.socket(fileno=os.dup(descriptor))
+            if link.family != socket.AF_UNIX and not link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.append(link)
+    return found
+
+
 def drop_links() -> None:
     """Close the connections to the other ranks, as a network that fails does."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as link:
-            if not link.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                link.shutdown(socket.SHUT_RDWR)
+    print(INJECTED, flush=True)
+    for link in links():
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
 
 
-def stall(job: Job, rank: int) -> None:
-    """Stop a rank for longer than a step takes, and for less than it may be silent."""
-    job.kill(rank, signal.SIGSTOP)
-    time.sleep(3)
-    job.kill(rank, signal.SIGCONT)
+def stall_links() -> None:
+    """Lose every packet from the other ranks for 3 s: longer than a step takes, for less than one may be silent."""
+    lose = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a filter of the kernel: return 0
+    stalled = links()
+    for link in stalled:
+        link.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(lose)))
+
+    def carry_on() -> None:
+        for link in stalled:
+            link.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+
+    timer = threading.Timer(3, carry_on)
+    timer.daemon = True
+    timer.start()
+    print(INJECTED, flush=True)
 
 
 class Disturbance(NamedTuple):
@@ -84,7 +112,7 @@ LOST = frozenset({1, 75, -signal.SIGKILL, -signal.SIGTERM})
 DISTURBANCES = {
     "kill": Disturbance(action=Job.kill, statuses=LOST),
     "stop": Disturbance(action=partial(Job.kill, number=signal.SIGTERM), statuses=LOST),
-    "stalled rank": Disturbance(action=stall),
+    "stalled link": Disturbance(lambda step, rank, out: partial(at_step, step, stall_links, rank)),
     "full disk": Disturbance(lambda step, rank, out: partial(fill_disk, out / "checkpoints", 1)),
     "failing reads": Disturbance(lambda step, rank, out: partial(fail_reads, 0), statuses=frozenset({75})),
     "dropped link": Disturbance(lambda step, rank, out: partial(at_step, step, drop_links, rank), statuses=LOST),
@@ -96,7 +124,7 @@ def test_random_faults_change_nothing(reference: Reference, assert_same: Same, t
     """One of each kind in one run; with CHAOS_MINUTES, as many as come in that time, in as many runs as it takes."""
     seed, minutes = int(os.environ.get("CHAOS_SEED", time.time())), float(os.environ.get("CHAOS_MINUTES", 0))
     print(f"CHAOS_SEED={seed}")
-    chance, counts, num_runs = random.Random(seed), Counter[str](), 0
+    chance, counts, injected, num_runs = random.Random(seed), Counter[str](), Counter[str](), 0
     out, end = tmp_path / "out", time.monotonic() + 60 * minutes
     options = reference.same_but(out)
     while len(counts) < len(DISTURBANCES) or time.monotonic() < end:
@@ -111,9 +139,10 @@ def test_random_faults_change_nothing(reference: Reference, assert_same: Same, t
             # Somewhere in a start, or between here and 8 steps on.
             wait_for(lambda: not job.is_alive() or steps_done(out) >= before + further)  # noqa: B023
             time.sleep(chance.uniform(0, 0.5))
-            if job.is_alive() and action:
-                action(job, rank)
+            if is_hit := bool(action) and job.is_alive():
+                action(job, rank)  # type: ignore[misc]
             found = set(job.wait())
+            injected[kind] += is_hit or INJECTED in job.output()
         assert found <= {0, *statuses}, f"{kind}: {found}\n{job.output()[-6000:]}"
         for folder in checkpoint.published(out / "checkpoints").values():
             checkpoint.verify(folder)
@@ -124,7 +153,8 @@ def test_random_faults_change_nothing(reference: Reference, assert_same: Same, t
             num_runs += 1
     run(options, tmp_path / "logs")
     assert_same(out)
-    print(f"{num_runs + 1} runs ended as the undisturbed one after {dict(counts)}")
+    print(f"{num_runs + 1} runs, {counts.total()} starts ended as the undisturbed one; faults: {dict(injected)}")
+    assert not minutes or all(injected.values())
 
 
 # --- kills at chosen moments, and kinds of training ---
