@@ -42,9 +42,11 @@ OTHER_FLAGS = {
 
 
 def commands(text: str) -> list[str]:
-    """The lines of all ```bash blocks, without comments."""
+    """The lines of all ```bash blocks, without comments, nohup and a final &."""
     blocks = re.findall(r"^ *```bash\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
-    lines = [line.strip() for block in blocks for line in re.sub(r"\\\n +", "", block).splitlines()]
+    lines = [
+        line.strip() for block in blocks for line in re.sub(r"\\\n +|^nohup | &$", "", block, flags=re.M).splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 

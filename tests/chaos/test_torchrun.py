@@ -110,6 +110,24 @@ def test_sigterm_to_the_launcher_is_passed_on_and_its_exit_status_is_the_documen
     assert_same(tmp_path / "out")
 
 
+@pytest.mark.slow
+def test_a_closed_terminal_stops_torchrun_with_a_checkpoint_unless_told(
+    reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
+) -> None:
+    argv = ["-m", "fsdp_qlora", "train", *flags(**reference.same_but(tmp_path / "out", save_steps=0))]
+    process = start(["nohup", *TORCHRUN, *argv])
+    wait_for_step(tmp_path / "out", 3, process, tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(HANG_SECONDS) != 0
+    about = status(tmp_path / "out")
+    assert about["state"] == "preempted" and 3 <= about["saved_step"] == about["step"] < 20, log(tmp_path)
+    process = start(["nohup", *TORCHRUN, "--signals-to-handle", "SIGTERM,SIGINT,SIGQUIT", *argv])
+    wait_for_step(tmp_path / "out", about["step"] + 1, process, tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(HANG_SECONDS) == 0, log(tmp_path)
+    assert_same(tmp_path / "out")
+
+
 def test_bad_input_is_shown_ends_all_and_is_not_restarted(
     reference: Reference, start: Callable, tmp_path: Path
 ) -> None:
