@@ -7,7 +7,7 @@ import psutil
 import torch
 from torch import nn
 
-from fsdp_qlora.errors import UserError
+from fsdp_qlora.errors import OutOfMemory, UserError
 from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.memory import Memory
@@ -46,21 +46,23 @@ def check_resources(memory: Memory, device: torch.device, *, ranks_on_host: int,
     """Refuse a run that cannot fit, with the numbers and what would help.
 
     Raises:
-        UserError: the device or the host has less memory free than the weights alone need.
+        UserError: the device or the host has less memory than the weights alone need.
+        OutOfMemory: it has less free, since others hold it, so that a later start may succeed.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         needed = sum(memory.resident.values()) + sum(memory.phases["optimizer"].values())
         if needed > free:
             advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
-            raise UserError(
+            raise (UserError if needed > total else OutOfMemory)(
                 f"This rank's weights, gradients and optimizer state need {needed / GIB:.1f} GiB of GPU memory, "
                 f"and {free / GIB:.1f} of {total / GIB:.1f} GiB are free. {advice}more GPUs, a smaller --lora_rank or "
                 "a smaller model need less."
             )
-    free = host_memory_free(ranks_on_host)
+    free, host = host_memory_free(ranks_on_host), psutil.virtual_memory()
     if (needed := sum(memory.host.values())) > free:
-        raise UserError(
+        is_held = host.available < needed * ranks_on_host <= host.total
+        raise (OutOfMemory if is_held else UserError)(
             f"This rank needs {needed / GIB:.1f} GiB of host memory to load its part of the model, and "
             f"{free / GIB:.1f} GiB are free for it ({ranks_on_host} ranks on this machine). More ranks, "
             "--use_cpu_offload false, a smaller --loading_buffer_mib or a smaller model need less."
