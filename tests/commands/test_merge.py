@@ -192,6 +192,20 @@ def test_a_record_that_does_not_say_whether_its_base_is_on_the_hub_is_read_by_it
     assert (f"base_model: {name}" in written["README.md"]) == is_loadable and "other" not in written["training.json"]
 
 
+def test_the_card_shows_the_names_of_a_strangers_record_as_text() -> None:
+    odd = "x`\n# [a](http://b) <i>"
+    earlier = {
+        **card._UNKNOWN, "base": {"name": odd}, "step": 1, "settings": {"train_type": odd, "lr": odd},
+        "data": [{"name": odd, "rows": 1, "format": odd}], "parent": {"name": odd, "run_id": odd},
+        "versions": {odd: odd},
+    }  # fmt: skip
+    merged = {"adapter": odd, "kind": "lora", "into": "original"}
+    text = card.merged_documents(earlier, card.Base("", is_on_hub=False), {}, merged)["README.md"]
+    shown = r"x\` # \[a\](http://b) \<i\>"
+    body = text.split("\n---\n", 1)[1]
+    assert body.count(shown) >= 9 and "[a](" not in body.replace(shown, "") and "\n# [" not in body
+
+
 def test_what_cannot_be_merged_is_refused_by_name(
     models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
