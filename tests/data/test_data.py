@@ -306,7 +306,7 @@ def test_a_row_of_a_saved_dataset_that_is_too_long_is_refused(
     datasets.Dataset.from_list([*ROWS, {**ROWS[0], "output": "a" * 20_000}]).save_to_disk(str(tmp_path / "saved"))
     assert prepare(tmp_path / "saved")[1].num_used == len(ROWS) + 1
     monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "0.01")
-    monkeypatch.setenv("FSDP_QLORA_CACHE", "off")
+    monkeypatch.setenv("FSDP_QLORA_CACHE", str(tmp_path / "other_cache"))
     with pytest.raises(UserError, match=rf"saved row {len(ROWS) + 1}: longer than"):
         prepare(tmp_path / "saved")
 
