@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
+import gc
 import json
 
 from fsdp_qlora.config.cli import parse_train_config
-from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.planning.gpus import Gpu, find_gpu
+from fsdp_qlora.planning.gpus import Gpu, find_gpu, gpu_like
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host_ram_gib", type=float, metavar="GIB", help="host memory of the machine")
     parser.add_argument("--million_tokens", type=float, default=10.0, help="to train on, in all epochs (default: 10)")
     parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
-    parser.add_argument("--auto", action="store_true", help="find the fastest settings with the same global batch")
     parser.add_argument("--explain", action="store_true", help="name the ten largest things at the peak")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -25,33 +24,47 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan a run on GPUs that may be elsewhere: whether it fits, with which settings, how fast, for how much. It takes
     the options of training; --model_name may be a folder, a config.json, a well-known name such as llama-2-70b, or a
-    model on the hub. Memory is that of the longest rows that the options allow, counted from the model without
-    weights; speed is estimated from published runs of another program. The exit status is 1 if nothing fits.
+    model on the hub. --auto finds the fastest settings with the same global batch. Memory is that of the longest rows
+    that the options allow, counted from the model without weights; speed is estimated from published runs of another
+    program. The exit status is 1 if nothing fits.
     """
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
+    config, searches = dataclasses.replace(config, auto=False), config.auto
     if args.num_gpus < 1:
         raise UserError(f"--num_gpus {args.num_gpus}: give 1 or more.")
+    gpu = _gpu(args)
+    _load()
     from fsdp_qlora.commands import plan
+    from fsdp_qlora.planning.outlook import Request
 
-    request = plan.Request(_gpu(args), args.num_gpus, args.host_ram_gib, args.million_tokens * 1e6, args.price_per_hour)
-    planned = plan.fastest(config, request) if args.auto else [plan.outlook(_with_recompute(config), request)]
-    found = planned[0]
+    request = Request(gpu, args.num_gpus, args.host_ram_gib, args.million_tokens * 1e6, args.price_per_hour)
+    planner = plan.make_planner(config, request)
+    # With auto a run finds how many blocks recompute by probing; without a search all do here.
+    changes = {"recompute": "all"} if config.blocks_to_recompute == "auto" else {}
+    planned = planner.fastest() if searches else [planner.outlook(**changes)]
     if args.json:
-        print(json.dumps([plan.as_json(each) for each in planned[:3]] if args.auto else plan.as_json(found), indent=1))
+        found = [plan.as_json(each) for each in planned[:3]]
+        print(json.dumps(found if searches else found[0], indent=1))
     else:
-        lines = [*plan.describe(found, explain=args.explain), *(plan.describe_fastest(planned) if args.auto else [])]
-        print("\n".join(lines))
-    return 0 if found.fits else 1
+        lines = [*plan.describe(planner, planned[0], explain=args.explain)]
+        print("\n".join(lines + ([*plan.describe_fastest(planned)] if searches else [])))
+    return 0 if planned[0].fits else 1
+
+
+def _load() -> None:
+    """Import what plans, without the collector: its walks over torch's modules, none of them garbage, are a quarter."""
+    gc.disable()
+    import fsdp_qlora.commands.plan  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
     """The GPU that is named; --gpu_memory_gib alone takes the rates of one that is usual."""
     if not args.gpu and not args.gpu_memory_gib:
         raise UserError('Give --gpu NAME, such as --gpu "RTX 3090", or --gpu_memory_gib.')
-    gpu = find_gpu(args.gpu) if args.gpu else find_gpu("RTX 3090")._replace(name="a GPU like an RTX 3090")
+    if not args.gpu:
+        return gpu_like("", args.gpu_memory_gib)
+    gpu = find_gpu(args.gpu)
     return gpu._replace(memory_gib=args.gpu_memory_gib) if args.gpu_memory_gib else gpu
-
-
-def _with_recompute(config: TrainConfig) -> TrainConfig:
-    """With auto a run finds how many blocks recompute by probing; here all do."""
-    return dataclasses.replace(config, recompute="all") if config.recompute == "auto" else config

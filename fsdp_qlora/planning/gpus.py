@@ -71,6 +71,13 @@ def find_gpu(name: str) -> Gpu:
     raise UserError(f"--gpu {name}: no single GPU has this name. Try {', '.join(names)}, or give --gpu_memory_gib.")
 
 
+def gpu_like(name: str, memory_gib: float) -> Gpu:
+    """A GPU with so much memory, and the rates of the one of that name, or of a usual one if that is not known."""
+    known = next((gpu for gpu in _TABLE if _plain(gpu.name) == _plain(name)), None)
+    gpu = known or GPUS["RTX 3090"]._replace(name="a GPU like an RTX 3090")
+    return gpu._replace(memory_gib=memory_gib)
+
+
 def _plain(name: str) -> str:
     """Lower case, without spaces and what vendors put before it."""
     text = name.lower()

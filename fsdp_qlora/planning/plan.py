@@ -260,14 +260,11 @@ def place(
     """
     lengths = lengths or longest_allowed(config)
     blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents)
-    found = [_placed(config, plan, each, blocks, sum(lengths)) for each in _candidates(config, plan)]
+    found = [_placed(config, plan, each, blocks, sum(lengths)) for each in candidates(config, plan)]
     if len(found) == 1:
         return found[0]
     sized = [Sized(each.placement, placement.with_margin(each.memory.reserved)) for each in found]
-    here, ranks = plan.machine.gpu_memory, plan.machine.ranks
-    free = here[0] if here else None
-    if free is not None and store is not None and ranks.world_size > 1:
-        free = distributed.least_over_ranks(free, "the free GPU memory", ranks, store)
+    free = least_free(plan.machine, "the free GPU memory", store)
     chosen = placement.choose(sized, free)
     lines = [placement.describe_reduction(sized, free)]
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
@@ -277,12 +274,24 @@ def place(
     return dataclasses.replace(result, notes=tuple(filter(None, lines)))
 
 
+def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | None:
+    """Bytes free on the GPU that has least of all ranks'; None if no GPU is known.
+
+    Args:
+        what: unique in this start. store: None asks this rank alone.
+    """
+    here, ranks = machine.gpu_memory, machine.ranks
+    if here is None or store is None or ranks.world_size == 1:
+        return here[0] if here else None
+    return min(map(int, distributed.values_of_ranks(str(here[0]), what, ranks, store)))
+
+
 def longest_allowed(config: TrainConfig) -> list[int]:
     """Tokens of a micro-batch's rows, as many and as long as the options allow."""
     return [config.context_length] * config.batch_size * OBJECTIVES[config.objective].texts_per_row
 
 
-def _candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
+def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
     """The placements that the options leave open, the fastest first."""
     is_paged_whole = config.optimizer.startswith("paged_") and plan.trains_whole_modules  # it pages from the GPU
     ways = (True, False) if config.gradient_accumulation_steps > 1 else (True,)

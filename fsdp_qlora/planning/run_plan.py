@@ -1,11 +1,13 @@
 """The plan of a run, made before a weight is read: the model without weights, the rows, the steps, the memory."""
 
 import dataclasses
+import functools
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -27,7 +29,8 @@ from fsdp_qlora.model import models
 from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
 from fsdp_qlora.output.text import shorten
 from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.plan import Machine, PlacedModel, place, plan_model
+from fsdp_qlora.planning.auto import choose_settings
+from fsdp_qlora.planning.plan import Machine, PlacedModel, longest_allowed, place, plan_model
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.files import read_json
 
@@ -46,6 +49,8 @@ class Plan:
     warmup_steps: int
     questions: tuple[Question, ...] = ()
     """Of --sample_prompts."""
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    """Options that --auto replaces."""
 
 
 def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Plan:
@@ -73,13 +78,14 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info(prompts)
+    longest = functools.partial(longest_of_run, data=data, world_size=machine.world_size)
+    chosen = choose_settings(config, model, longest, store) if config.auto else {}
+    config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, machine.world_size)
     asked = tuple(question for _, question in questions)
-    is_known = data.rows_per_epoch is not None  # of a stream only the first rows are
-    longest = longest_lengths(schedule, data.train_rows, data.train.lengths) if is_known else None
-    placed = place(config, model, longest, store)
+    placed = place(config, model, longest(config), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
-    plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked)
+    plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, chosen)
     for line in _describe(plan):
         is_detail = line.startswith(("Micro-batches", "  "))
         log.log(logging.DEBUG if is_detail and not config.dry_run else logging.INFO, "%s", line)
@@ -154,6 +160,13 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
     plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))
     return plan
+
+
+def longest_of_run(config: TrainConfig, data: RunData, world_size: int) -> list[int]:
+    """Tokens of the rows in the run's longest micro-batch; of a stream, whose rows are unknown, the most possible."""
+    if data.rows_per_epoch is None:
+        return longest_allowed(config)
+    return longest_lengths(make_schedule(config, data, world_size), data.train_rows, data.train.lengths)
 
 
 def longest_lengths(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> list[int]:

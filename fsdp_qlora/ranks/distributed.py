@@ -267,17 +267,17 @@ def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: di
     return str(text)
 
 
-def least_over_ranks(value: int, what: str, ranks: Ranks, store: dist.Store) -> int:
-    """The smallest of the ranks' values, on every rank; before there is a process group.
+def values_of_ranks(value: str, what: str, ranks: Ranks, store: dist.Store) -> list[str]:
+    """Each rank's value, on every rank; before there is a process group.
 
     Args:
         what: unique in this start.
     Raises:
         LostRank: rank 0 has ended, or another rank does not come to this point.
     """
-    store.set(f"{what}/{ranks.rank}", str(value))
+    store.set(f"{what}/{ranks.rank}", value)
     try:
-        return min(int(store.get(f"{what}/{rank}")) for rank in range(ranks.world_size))
+        return [store.get(f"{what}/{rank}").decode() for rank in range(ranks.world_size)]
     except RuntimeError as error:
         raise LostRank(f"A rank has ended while rank {ranks.rank} waited for {what} of all ranks.") from error
 

@@ -3,6 +3,7 @@
 The training loop is in training/loop.py, the optimizer step in training/trainer.py.
 """
 
+import dataclasses
 import logging
 import os
 import sys
@@ -80,6 +81,7 @@ def run(config: TrainConfig) -> None:
                 if ranks.is_rank_0:
                     check_uploads(config)
                 plan = make_plan(config, ranks, store)
+                config = dataclasses.replace(config, **plan.chosen)
                 folder.check_contents(known_facts(plan), plan.model.folder)
                 check_resources(config, plan.model)
                 hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)

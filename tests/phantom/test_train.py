@@ -99,6 +99,22 @@ def test_all_ranks_do_what_the_smallest_card_needs(train: Callable[..., Any]) ->
     assert "Recompute: 2 of 2 blocks, found by probing." in ended[0].output
 
 
+@pytest.mark.slow
+def test_settings_of_auto_are_alike_on_all_ranks_and_kept_when_the_run_is_resumed(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = {"auto": True, "gradient_accumulation_steps": 4}
+    ended, _ = train(Case({**options, **STOPPED}, model=("llama", {})), settings_of_rank={1: {"PHANTOM_GIB": 2}})
+    assert [rank.status for rank in ended] == [3, 3], ended[0].output[-4000:]
+    chosen = "batch_size 8, gradient_accumulation_steps 1, sharding_strategy ddp, use_cpu_offload false"
+    assert f"Settings of --auto: {chosen}." in ended[0].output
+    assert "batch_size: 8" in (tmp_path / "output" / "config.yaml").read_text()
+    # With a card that is too small for them a new run would choose others.
+    ended, is_saved = train(Case(options, model=("llama", {})), {"PHANTOM_GIB": 0.5})
+    assert f"Settings of --auto: {chosen}." in ended[0].output and "Resuming at step 1" in ended[0].output
+    assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
+
+
 @pytest.mark.parametrize(
     ("ranks", "settings", "message"),
     [

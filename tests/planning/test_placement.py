@@ -25,7 +25,8 @@ from fsdp_qlora.planning.placement import (
     describe_reduction,
     possible_offloads,
 )
-from fsdp_qlora.ranks.distributed import Ranks, least_over_ranks
+from fsdp_qlora.planning.plan import Machine, least_free
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.model_parts import ModelParts, Offload
 
 pytestmark = pytest.mark.quick
@@ -109,7 +110,8 @@ def test_all_ranks_decide_by_the_rank_that_has_least() -> None:
     ranks = [Ranks(rank, rank, 3, 3, torch.device("cpu")) for rank in range(3)]
     for rank, free in zip(ranks[1:], (30, 20), strict=True):
         store.set(f"free/{rank.rank}", str(free))
-    assert least_over_ranks(25, "free", ranks[0], store) == 20
+    machine = Machine(torch.device("cuda"), 3, ranks[0], free=25)
+    assert least_free(machine, "free", store) == 20 and least_free(machine, "free", None) == 25
 
 
 LLAMA = LlamaConfig(

@@ -1,16 +1,24 @@
 """`fsdp-qlora plan`: what a run needs on GPUs that are elsewhere, without a network."""
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import published_runs
+from fsdp_qlora.checkpointing.run_folder import RUN_KEYS
 from fsdp_qlora.cli.main import main
+from fsdp_qlora.commands.plan import make_planner
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.planning.gpus import GPUS, find_gpu
+from fsdp_qlora.planning.auto import choose_settings, settings_of_run
+from fsdp_qlora.planning.gpus import GPUS, find_gpu, gpu_like
 from fsdp_qlora.planning.known_models import known_config
+from fsdp_qlora.planning.outlook import Request
+from fsdp_qlora.planning.plan import longest_allowed
 from tests.tiny import flags
 
 pytestmark = pytest.mark.quick
@@ -80,12 +88,48 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: py
 
 
 def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    options = {"model_name": "qwen3-8b", "batch_size": 2, "gradient_accumulation_steps": 2, "context_length": 2048}
-    found = _json(capsys, "--auto", "--gpu", "RTX 3090", **options)
+    options = {"model_name": "qwen3-0.6b", "batch_size": 4, "gradient_accumulation_steps": 2, "context_length": 4096}
+    found = _json(capsys, "--auto", "--gpu_memory_gib", "6", **options)
     speeds = [each["tokens_per_second"] for each in found]
     assert len(found) == 3 and all(each["fits"] for each in found) and speeds == sorted(speeds, reverse=True)
-    _, said = _plan(capsys, "--auto", "--gpu", "RTX 3090", **options)
-    assert "the fastest that fit:" in said and "faster, but too large:" in said
+    for each in found:
+        chosen = dict(itertools.pairwise(each["command"].split()))
+        assert int(chosen.get("--batch_size", 1)) * int(chosen.get("--gradient_accumulation_steps", 1)) == 8
+    _, said = _plan(capsys, "--auto", "--gpu_memory_gib", "6", **options)
+    assert "the fastest that fit:" in said and "faster, but without a margin:" in said
+    # What is given is kept, and more than this card has is not chosen.
+    kept = _json(capsys, "--auto", "--gpu_memory_gib", "6", recompute="all", use_cpu_offload=True, **options)
+    assert all("--recompute all" in each["command"] and "--use_cpu_offload true" in each["command"] for each in kept)
+
+
+def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Path) -> None:
+    config = TrainConfig(
+        model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
+    )
+    planner = make_planner(config, Request(gpu_like("", 6.0), 2))
+    chosen = choose_settings(config, planner.model, longest_allowed, None)
+    best = vars(planner.fastest()[0].config)
+    assert chosen == {name: best[name] for name in chosen} and chosen["batch_size"] < 8 and len(chosen) == 4
+    run = dict.fromkeys(RUN_KEYS) | {"options": vars(config) | chosen | {"use_cpu_offload": 7}, "world_size": 2}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert choose_settings(config, planner.model, longest_allowed, None) == chosen | {"use_cpu_offload": 7}
+    # What is given now is kept, and of a run that was started without it, or on other ranks, nothing is.
+    given = replace(config, use_cpu_offload=True)
+    assert "use_cpu_offload" not in settings_of_run(given, 2) and settings_of_run(config, 4) == {}
+    with pytest.raises(UserError, match="none is visible"):
+        elsewhere = replace(planner.model, machine=replace(planner.model.machine, free=None))
+        choose_settings(config, elsewhere, longest_allowed, None)
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_settings_that_auto_finds_are_planned_alike_without_it(
+    objective: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"model_name": "qwen3-0.6b", "batch_size": 2, "context_length": 2048, "objective": objective}
+    for found in _json(capsys, "--auto", "--gpu", "RTX 3060", **options):
+        words = found["command"].split()[2:]
+        planned = json.loads(_plan(capsys, "--json", "--gpu", "RTX 3060", *words)[1])
+        assert planned | {"command": found["command"]} == found
 
 
 @pytest.mark.parametrize(
@@ -94,7 +138,12 @@ def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: py
         ([], "Give --gpu NAME"),
         (["--gpu", "RTX 3090", "--num_gpus", "0"], "give 1 or more"),
         (["--gpu", "RTX 3090", "--colour", "red"], "colour"),
+        (["--gpu", "RTX 3095"], "RTX 3090"),
         (["--gpu", "RTX 3090", "--model_name", "qwen3-9b"], "qwen3-8b"),
+        (["--gpu", "RTX 3090", "--model_name", "{empty}"], "has no config.json"),
+        (["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--use_cpu_offload", "99"], "36 decoder blocks"),
+        (["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--recompute", "99"], "36 decoder blocks"),
+        (["--gpu", "RTX 3090", "--train_type", "qlora", "--n_bits", "3"], "hqq_lora"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(
@@ -102,9 +151,12 @@ def test_what_cannot_be_planned_is_one_sentence(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    status = main(["plan", *argv])
+    (tmp_path / "empty").mkdir()
+    places = {"empty": tmp_path / "empty"}
+    status = main(["plan", *(word.format(**places) for word in argv)])
     captured = capsys.readouterr()
     assert status == 2 and said in captured.err and "Traceback" not in captured.err
+    assert captured.err.count("\n") == 1
 
 
 def test_published_runs_are_planned_within_a_fifth_but_for_the_one_on_an_h100() -> None:

@@ -1,0 +1,68 @@
+"""The settings of `--auto`: those that are fastest by the plan, or those that an interrupted run has."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_qlora.checkpointing.run_folder import read_run
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.text import value_text
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.output.text import GIB
+from fsdp_qlora.planning.checks import host_memory_free
+from fsdp_qlora.planning.gpus import gpu_like
+from fsdp_qlora.planning.outlook import CONTEXT, Planner, Request
+from fsdp_qlora.planning.plan import ModelPlan, least_free
+from fsdp_qlora.ranks import distributed
+
+log = logging.getLogger("fsdp_qlora")
+
+# What is chosen: the first two with the rows per step as they are, the others where they are auto.
+_CHOSEN = ("batch_size", "gradient_accumulation_steps", "sharding_strategy", "use_cpu_offload")
+
+
+def choose_settings(
+    config: TrainConfig, model: ModelPlan, lengths: Callable[[TrainConfig], Sequence[int]], store: dist.Store | None
+) -> dict[str, Any]:
+    """The options that --auto replaces, the same on all ranks: rank 0 searches, for the GPU with the least free memory.
+
+    How many blocks recompute is left to probing, which corrects the plan.
+
+    Args:
+        lengths: tokens of the rows in the longest micro-batch that some options make.
+    Raises:
+        UserError: there is no GPU.
+    """
+    machine, ranks = model.machine, model.machine.ranks
+    free = least_free(machine, "the memory for --auto", store)
+    if free is None:
+        raise UserError(
+            "--auto true chooses settings for the GPUs of this machine, and none is visible: leave it out, or plan for "
+            "others with `fsdp-qlora plan --auto --gpu NAME`."
+        )
+    chosen: dict[str, Any] = {}
+    if ranks.is_rank_0 and not (chosen := settings_of_run(config, ranks.world_size)):
+        name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
+        host = host_memory_free(ranks.local_world_size) * machine.world_size
+        request = Request(gpu_like(name, (free + CONTEXT) / GIB), machine.world_size, host / GIB)
+        best = Planner(config, request, model, lengths).fastest()[0]
+        chosen = {name: getattr(best.config, name) for name in _CHOSEN}
+    if store is not None:
+        chosen = json.loads(distributed.values_of_ranks(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
+    log.info("Settings of --auto: %s.", ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
+    return chosen
+
+
+def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """The settings of the run in output_dir that --auto chose for as many ranks; none if there is no such run."""
+    folder = Path(config.output_dir).expanduser()
+    run = {} if config.resume != "auto" or config.overwrite_output_dir else read_run(folder)
+    then = run.get("options", {})
+    if not then.get("auto") or run["world_size"] != world_size:
+        return {}
+    return {name: then[name] for name in _CHOSEN if name in _CHOSEN[:2] or getattr(config, name) == "auto"}

@@ -1,0 +1,201 @@
+"""Plans variants of one run on given GPUs: whether each fits, how fast it is, and which are the fastest that fit."""
+
+import bisect
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.output.text import GIB
+from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
+from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.placement import with_margin
+from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
+from fsdp_qlora.planning.speed import count_work, seconds, size_of
+from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES, Ranks
+from fsdp_qlora.sharding.model_parts import Offload
+
+# CUDA's context, NCCL's buffers and what the driver keeps (docs/gpu.md: 0.6 to 0.8 GiB), until a card has measured it.
+CONTEXT = int(0.9 * GIB)
+_FEW_ROWS = 16  # in a micro-batch; more save little time
+
+
+class Request(NamedTuple):
+    """The GPUs, and what is to be told. tokens: to train on, in all epochs. price: US dollars per hour of all GPUs."""
+
+    gpu: Gpu
+    num_gpus: int
+    host_ram_gib: float | None = None
+    tokens: float = 0.0
+    price: float | None = None
+
+    @property
+    def free(self) -> int:
+        """Bytes of a GPU for a run."""
+        return int(self.gpu.memory_gib * GIB) - CONTEXT
+
+    @property
+    def machine(self) -> Machine:
+        """The GPUs, which are not in this machine."""
+        ranks = Ranks(0, 0, self.num_gpus, self.num_gpus, torch.device("cpu"))
+        return Machine(torch.device("cuda"), self.num_gpus, ranks, self.free)
+
+
+class Outlook(NamedTuple):
+    """A planned run: where it fits and how fast it is."""
+
+    config: TrainConfig
+    plan: PlacedModel
+    request: Request
+    tokens_per_second: float
+
+    @property
+    def needed(self) -> int:
+        return self.plan.memory.reserved + CONTEXT
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all ranks."""
+        return self.request.num_gpus * sum(self.plan.memory.host.values())
+
+    @property
+    def fits_host(self) -> bool:
+        most = self.request.host_ram_gib
+        return most is None or self.host_bytes <= 0.9 * most * GIB  # the rest is the system's and the loader's
+
+    @property
+    def fits(self) -> bool:
+        return self.plan.memory.reserved <= self.request.free and self.fits_host
+
+    @property
+    def fits_with_margin(self) -> bool:
+        """Whether it fits even if the estimate is too small by its usual error."""
+        return with_margin(self.plan.memory.reserved) <= self.request.free and self.fits_host
+
+    @property
+    def hours(self) -> float:
+        return self.request.tokens / self.tokens_per_second / 3600
+
+    @property
+    def cost(self) -> float:
+        """US dollars; 0 without a price."""
+        return self.hours * (self.request.price or 0)
+
+
+class Planner:
+    """Plans variants of a run: the model is built once, and its blocks are measured once for each micro-batch.
+
+    Args:
+        model: built with options that differ from the variants' in the placement and the micro-batch alone.
+        lengths: tokens of the rows in the longest micro-batch that some options make.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        request: Request,
+        model: ModelPlan,
+        lengths: Callable[[TrainConfig], Sequence[int]] = longest_allowed,
+    ) -> None:
+        self.config, self.request, self.model = config, request, model
+        self._lengths, self._size = lengths, size_of(model.meta.parts)
+        self._measured: dict[tuple[int, ...], tuple[Sequence[int], list[BlockBytes]]] = {}
+
+    def on(self, request: Request) -> "Planner":
+        """Of the same run on other GPUs, with what has been built and measured."""
+        other = copy.copy(self)
+        other.request, other.model = request, dataclasses.replace(self.model, machine=request.machine)
+        return other
+
+    @property
+    def num_blocks(self) -> int:
+        return self._size.blocks
+
+    def outlook(self, **changes: Any) -> Outlook:
+        """The run with other options."""
+        config = dataclasses.replace(self.config, **changes)
+        lengths, blocks = self._measure(config)
+        plan = place(config, self.model, lengths, blocks=blocks)
+        work = count_work(
+            self._size,
+            lengths,
+            num_shards=plan.num_shards,
+            recomputed_share=plan.memory.recomputing / self.num_blocks,
+            host_share=plan.placement.offload.blocks / self.num_blocks,
+            frees_blocks=SHARDING_STRATEGIES[plan.placement.sharding_strategy][1],
+        )
+        rate = self.request.num_gpus * sum(lengths) / seconds(work, self.request.gpu)
+        return Outlook(config, plan, self.request, rate)
+
+    def _measure(self, config: TrainConfig) -> tuple[Sequence[int], list[BlockBytes]]:
+        """Tokens of the rows in the longest micro-batch, and what blocks keep and need for it."""
+        key = (config.batch_size, config.gradient_accumulation_steps, config.context_length)
+        if key not in self._measured:
+            lengths, model = self._lengths(config), self.model
+            blocks = measure_blocks(model.meta.parts, model.precision, lengths, model.documents)
+            self._measured[key] = lengths, blocks
+        return self._measured[key]
+
+    # --- what would make it fit ---
+
+    def ways_to_fit(self) -> Iterator[Outlook]:
+        """Settings with which the run fits if it does not, the mildest first."""
+        config = self.config
+        rows = config.batch_size * config.gradient_accumulation_steps
+        options: list[dict[str, Any]] = [{}, {"batch_size": 1, "gradient_accumulation_steps": rows}]
+        options += [{**each, "use_cpu_offload": True, "sharding_strategy": "full_shard"} for each in options]
+        options += [{**options[-1], "use_activation_cpu_offload": True}]
+        if config.context_length > 512:
+            options += [{**options[-1], "context_length": config.context_length // 2}]
+        found = (self.outlook(**each, recompute="all", use_gradient_checkpointing=None) for each in options)
+        return (each for each in found if each.fits)
+
+    # --- the fastest settings ---
+
+    def fastest(self) -> list[Outlook]:
+        """Settings with the same global batch by speed, those that fit with a margin first, then the nearest to it.
+
+        Options that are given are kept, but for the size of a micro-batch. Of blocks that recompute, and of blocks in
+        host memory, as few are taken as fit.
+        """
+        found = [each for changes in self._micro_batches() for each in self._places(changes)]
+        fitting = sorted((each for each in found if each.fits_with_margin), key=lambda each: -each.tokens_per_second)
+        others = sorted((each for each in found if not each.fits_with_margin), key=lambda each: each.needed)
+        return [*fitting, *others]
+
+    def _micro_batches(self) -> Iterator[dict[str, Any]]:
+        """The splits of a step's rows that are tried: the one that is given, and all of few rows."""
+        rows = self.config.batch_size * self.config.gradient_accumulation_steps
+        for size in sorted({*range(1, _FEW_ROWS + 1), self.config.batch_size}):
+            if rows % size == 0:
+                yield {"batch_size": size, "gradient_accumulation_steps": rows // size}
+
+    def _places(self, changes: dict[str, Any]) -> Iterator[Outlook]:
+        """The placements that the options leave open, and between nothing and all in host memory as few blocks as fit.
+
+        That is with recompute of no and of all blocks, else with recompute of as few as fit.
+        """
+        config = self.config
+        leaves_open = config.blocks_to_recompute == "auto" and not config.use_activation_cpu_offload
+        recompute = ["none", *range(1, self.num_blocks), "all"] if leaves_open else [config.recompute]
+        places = {(each.sharding_strategy, each.offload): each for each in candidates(config, self.model)}
+        for (strategy, offload), chosen in places.items():
+            placed = {**changes, **chosen.options}
+            yield self._first_that_fits("recompute", recompute, placed)
+            if offload.embeddings and (strategy, Offload()) in places:
+                for each in dict.fromkeys([recompute[0], recompute[-1]]):
+                    yield self._first_that_fits(
+                        "use_cpu_offload", range(2, max(3, self.num_blocks)), placed | {"recompute": each}
+                    )
+
+    def _first_that_fits(self, option: str, values: Sequence[Any], changes: dict[str, Any]) -> Outlook:
+        """The run with the first of an option's values with which it fits, each needing less memory; else the last."""
+
+        def fits(value: Any) -> bool:
+            return self.outlook(**{**changes, option: value}).fits_with_margin
+
+        first = bisect.bisect_left(values, True, hi=len(values) - 1, key=fits)
+        return self.outlook(**{**changes, option: values[first]})
