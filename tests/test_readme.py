@@ -30,7 +30,7 @@ OTHER_FLAGS = {
     *("max-restarts", "nnodes", "signals-to-handle", "local_addr"),  # torchrun
     *("rdzv_backend", "rdzv_conf", "rdzv_endpoint", "rdzv_id", "standalone"),
     *("out", "prune", "expansion_rate", "best", "version", "json"),  # our commands
-    *("gpu", "gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "explain"),  # plan's
+    *("gpu", "gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "explain", "compare", "sort", "plot"),
     *("base", "verify", "dtype", "model", "type"),  # merge and gguf
     *("prompt", "prompts", "temperature", "top_p", "max_new_tokens"),  # generate
     *("tasks", "limit", "num_fewshot"),  # evaluate

@@ -4,8 +4,10 @@ import argparse
 import dataclasses
 import gc
 import json
+from pathlib import Path
 
 from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.gpus import Gpu, find_gpu, gpu_like
 
@@ -18,6 +20,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--million_tokens", type=float, default=10.0, help="to train on, in all epochs (default: 10)")
     parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
     parser.add_argument("--explain", action="store_true", help="name the ten largest things at the peak")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw the memory of each phase beside the card's")
+    parser.add_argument(
+        "--compare",
+        nargs="?",
+        const="",
+        metavar="PRICES.yaml",
+        help="plan the run on each offer of a price table instead; without a file on examples, to be replaced",
+    )
+    parser.add_argument("--sort", choices=["cost", "time"], default="cost", help="of --compare (default: cost)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -32,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     config, searches = dataclasses.replace(config, auto=False), config.auto
     if args.num_gpus < 1:
         raise UserError(f"--num_gpus {args.num_gpus}: give 1 or more.")
+    if args.compare is not None:
+        return _compare(args, config)
     gpu = _gpu(args)
     _load()
     from fsdp_qlora.commands import plan
@@ -42,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
     # With auto a run finds how many blocks recompute by probing; without a search all do here.
     changes = {"recompute": "all"} if config.blocks_to_recompute == "auto" else {}
     planned = planner.fastest() if searches else [planner.outlook(**changes)]
+    if args.plot:
+        try:
+            Path(args.plot).expanduser().write_text(plan.draw(planned[0]), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--plot {args.plot}: it cannot be written: {error.strerror}.") from error
     if args.json:
         found = [plan.as_json(each) for each in planned[:3]]
         print(json.dumps(found if searches else found[0], indent=1))
@@ -51,10 +69,24 @@ def run(args: argparse.Namespace) -> int:
     return 0 if planned[0].fits else 1
 
 
+def _compare(args: argparse.Namespace, config: TrainConfig) -> int:
+    if args.gpu or args.gpu_memory_gib or args.plot:
+        raise UserError("--compare takes the GPUs from its price table: leave out --gpu, --gpu_memory_gib and --plot.")
+    _load()
+    from fsdp_qlora.commands import compare, plan
+
+    path = Path(args.compare).expanduser() if args.compare else compare.EXAMPLE
+    date, requests = compare.read_offers(path, args.million_tokens * 1e6)
+    found = compare.compare(plan.make_planner(config, requests[0]), requests, by_time=args.sort == "time")
+    table = json.dumps([plan.as_json(each) for each in found], indent=1) if args.json else ""
+    print(table or "\n".join(compare.describe(date, found)))
+    return 0 if found[0].fits_with_margin else 1
+
+
 def _load() -> None:
     """Import what plans, without the collector: its walks over torch's modules, none of them garbage, are a quarter."""
     gc.disable()
-    import fsdp_qlora.commands.plan  # noqa: F401
+    import fsdp_qlora.commands.compare  # noqa: F401  it imports the plan
 
     gc.freeze()
     gc.enable()

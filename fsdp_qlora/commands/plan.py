@@ -1,5 +1,7 @@
 """Plans a run on GPUs that may be elsewhere: whether it fits, with which settings, how long, for how much."""
 
+import html
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from fsdp_qlora.sharding.model_parts import count_parameters
 
 _LARGEST = 10  # things that --explain names
 _BAR = 34  # columns
+_PHASE, _PLOT = 130.0, 640.0  # pixels: where the bars begin, and the longest
 _SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
 
 
@@ -142,6 +145,7 @@ def as_json(found: Outlook) -> Mapping[str, Any]:
         "hours": round(found.hours, 3),
         "price_per_hour": request.price,
         "cost_usd": round(found.cost, 2) if request.price else None,
+        "where": request.where or None,
         "command": command_line(found),
     }
 
@@ -160,3 +164,28 @@ def describe_fastest(found: Sequence[Outlook]) -> Iterator[str]:
             words = ", ".join(f"{name} {value_text(getattr(each.config, name))}" for name in _SEARCHED)
             yield f"  {each.tokens_per_second:,.0f} tokens/s, {margin}"
             yield f"    {words}"
+
+
+def draw(found: Outlook) -> str:
+    """The plan as an SVG: a bar for each phase of a step, in it a rectangle for each quantity, and the card's end."""
+    card, always = found.request.gpu.memory_gib * GIB, _always_there(found)
+    bars = {phase: {**always, **sizes} for phase, sizes in found.plan.memory.phases.items()}
+    names = list(dict.fromkeys(itertools.chain(*bars.values())))
+    colors = {
+        name: f"hsl({360 * place // len(names)} 60% {45 + 20 * (place % 2)}%)" for place, name in enumerate(names)
+    }
+    scale = _PLOT / max(card, *(sum(sizes.values()) for sizes in bars.values()))
+    lines = [f'<text x="8" y="16">{html.escape(f"{_model_line(found)}, {found.request.gpu.name}")}</text>']
+    for row, (phase, sizes) in enumerate(bars.items()):
+        lines.append(f'<text x="8" y="{45 + 30 * row}">{html.escape(phase)}</text>')
+        left = _PHASE
+        for name, size in sizes.items():
+            box = f'x="{left:.1f}" y="{30 + 30 * row}" width="{size * scale:.1f}" height="22" fill="{colors[name]}"'
+            lines.append(f"<rect {box}><title>{html.escape(name)}: {size / GIB:.2f} GiB</title></rect>")
+            left += size * scale
+    bottom, end = 30 + 30 * len(bars), _PHASE + card * scale
+    lines.append(f'<path d="M{end:.1f} 24V{bottom}" stroke="black"/>')
+    for row, (name, color) in enumerate(colors.items(), start=1):
+        lines.append(f'<text x="8" y="{bottom + 20 * row}" fill="{color}">\u25a0 {html.escape(name)}</text>')
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" width="800" height="{bottom + 20 * len(names) + 20}">'
+    return "\n".join([start, *lines, "</svg>\n"])

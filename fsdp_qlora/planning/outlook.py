@@ -24,13 +24,16 @@ _FEW_ROWS = 16  # in a micro-batch; more save little time
 
 
 class Request(NamedTuple):
-    """The GPUs, and what is to be told. tokens: to train on, in all epochs. price: US dollars per hour of all GPUs."""
+    """The GPUs, and what is to be told. tokens: to train on, in all epochs. price: US dollars per hour of all GPUs.
+    where: they are offered.
+    """
 
     gpu: Gpu
     num_gpus: int
     host_ram_gib: float | None = None
     tokens: float = 0.0
     price: float | None = None
+    where: str = ""
 
     @property
     def free(self) -> int:

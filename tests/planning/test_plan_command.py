@@ -5,12 +5,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks import published_runs
 from fsdp_qlora.checkpointing.run_folder import RUN_KEYS
 from fsdp_qlora.cli.main import main
+from fsdp_qlora.commands import compare
 from fsdp_qlora.commands.plan import make_planner
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
@@ -59,7 +61,7 @@ def _plan(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> tup
 
 def _json(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> Any:
     _, said = _plan(capsys, "--json", *argv, **options)
-    return json.loads(said[said.index("[" if "--auto" in argv else "{") :])
+    return json.loads(said[said.index("[" if {"--auto", "--compare"} & {*argv} else "{") :])
 
 
 def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +134,58 @@ def test_settings_that_auto_finds_are_planned_alike_without_it(
         assert planned | {"command": found["command"]} == found
 
 
+def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prices = tmp_path / "prices.yaml"
+    prices.write_text(
+        "date: 2026-01-02\n"
+        "offers:\n"
+        "- {gpu: RTX 3060, num_gpus: 1, price_per_hour: 0.01}\n"
+        "- {gpu: H100 SXM, num_gpus: 1, price_per_hour: 30, host_ram_gib: 100, where: somewhere}\n"
+        "- {gpu: RTX 4090, num_gpus: 1, price_per_hour: 0.5}\n"
+    )
+    options = {"model_name": "qwen3-14b", "context_length": 4096, "use_cpu_offload": False}
+    _, said = _plan(capsys, "--compare", str(prices), **options)
+    lines = said.splitlines()
+    assert max(map(len, lines)) <= 80 and "2026-01-02" in lines[1]
+    assert [line[4:12] for line in lines[-3:]] == ["RTX 4090", "H100 SXM", "RTX 3060"] and "needs " in lines[-1]
+    by_time = _json(capsys, "--compare", str(prices), "--sort", "time", **options)
+    assert [each["gpu"] for each in by_time] == ["H100 SXM", "RTX 4090", "RTX 3060 12GB"]
+    assert [each["fits"] for each in by_time] == [True, True, False] and by_time[0]["where"] == "somewhere"
+    assert by_time[0]["cost_usd"] == pytest.approx(30 * by_time[0]["hours"], rel=1e-3)
+
+
+def test_the_prices_that_come_along_are_examples() -> None:
+    date, requests = compare.read_offers(compare.EXAMPLE, 1e6)
+    assert "examples" in date and {each.where for each in requests} == {"example"} and len(requests) > 5
+
+
+def test_a_drawing_has_a_rectangle_for_each_quantity_of_each_phase(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = _json(capsys, "--gpu", "RTX 3060", "--plot", str(tmp_path / "plan.svg"), model_name="qwen3-0.6b")
+    drawing = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    boxes = drawing.findall("{*}rect")
+    beside = (
+        found["needed_bytes"]
+        - sum(found["resident"].values())
+        - max(sum(sizes.values()) for sizes in found["phases"].values())
+    )
+    assert beside > 0
+    names = [box.find("{*}title").text.rpartition(":")[0] for box in boxes]  # type: ignore[union-attr]
+    for sizes in found["phases"].values():
+        for name in (*found["resident"], *sizes):
+            names.remove(name)
+    assert set(names) == {"torch's allocator", "CUDA, NCCL and driver"}
+    # The longest bar is to the card's memory as what is needed.
+    [end] = drawing.findall("{*}path")
+    card = float(end.attrib["d"][1:].split()[0]) - min(float(box.attrib["x"]) for box in boxes)
+    longest = max(float(box.attrib["x"]) + float(box.attrib["width"]) for box in boxes)
+    share = (longest - min(float(box.attrib["x"]) for box in boxes)) / card
+    assert share == pytest.approx(found["needed_bytes"] / found["gpu_bytes"], rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -144,6 +198,11 @@ def test_settings_that_auto_finds_are_planned_alike_without_it(
         (["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--use_cpu_offload", "99"], "36 decoder blocks"),
         (["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--recompute", "99"], "36 decoder blocks"),
         (["--gpu", "RTX 3090", "--train_type", "qlora", "--n_bits", "3"], "hqq_lora"),
+        (["--gpu", "RTX 3090", "--model_name", "qwen3-0.6b", "--plot", "{empty}"], "--plot"),
+        (["--compare", "--gpu", "RTX 3090"], "leave out --gpu"),
+        (["--compare", "{empty}/none.yaml"], "No such file"),
+        (["--compare", "{prices}"], "price_per_hour"),
+        (["--compare", "{empty}/../none.yaml"], "it has no offers"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(
@@ -152,7 +211,9 @@ def test_what_cannot_be_planned_is_one_sentence(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "empty").mkdir()
-    places = {"empty": tmp_path / "empty"}
+    (tmp_path / "prices.yaml").write_text("date: 1\noffers:\n- {gpu: T4, num_gpus: 1}\n")
+    (tmp_path / "none.yaml").write_text("date: 1\noffers: []\n")
+    places = {"empty": tmp_path / "empty", "prices": tmp_path / "prices.yaml"}
     status = main(["plan", *(word.format(**places) for word in argv)])
     captured = capsys.readouterr()
     assert status == 2 and said in captured.err and "Traceback" not in captured.err

@@ -1,0 +1,75 @@
+"""The rent table: one run on each offer of a price table, with the settings that are fastest there."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from fsdp_qlora.config.text import value_text
+from fsdp_qlora.errors import UserError
+from fsdp_qlora.output.text import GIB
+from fsdp_qlora.planning.gpus import find_gpu
+from fsdp_qlora.planning.outlook import Outlook, Planner, Request
+
+EXAMPLE = Path(__file__).parent / "prices.yaml"
+
+
+class Offer(NamedTuple):
+    """GPUs for rent. price_per_hour: US dollars, of all of them. where: who offers them."""
+
+    gpu: str
+    num_gpus: int
+    price_per_hour: float
+    host_ram_gib: float | None = None
+    where: str = ""
+
+
+def read_offers(path: Path, tokens: float) -> tuple[str, list[Request]]:
+    """The date of a price table, and its offers, to train on so many tokens.
+
+    Raises:
+        UserError: it cannot be read, has no offers, or one of a GPU that is not known.
+    """
+    try:
+        table = yaml.safe_load(path.read_text(encoding="utf-8"))
+        offers = [Offer(**row) for row in table["offers"]]
+        if not offers or not all(offer.num_gpus >= 1 and offer.price_per_hour > 0 for offer in offers):
+            raise ValueError("it has no offers, or one without GPUs or price")
+        return str(table["date"]), [
+            Request(find_gpu(each.gpu), each.num_gpus, each.host_ram_gib, tokens, each.price_per_hour, each.where)
+            for each in offers
+        ]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"--compare {path}: {reason}. A price table has a date and offers, each with gpu, num_gpus and "
+            f"price_per_hour, if known also host_ram_gib and where, as in {EXAMPLE}."
+        ) from error
+
+
+def compare(planner: Planner, requests: Sequence[Request], *, by_time: bool) -> list[Outlook]:
+    """The fastest settings on each offer; those that fit come first, the cheapest or fastest first."""
+    found = [planner.on(request).fastest()[0] for request in requests]
+    return sorted(found, key=lambda each: (not each.fits_with_margin, each.hours if by_time else each.cost))
+
+
+def describe(date: str, found: Sequence[Outlook]) -> Iterator[str]:
+    """The table in lines of at most 80 columns."""
+    config, rows = found[0].config, found[0].config.batch_size * found[0].config.gradient_accumulation_steps
+    yield f"{config.model}, {config.train_type}, {found[0].request.tokens / 1e6:,.1f} million tokens"
+    yield f"{rows} x {config.context_length} tokens per GPU and step; prices of {date}"
+    yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
+    for each in found:
+        request, settings = each.request, each.config
+        line = f"{f'{request.num_gpus} x {request.gpu.name}':21.21} {request.price:7.2f}"
+        if each.fits_with_margin:
+            on_host = {"true": "all", "false": "-"}.get(host := value_text(settings.use_cpu_offload), host)
+            yield (
+                f"{line} {each.hours:7,.1f} {each.cost:8,.2f}  {settings.batch_size:4} "
+                f"{settings.sharding_strategy:10} {on_host:>5} {settings.recompute}"
+            )
+        elif each.fits_host:
+            yield f"{line}  needs {each.needed / GIB:.1f} of {request.gpu.memory_gib:g} GiB on each GPU, and a margin"
+        else:
+            yield f"{line}  needs {each.host_bytes / GIB:.0f} of {request.host_ram_gib:g} GiB of host memory"
