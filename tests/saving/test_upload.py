@@ -1,9 +1,12 @@
 """A result is uploaded to the hub; what cannot be uploaded is said before training, or in a sentence after it."""
 
+import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +16,7 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from fsdp_qlora.cli.main import main
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.results import write
 from tests.tiny import flags, make_rows, on_ranks, write_rows
@@ -52,11 +56,11 @@ class Hub:
         self.files = {added.path_in_repo: Path(str(added.path_or_fileobj)).read_bytes() for added in operations}
 
 
-def train_with_a_hub_that_fails(argv: list[str]) -> int:
+def train_with_a_hub_that_fails(argv: list[str], *, is_private: bool | None = None) -> int:
     import train
 
     os.environ["HF_TOKEN"] = TOKEN
-    write.HfApi = lambda: Hub(takes_commits=False)  # type: ignore[assignment, misc]
+    write.HfApi = lambda: Hub(is_private=is_private, takes_commits=False)  # type: ignore[assignment, misc]
     return train.main(argv)
 
 
@@ -66,6 +70,9 @@ def test_a_result_is_uploaded_with_the_best_adapter_and_a_failure_is_one_sentenc
     rows, out, made = write_rows(tmp_path / "rows.jsonl", make_rows(12)), tmp_path / "out", tmp_path / "made"
     options = {"model_name": models(), "dataset": rows, "max_steps": 2, "eval_fraction": 0.1, "lora_rank": 2}
     argv = flags(**options, output_dir=out, push_to_hub="owner/result", quant_cache="off")
+    public = partial(train_with_a_hub_that_fails, is_private=False)
+    statuses, said = on_ranks(1, public, (argv,), tmp_path / "logs_public")
+    assert statuses == [2] and "owner/result is public" in said and not out.exists()  # before training
     statuses, said = on_ranks(2, train_with_a_hub_that_fails, (argv,), tmp_path / "logs")
     assert statuses == [0, 0] and said.count("The upload to owner/result failed: ") == 1, said
     assert "no right to write" in said and TOKEN not in said
@@ -99,10 +106,9 @@ def test_a_repository_is_checked_before_training(
 ) -> None:
     monkeypatch.setattr(write, "get_token", lambda: login.get("token", TOKEN))
     monkeypatch.setattr(write, "HfApi", lambda: Hub({"name": "owner", **login}, is_private))
-    if says is None:
-        write.check_repository("--push_to_hub", repo, may_be_public=False)
-        return
-    with pytest.raises(UserError, match=says):
-        write.check_repository("--push_to_hub", repo, may_be_public=False)
-    if is_private is False:
-        write.check_repository("--push_to_hub", repo, may_be_public=True)
+    for option in ({"push_to_hub": repo}, {"mirror": f"hf:{repo}"}):
+        config = TrainConfig(**option)
+        with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+            write.check_uploads(config)
+        if is_private is False:
+            write.check_uploads(dataclasses.replace(config, push_public=True))
