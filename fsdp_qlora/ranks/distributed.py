@@ -115,7 +115,8 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
             "The store of this run listens at %s:%d, which is a public address, and has no password: close the port to "
             "all but the run's own nodes.", address, port,
         )  # fmt: skip
-    is_master = ranks.is_rank_0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = ranks.is_rank_0 and not is_agents
     store = dist.TCPStore(
         address,
         port,
@@ -125,10 +126,11 @@ def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float 
         master_listen_fd=_listen_on_loopback(resolved, port) if is_master else None,
     )
     # torchrun keeps its store when it restarts the workers. Without a prefix they would read addresses of the previous
-    # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). The name of the run, which our launcher and
-    # `torchrun --standalone` draw at random, keeps those out that can reach the port but not read this environment.
-    run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
-    return dist.PrefixStore(f"{run}/attempt-{attempt}", store)
+    # attempt (measured: 3 of 8 restarts worked, with the prefix 16 of 16). A store of rank 0's own is new, and agents
+    # that have joined later count fewer attempts. The name of the run, which our launcher and `torchrun --standalone`
+    # draw at random, keeps those out that can reach the port but not read this environment.
+    run, attempt = os.environ.get("TORCHELASTIC_RUN_ID", "0"), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"{run}/attempt-{attempt if is_agents else 0}", store)
 
 
 def _wait_for_store(rank: int, address: str, port: int, minutes: float) -> None:

@@ -197,6 +197,18 @@ def test_who_reaches_the_port_does_not_know_the_keys_of_a_run(monkeypatch):
     assert store.check(["abort"])
 
 
+def test_ranks_meet_though_agents_count_their_attempts_from_when_they_have_joined(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(_free_port()))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # rank 0's store is of this attempt alone
+    stores = []
+    for rank, attempt in enumerate("10"):  # that of a node that has stayed, and of a new one
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        stores.append(connect(Ranks(rank, 0, 2, 1, torch.device("cpu"))))
+    stores[0].set("key", "value")
+    assert stores[1].check(["key"])
+
+
 @pytest.mark.parametrize(("address", "is_warned"), [("10.0.0.1", False), ("8.8.8.8", True)])
 def test_a_store_at_a_public_address_is_warned_of(address, is_warned, monkeypatch, lines):
     monkeypatch.setattr(distributed.dist, "TCPStore", lambda *_, **__: distributed.dist.HashStore())

@@ -90,3 +90,31 @@ def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(nodes: Nodes
     assert nodes.wait(SECONDS) == [0, 0], nodes.output(0) + nodes.output(1)
     assert "Resuming at step" in nodes.output(0)
     assert read_metrics(nodes.disks[0] / "out") == pytest.approx(on_one_node(nodes, tmp_path / "one", steps), rel=1e-6)
+
+
+def test_a_killed_node_is_replaced_and_the_run_goes_on(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(nodes)
+    steps = 40
+    argv = flags(**options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", save_steps=1, **ON_NODES)
+    # torch 2.13: a node that stays does not tell a new one the address of the store that it shares.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    nodes.torchrun = ["--nnodes", "1:2", "--max-restarts", "3"]
+    nodes.rendezvous = ",last_call_timeout=5,keep_alive_interval=1"
+    nodes.start(argv)
+    wait_for_step(nodes, 3)
+    nodes.replace(1, argv)
+    assert nodes.wait(SECONDS) == [0, 0], nodes.output(0) + nodes.output(1)
+    assert nodes.output(0).count("Devices: 2 ranks") == 2 and "Resuming at step" in nodes.output(0)
+    assert read_metrics(nodes.disks[0] / "out") == pytest.approx(on_one_node(nodes, tmp_path / "one", steps), rel=1e-6)
+
+
+def test_nodes_that_do_not_share_the_folder_are_refused_where_every_rank_writes(nodes: Nodes) -> None:
+    fill(nodes)
+    given = {name: value for name, value in options(nodes.disk, 4, "full_shard").items() if name != "lora_rank"}
+    nodes.start(flags(**given, output_dir=nodes.disk / "out", train_type="full", **ON_NODES))
+    assert 0 not in nodes.wait(SECONDS)
+    for node in range(2):
+        assert "Rank 1's machine does not see" in nodes.output(node), nodes.output(node)
+    assert "Checkpoint of step" not in nodes.output(0)

@@ -38,7 +38,10 @@ def _run(*words: object) -> str:
 
 
 class Nodes:
-    """Two nodes; `disks` are their own folders, each of which its processes see as `disk`."""
+    """Two nodes; `disks` are their own folders, each of which its processes see as `disk`.
+
+    torchrun: its options, besides how the nodes find each other. rendezvous: more for --rdzv_conf.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.disk, self.disks = folder / "disk", [folder / f"node{node}" for node in range(2)]
@@ -47,6 +50,7 @@ class Nodes:
         self.spaces = [f"fq{os.getpid()}n{node}" for node in range(2)]
         self.logs = [path / "log" for path in self.disks]
         self.agents: list[subprocess.Popen[bytes]] = []
+        self.torchrun, self.rendezvous = ["--nnodes", "2"], ""
 
     def up(self) -> None:
         first, second = self.spaces
@@ -77,11 +81,16 @@ class Nodes:
         """Start torchrun on both nodes."""
         self.agents = [self._start(node, argv, per_node) for node in range(2)]
 
+    def replace(self, node: int, argv: Sequence[str]) -> None:
+        """Kill all of a node's processes, and start torchrun there again."""
+        self._kill(node)
+        self.agents[node] = self._start(node, argv, 1)
+
     def _start(self, node: int, argv: Sequence[str], per_node: int) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", per_node]
+        command = [sys.executable, "-m", "torch.distributed.run", *self.torchrun, "--nproc_per_node", per_node]
         command += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{ADDRESSES[0]}:{_PORT}", "--rdzv_id", "run"]
         # The host's name does not resolve to an address of the namespace.
-        command += ["--rdzv_conf", f"is_host={node == 0}", "--local_addr", ADDRESSES[node]]
+        command += ["--rdzv_conf", f"is_host={node == 0}{self.rendezvous}", "--local_addr", ADDRESSES[node]]
         command += [ROOT / "train.py", *argv]
         environment = {name: value for name, value in os.environ.items() if not is_from_an_agent(name)}
         environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "eth0"}
@@ -101,12 +110,16 @@ class Nodes:
     def output(self, node: int) -> str:
         return self.logs[node].read_text(errors="replace")
 
+    def _kill(self, node: int) -> None:
+        agent = self.agents[node]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
+                process.kill()
+        agent.wait()
+
     def down(self) -> None:
-        for agent in self.agents:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
-                    process.kill()
-            agent.wait()
+        for node in range(len(self.agents)):
+            self._kill(node)
         for space in self.spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
