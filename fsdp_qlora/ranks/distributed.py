@@ -86,12 +86,9 @@ def set_up_logging(ranks: Ranks, *, verbose: bool, stream: TextIO | None = None)
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
     log.propagate = False
     log.handlers.clear()
-    if ranks.is_rank_0:
-        handler = LineHandler(stream or sys.stdout)
-        handler.setFormatter(PrintableFormatter("%(message)s"))
-        log.addHandler(handler)
-    else:
-        log.addHandler(logging.NullHandler())
+    handler = LineHandler(stream or sys.stdout) if ranks.is_rank_0 else logging.NullHandler()
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    log.addHandler(handler)
 
 
 def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float = MAX_WAIT_MINUTES) -> dist.Store:
