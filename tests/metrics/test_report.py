@@ -80,8 +80,9 @@ def test_what_a_run_has_left_stays_text_and_the_page_loads_nothing(tmp_path: Pat
 def test_a_secret_in_the_folders_name_is_hidden(tmp_path: Path) -> None:
     token = "hf_" + "s" * 34
     folders = [make_run(tmp_path / token), make_run(tmp_path / "other" / token)]
-    write_report(folders, tmp_path / "report.html")
-    assert token not in (tmp_path / "report.html").read_text()
+    for shown in (folders[:1], folders):  # where two have one name, they are called by their paths
+        write_report(shown, tmp_path / "report.html")
+        assert token not in (tmp_path / "report.html").read_text()
 
 
 def test_a_long_run_is_thinned_and_keeps_its_peaks_and_totals(tmp_path: Path) -> None:
