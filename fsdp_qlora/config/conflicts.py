@@ -167,6 +167,10 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         if name not in chosen.options:
             takers = ", ".join(each for each, other in OBJECTIVES.items() if name in other.options)
             yield f"--objective {c.objective} does not know --{name}: that is for {takers}."
+    if c.precompute_reference and not chosen.has_reference:
+        yield f"--objective {c.objective} compares with nothing: --precompute_reference has nothing to compute."
+    if c.precompute_reference and c.streaming:
+        yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
     if chosen.needs == TEXTS:
         return
     trains_more = c.modules_to_save or not c.kind.has_adapter

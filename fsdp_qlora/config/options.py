@@ -105,6 +105,9 @@ class TrainConfig:
     """Weight of kto's desired answers; weigh the rarer kind up, so that both count about alike."""
     undesirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of kto's other answers."""
+    precompute_reference: Annotated[bool, MAY_DIFFER] = False
+    """Compute the log-probabilities that dpo, ipo and kto compare with once before training, and keep them beside the
+    tokenized rows; worth it from the second epoch or run on, or to spare the adapter to start from its copy."""
     adapter: Annotated[str | None, OF_ADAPTER, MAY_DIFFER, PER_NODE] = None
     """Folder of a PEFT adapter to train further, from an earlier run or another trainer, or its name on the hub. Its
     rank, scale and layers are kept; optimizer and rows begin from scratch. To resume an interrupted run, do not change
@@ -406,7 +409,7 @@ class TrainConfig:
     def keeps_start(self) -> bool:
         """Whether the objective compares with an adapter, which is kept once more, and not with the base."""
         starts_adapted = self.adapter is not None or self.init_lora_weights != "true"
-        return OBJECTIVES[self.objective].has_reference and starts_adapted
+        return OBJECTIVES[self.objective].has_reference and starts_adapted and not self.precompute_reference
 
     @property
     def is_preview(self) -> bool:

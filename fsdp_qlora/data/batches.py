@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.rows import Numbers, TokenizedRows
 from fsdp_qlora.data.schedule import NOTHING
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
 
 
-def collate(
-    tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, *, pad_token_id: int, side: int | None = None
-) -> dict[str, Any]:
+def collate(tokenized: TokenizedRows, rows: Numbers, *, pad_token_id: int, side: int | None = None) -> dict[str, Any]:
     """Pad rows on the right to the longest of them; of pairs each answer is a row.
 
     There is no attention mask: in a causal model no token sees the padding after it, and padding has no label.
@@ -25,7 +23,7 @@ def collate(
     Returns:
         `input_ids` and `labels`, int64 [B, T]. A label has the same position as its token and is -100 where the
         token is masked, padding or first in its row, so `(labels != -100).sum()` is the number of targets;
-        `num_targets`, that of each document (none without rows); `desired`, the rows' labels.
+        `num_targets`, that of each document (none without rows); `desired`, the rows' labels; `reference`, if known.
     """
     documents = tokenized.documents(rows, side)
     starts, ends = tokenized.document_offsets[documents], tokenized.document_offsets[documents + 1]
@@ -44,9 +42,13 @@ def collate(
     }
 
 
-def _about(tokenized: TokenizedRows, rows: Sequence[int] | np.ndarray, documents: np.ndarray) -> dict[str, list[int]]:
-    labels = tokenized.desired[np.asarray(rows, dtype=np.int64)] if len(tokenized.desired) else tokenized.desired
-    return {"num_targets": tokenized.document_targets[documents].tolist(), "desired": labels.tolist()}
+def _about(tokenized: TokenizedRows, rows: Numbers, documents: np.ndarray) -> dict[str, list[Any]]:
+    known = {
+        "num_targets": (tokenized.document_targets, documents),
+        "desired": (tokenized.desired, np.asarray(rows, dtype=np.int64)),
+        "reference": (tokenized.reference, documents),
+    }
+    return {name: values[numbers].tolist() if len(values) else [] for name, (values, numbers) in known.items()}
 
 
 def join(

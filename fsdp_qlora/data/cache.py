@@ -15,12 +15,14 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fsdp_qlora.data.rows import DataReport, SourceFile, TokenizedRows, join_rows
+from fsdp_qlora.data.rows import NO_ROWS, DataReport, SourceFile, TokenizedRows, join_rows
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.output.text import warn_from_any_rank
+from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
 from fsdp_qlora.storage.files import cache_folder, staged_file
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger("fsdp_qlora")
@@ -49,11 +51,7 @@ def through_cache(
     Args:
         key: all that the rows depend on, as JSON.
     """
-    folder = cache_folder() / "tokenized"
-    digest = hashlib.sha256(json.dumps([CACHE_VERSION, *key]).encode()).hexdigest()
-    with contextlib.suppress(OSError):  # said when the rows are written
-        folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{digest[:40]}.safetensors"
+    path = _path_of(key)
     with _locked(path):
         if (found := read_cache(path)) is not None:
             log.info("Tokenized rows are read from %s", path)
@@ -61,6 +59,33 @@ def through_cache(
         made = make()
         _write(path, *made)
         return read_cache(path) or made  # mapped, so that all ranks share it
+
+
+def _path_of(key: Sequence[object]) -> Path:
+    folder = cache_folder() / "tokenized"
+    digest = hashlib.sha256(json.dumps([CACHE_VERSION, *key]).encode()).hexdigest()
+    with contextlib.suppress(OSError):  # said when the rows are written
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{digest[:40]}.safetensors"
+
+
+def add_reference(
+    rows: TokenizedRows, key: Sequence[object], compute: Callable[[], np.ndarray], ranks: Ranks
+) -> TokenizedRows:
+    """The rows with the reference's log-probabilities: from each machine's cache, or computed by all ranks.
+
+    `key` is, as JSON, all that these depend on besides the rows.
+    """
+    path = _path_of(["reference", rows.digest, *key])
+    found = read_cache(path)
+    if gather_numbers([found is not None], ranks.device).all():
+        log.info("The reference's log-probabilities are read from %s", path)
+    else:
+        found = dataclasses.replace(NO_ROWS, reference=compute()), DataReport("")
+        if ranks.local_rank == 0:
+            _write(path, *found)
+    assert found is not None
+    return dataclasses.replace(rows, reference=found[0].reference)
 
 
 def join_cached(parts: Sequence[TokenizedRows]) -> TokenizedRows:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, object]
+Numbers = Sequence[int] | np.ndarray
 
 NUMBERS_SHOWN = 10  # rows named in a message
 CUT_SHARE_TO_WARN = 0.05  # of the tokens
@@ -71,6 +72,8 @@ class TokenizedRows:
     answer with a label and another row's."""
     desired: np.ndarray = field(default_factory=lambda: np.zeros(0, np.bool_))
     """The label of each row, bool [rows], where rows have one."""
+    reference: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The reference's log-probability of each document, float32 [documents], where it was computed before training."""
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -123,7 +126,7 @@ class TokenizedRows:
         starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.splits], axis=1)
         return np.append(starts, self.offsets[-1])
 
-    def documents(self, rows: Sequence[int] | np.ndarray, side: int | None = None) -> np.ndarray:
+    def documents(self, rows: Numbers, side: int | None = None) -> np.ndarray:
         """The numbers of the documents of some rows, int64: all, or each row's first (0) or second (1)."""
         numbers = np.asarray(rows, dtype=np.int64)
         if not len(self.splits):

@@ -1,10 +1,13 @@
 """Loads the model of a run, from its plan to verified shards, and builds its trainer: for training and benchmarks."""
 
 import dataclasses
+import json
 import logging
 import math
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -12,9 +15,12 @@ from transformers import PreTrainedModel
 from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base, set_magnitudes
 from fsdp_qlora.adapters.insert import fill_start
 from fsdp_qlora.adapters.peft_folder import read_adapter
+from fsdp_qlora.config.marks import OF_ADAPTER
 from fsdp_qlora.config.objectives import OBJECTIVES, LossSettings
-from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.control.stops import Control
+from fsdp_qlora.data.cache import add_reference
+from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.loading.first_adapters import decompose_weights, fill_from, load_subtracted_part
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
@@ -22,7 +28,7 @@ from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.fused import compile_gates, describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
-from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, blocks_to_recompute
+from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, blocks_to_recompute, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
@@ -105,6 +111,8 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
+    objective = OBJECTIVES[config.objective]
+    is_beside = objective.has_reference and not config.precompute_reference
     options = TrainerOptions(
         precision=plan.model.precision,
         learning_rate=partial(
@@ -126,10 +134,26 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         objective=StepObjective(
             config.objective,
             config.pick(LossSettings),
-            ReferencePass(model) if OBJECTIVES[config.objective].has_reference else None,
+            ReferencePass(model) if is_beside else None,
         ),
     )
     return Trainer(model, optimizer, plan.data.train, ranks, schedule, options, control or Control())
+
+
+def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, facts: Mapping[str, Any]) -> RunData:
+    """The rows with the log-probabilities of the model that training starts from; the trainer takes them too.
+
+    Called on every rank, with the facts of the run's identity on rank 0, before a checkpoint is loaded.
+    """
+    names = ["train_type", *quantizer_options(config, config.kind.quantizer)]
+    if config.adapter or config.init_lora_weights != "true":  # otherwise the adapter changes nothing at first
+        names += ["seed", *names_marked(OF_ADAPTER)]
+    of_model = {**facts, "rows": None, "options": {name: getattr(config, name) for name in names}}
+    [key, *_] = distributed.gather_texts(json.dumps(of_model), trainer.ranks.device)
+    rows = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
+    found = [add_reference(each, [key], partial(trainer.log_probabilities, each), trainer.ranks) for each in rows]
+    trainer.data = found[0]
+    return dataclasses.replace(data, train=found[0], evaluation=found[-1])
 
 
 def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:

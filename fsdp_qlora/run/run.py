@@ -37,7 +37,7 @@ from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.results.write import check_uploads, leave_result, push_result, result_form, save_result
 from fsdp_qlora.run.identity import agree, known_facts, start_request
-from fsdp_qlora.run.load_model import build_trainer, load_model
+from fsdp_qlora.run.load_model import build_trainer, load_model, precompute_reference
 from fsdp_qlora.run.supervision import Guard
 from fsdp_qlora.training.loop import train
 from fsdp_qlora.training.trainer import Trainer
@@ -122,6 +122,8 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         guard.memory.record("after loading")
         distributed.release_loading_memory(ranks.device)
         trainer = build_trainer(config, plan, ranks, guard.control)  # tries a few tokens
+        if config.precompute_reference:
+            plan = dataclasses.replace(plan, data=precompute_reference(config, plan.data, trainer, identity["facts"]))
     state = TrainState(
         trainer.model,
         trainer.optimizer,

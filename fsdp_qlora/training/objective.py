@@ -3,7 +3,6 @@
 Shapes: N tokens with a target in D documents of a micro-batch; of pairs the chosen and the rejected answer take turns.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, TEXTS, Answers, LossSettings, label_metrics, pair_metrics
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.sharding.reference import ReferencePass
-from fsdp_qlora.training.probes import check_reference
 
 
 class Totals(NamedTuple):
@@ -50,11 +47,6 @@ class StepObjective:
         nobody = Answers(*torch.zeros(3, 0))
         self.metric_names = tuple(self._measure(nobody, nobody, nobody.policy, Totals(1))[1]) if self.of_each else ()
 
-    def check(self, model: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
-        """Try the loaded model on a few tokens. Raises UserError if it cannot be trained for this objective."""
-        if self.reference:
-            check_reference(model, self.reference, inputs)
-
     def totals(self, data: TokenizedRows, rows: np.ndarray, sum_of_ratios: Callable[[], float] = float) -> Totals:
         """What all micro-batches of these rows must know of each other.
 
@@ -70,12 +62,8 @@ class StepObjective:
 
     def inputs(self, micro_batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """What `measure` needs on the device."""
-        names = ("num_targets", "desired") if self.of_each else ()
+        names = ("num_targets", "desired", "reference") if self.of_each else ()
         return {f"{name}_of_rows": torch.tensor(micro_batch[name], dtype=torch.float32) for name in names}
-
-    def beside_policy(self) -> contextlib.AbstractContextManager[None]:
-        """In this block of code the model computes what the policy is compared with, if it is."""
-        return self.reference.beside_policy() if self.reference else contextlib.nullcontext()
 
     def measure(
         self, losses: torch.Tensor, micro_batch: Mapping[str, Any], totals: Totals, inputs: Mapping[str, torch.Tensor]
@@ -86,19 +74,25 @@ class StepObjective:
             losses: of the tokens, [1, N], or [2, N] with the reference's; only their sum unless `of_each`.
             inputs: of this micro-batch, on the device.
         """
-        num_targets = micro_batch["num_targets"]
         if not inputs:
             return losses[None]
-        if not num_targets:  # a rank without rows in this turn has tokens without a target
+        if not micro_batch["num_targets"]:  # a rank without rows in this turn has tokens without a target
             return F.pad(losses.sum()[None], (0, len(self.metric_names)))
-        rest, sides = losses.shape[1] - sum(num_targets), 2 if self.side is None else 1
-        documents = losses.split([*num_targets, rest], dim=1)[:-1]
-        logps = -torch.stack([part.sum(dim=1) for part in documents], dim=1).view(len(losses), -1, sides)
-        reference = logps[1].detach() if len(logps) > 1 else torch.zeros_like(logps[0])
-        tokens = inputs["num_targets_of_rows"].view(-1, sides)
-        first, last = (Answers(logps[0, :, i], reference[:, i], tokens[:, i]) for i in (0, -1))
+        answers, sides = self.answers(losses, micro_batch, inputs), 2 if self.side is None else 1
+        first, last = (Answers(*(values.view(-1, sides)[:, i] for values in answers)) for i in (0, -1))
         loss, metrics = self._measure(first, last, inputs["desired_of_rows"], totals)
         return torch.stack([loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)])
+
+    def answers(
+        self, losses: torch.Tensor, micro_batch: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
+    ) -> Answers:
+        """Each document of a micro-batch; the arguments are those of `measure`."""
+        num_targets, known = micro_batch["num_targets"], inputs["reference_of_rows"]
+        documents = losses.split([*num_targets, losses.shape[1] - sum(num_targets)], dim=1)[:-1]
+        sums = [-part.sum(dim=1) for part in documents]
+        policy, *beside = torch.stack(sums, dim=1) if sums else losses[:, :0]
+        reference = beside[0].detach() if beside else known if len(known) else torch.zeros_like(policy)
+        return Answers(policy, reference, inputs["num_targets_of_rows"])
 
     def _measure(
         self, first: Answers, last: Answers, desired: torch.Tensor, totals: Totals

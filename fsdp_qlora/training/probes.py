@@ -98,7 +98,7 @@ def check_reference(model: PreTrainedModel, reference: ReferencePass, inputs: Ma
     if len(beside) != 2 * len(alone) or most > _LOSS_TOLERANCE[alone.dtype]:
         raise UserError(
             f"The blocks of {type(model).__name__} tell each other more than hidden states, so a reference cannot pass "
-            "through them beside the model that trains. Take an --objective without one: cpo, simpo or orpo."
+            "through them beside the model that trains. Compute it before: --precompute_reference true."
         )
 
 

@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from fsdp_qlora.config.objectives import Answers
 from fsdp_qlora.control.stops import NUM_FLAGS, Control
 from fsdp_qlora.data.batches import collate, describe_documents, join
 from fsdp_qlora.data.rows import TokenizedRows
@@ -28,7 +31,14 @@ from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training.head_loss import learned_rows, loss_of_logits
 from fsdp_qlora.training.objective import StepObjective, Totals
-from fsdp_qlora.training.probes import GpuMeter, MemoryWatch, few_tokens, fit_recompute, probe_head_loss
+from fsdp_qlora.training.probes import (
+    GpuMeter,
+    MemoryWatch,
+    check_reference,
+    few_tokens,
+    fit_recompute,
+    probe_head_loss,
+)
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -120,7 +130,8 @@ class Trainer:
         documents = {} if schedule.padding else {"documents": describe_documents([few["input_ids"].shape[1]])}
         with self._attention(), self._autocast(), same_tokens(model, few["input_ids"]):
             inputs = self._inputs({**few, **documents})
-            options.objective.check(model, inputs)
+            if options.objective.reference:
+                check_reference(model, options.objective.reference, inputs)
             found = probe_head_loss(model, inputs)
         self.loss_of_tokens, self.objective = found or partial(loss_of_logits, model), options.objective
 
@@ -318,10 +329,29 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
         with self._attention():
             for turn in turns:
-                self.heartbeat.beat(self.heartbeat.step, "compute")
-                of_policy, of_reference = self._token_losses(self._batch(turn, data, side=1))[0]
-                total += (of_reference - of_policy).sum()
+                total += self._answers(turn, data, side=1).ratio().sum()
         return gather_numbers([total], self.ranks.device).sum().item()
+
+    @torch.no_grad()
+    def log_probabilities(self, data: TokenizedRows) -> np.ndarray:
+        """Of each document by the model as it is, float32 [documents]. Called on every rank."""
+        self.model.eval()
+        found = torch.zeros(len(data.document_targets), device=self.ranks.device)
+        turns = self._eval_turns(np.arange(len(data)), data)
+        with self._attention():
+            for turn in tqdm(turns, "Reference", unit=" micro-batches", disable=not self.ranks.is_rank_0):
+                documents = torch.from_numpy(data.documents(turn[self.ranks.rank])).to(found.device)
+                found[documents] = self._answers(turn, data, side=None).policy
+        reshard_all(self.model)
+        dist.all_reduce(found)  # a document has its value on one rank, and is 0 on the others
+        return found.cpu().numpy()
+
+    def _answers(self, turn: Sequence[np.ndarray], data: TokenizedRows, side: int | None) -> Answers:
+        """Each document of this rank's micro-batch of a turn."""
+        self.heartbeat.beat(self.heartbeat.step, "compute")
+        micro_batch = self._batch(turn, data, side)
+        losses, inputs = self._token_losses(micro_batch)
+        return self.objective.answers(losses, micro_batch, inputs)
 
     def _micro_batches(self, pieces: list[np.ndarray]) -> list[dict[str, Any]]:
         """This rank's batches of an optimizer step."""
@@ -351,7 +381,8 @@ class Trainer:
         inputs = self._inputs(micro_batch, rows=rows, targets=targets, **of_objective)
         rows, targets = inputs.pop("rows"), inputs.pop("targets")
         taken = {name: inputs.pop(name) for name in of_objective}
-        tokens, beside = micro_batch.get("tokens_of_ranks"), self.objective.beside_policy()
+        tokens, reference = micro_batch.get("tokens_of_ranks"), self.objective.reference
+        beside = reference.beside_policy() if reference else contextlib.nullcontext()
         with self._autocast(), beside, tokens_known(self.model, tokens, first=micro_batch["input_ids"].numel()):
             return self.loss_of_tokens(inputs, rows, targets, of_each=self.objective.of_each), taken
 

@@ -113,6 +113,8 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--train_type lora --quant_type fp4", "lora does not know --quant_type: that is for qlora, bnb_dora"),
         ("--train_type lora --allow_unquantized true", "leave out --allow_unquantized"),
         ("--n_bits 3", "qlora does not know --n_bits: that is for hqq_lora"),
+        ("--objective simpo --precompute_reference true", "simpo compares with nothing: --precompute_reference has"),
+        ("--objective dpo --precompute_reference true --streaming true", "cannot be used with --streaming true"),
         ("--llama_pro_path x", "qlora does not know --llama_pro_path: that is for bnb_llama_pro and hqq_llama_pro"),
         ("--precision fp16 --quant_storage bf16", "the model computes in fp16"),
         ("--train_type hqq_lora --n_bits 5", "--n_bits must be 8, 4, 3 or 2, but is 5"),

@@ -1,6 +1,7 @@
 """The reference that passes through the model beside the policy: right in every layout, gathered once, never moving."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_qlora.__main__ import main
+from tests.commands.test_generate import LENGTH, generate
 from tests.preferences.pairs import make_pairs
 from tests.tiny import flags, on_ranks, train_ok, write_rows
 
@@ -110,6 +114,30 @@ def test_an_adapter_that_training_starts_from_is_the_reference(start: str, model
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "resumed")
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_precomputed_reference_is_that_of_the_pass_to_the_bit(objective: str, models: Models, tmp_path: Path) -> None:
+    """Also from a checkpoint on, without the cache; and it is read again unless base, adapter or rows have changed."""
+    pairs = make_pairs(16, seed=3)
+    rows = [{"prompt": p["prompt"], "completion": p["chosen"], "label": True} for p in pairs[:8]] + [
+        {"prompt": p["prompt"], "completion": p["rejected"], "label": False} for p in pairs[8:]
+    ]
+    file = write_rows(tmp_path / "own.jsonl", rows if objective == "kto" else pairs)
+    run = options(models("llama"), tmp_path, dataset=file, objective=objective, train_type="qlora", batch_size=3)
+    before = {**run, "precompute_reference": True}
+    found = "log-probabilities are read"
+    train_ok(2, tmp_path / "beside", **run, save_steps=3)
+    assert found not in train_ok(2, tmp_path / "whole", **before)
+    assert found in train_ok(1, tmp_path / "again", **{**before, "lr": 1e-4, "beta": 0.3, "lora_rank": 4})
+    assert numbers(tmp_path / "whole") == numbers(tmp_path / "beside")
+    with mock.patch.dict(os.environ, FSDP_QLORA_CACHE=str(tmp_path / "empty")):
+        train_ok(2, tmp_path / "resumed", **before, resume=tmp_path / "beside/checkpoints/step_000003")
+    assert numbers(tmp_path / "resumed") == numbers(tmp_path / "whole")
+    changes: list[dict[str, Any]] = [{"model_name": models("llama", rope_theta=7.0)}, {"adapter": tmp_path / "whole"}]
+    changes += [{"train_type": "lora"}, {"dataset": write_rows(tmp_path / "other.jsonl", rows[1:])}]
+    for number, changed in enumerate(changes if objective == "kto" else []):
+        assert found not in train_ok(1, tmp_path / str(number), **{**before, **changed, "max_steps": 1})
+
+
 def _train_counting_gathers(argv: list[str], file: Path) -> int:
     """Trains, and writes the number of gathers of each step."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
@@ -154,6 +182,25 @@ def test_a_resumed_run_ends_with_the_same_bytes(models: Models, tmp_path: Path) 
     assert whole == resumed
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "resumed")
     assert (tmp_path / "whole/best").is_dir()
+
+
+def test_an_adapter_of_preferences_answers_and_is_merged_and_converted(models: Models, tmp_path: Path) -> None:
+    base, prompt = models("llama"), make_pairs(1)[0]["prompt"]
+    train_ok(1, tmp_path / "out", **options(base, tmp_path, train_type="lora", batch_size=6))
+    merged = tmp_path / "merged"
+    assert main(["merge", *flags(adapter=tmp_path / "out", out=merged, model_name=base)]) == 0
+    assert main(["gguf", *flags(model=merged, out=tmp_path / "f32.gguf", type="f32")]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    asked, texts = tokenizer(prompt, return_tensors="pt"), []
+    for model in (
+        AutoModelForCausalLM.from_pretrained(base),
+        AutoModelForCausalLM.from_pretrained(merged),
+        AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="f32.gguf", dtype=torch.float32),
+    ):
+        tokens = model.generate(**asked, max_new_tokens=LENGTH, do_sample=False)[0, asked["input_ids"].shape[1] :]
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    assert texts[0] != texts[1] == texts[2] and texts[1].startswith(" blue")  # as the chosen answers do
+    assert texts[1].strip() in generate(1, tmp_path / "asked", adapter=tmp_path / "out", prompt=prompt)
 
 
 def test_the_reference_takes_no_graph_and_one_blocks_hidden_states() -> None:
