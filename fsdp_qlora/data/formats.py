@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
 from fsdp_qlora.data import chats, preferences, prompts
-from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, refuse_media, text_of
+from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Labeled, Rendered, Segment, refuse_media, text_of
 from fsdp_qlora.errors import UserError
 
 Row = Mapping[str, object]
@@ -111,13 +111,24 @@ def read_text(row: Row) -> Rendered:
     return Rendered([Segment(text_of(row, "text"), learned=True)], is_joint=True, is_document=True)
 
 
-def read_prompt_completion(row: Row) -> Content:
+def read_prompt_completion(row: Row) -> Chat | Rendered:
     """Text, or messages in both columns; the completion's are learned."""
     if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
         return chats.read_prompted(row)
     prompt = Segment(text_of(row, "prompt", required=False), learned=False)
     refuse_media(prompt.text, "prompt")
     return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], is_joint=True)
+
+
+def read_labeled(row: Row) -> Labeled:
+    """The same, or `messages` with an answer at the end; with `label`."""
+    label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower())
+    if label is None:
+        raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
+    if row.get("messages") is not None:
+        *prompt, answer = chats.turns(row["messages"], "messages")
+        row = {**row, "prompt": prompt, "completion": [answer]}
+    return Labeled(read_prompt_completion(row), label)
 
 
 def read_guanaco(row: Row) -> Rendered:
@@ -182,7 +193,7 @@ FORMATS: dict[str, Format] = {
     "label": Format(
         ("label",),
         ("prompt", "completion", "messages", "system", "tools"),
-        preferences.read_labeled,
+        read_labeled,
         recognizes=lambda row: False,  # a text may have a label too: the objective tells
         needs=LABELS,
     ),

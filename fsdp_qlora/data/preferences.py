@@ -1,4 +1,4 @@
-"""Preference rows: a prompt, a chosen and a rejected answer, as text, chats or conversations; or one with a label."""
+"""Preference rows: a prompt, a chosen and a rejected answer, as text, chats or conversations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_qlora.data import chats
-from fsdp_qlora.data.rows import BadRow, Labeled, Pair, Rendered, Segment, text_of
+from fsdp_qlora.data.rows import BadRow, Pair, Rendered, Segment, text_of
 
 SAME, OTHER_PROMPTS = "chosen and rejected are the same", "chosen and rejected begin with different prompts"
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
@@ -42,21 +42,6 @@ def read_pair(row: Row) -> Pair:
         raise BadRow(OTHER_PROMPTS if all(sides) else f"empty {'rejected' if sides[0] else 'chosen'}")
     others = {name: row.get(name) for name in ("tools", "system")}
     return Pair(*(chats.read_prompted({"prompt": before, "completion": side, **others}) for side in sides))
-
-
-def read_labeled(row: Row) -> Labeled:
-    """`prompt` and `completion`, as text or messages, or `messages` with an answer at the end; with `label`."""
-    label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower())
-    if label is None:
-        raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
-    prompt, answer = row.get("prompt"), row.get("completion")
-    if row.get("messages") is not None:
-        *prompt, answer = chats.turns(row["messages"], "messages")
-    if isinstance(prompt, str | None) and isinstance(answer, str | None):
-        asked = Segment(text_of(row, "prompt", required=False), learned=False)
-        return Labeled(Rendered([asked, Segment(text_of(row, "completion"), learned=True)], is_joint=True), label)
-    said = {"prompt": prompt, "completion": [answer] if isinstance(answer, Mapping) else answer}
-    return Labeled(chats.read_prompted({**said, "tools": row.get("tools"), "system": row.get("system")}), label)
 
 
 def _of_texts(prompt: str, chosen: str, rejected: str) -> Pair:
