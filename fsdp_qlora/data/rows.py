@@ -133,6 +133,15 @@ class TokenizedRows:
             return numbers
         return 2 * numbers + side if side is not None else np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel()
 
+    def num_shared(self, rows: Numbers) -> np.ndarray:
+        """With how many tokens both documents of each row begin, int64."""
+        found = []
+        for row in rows:
+            first, second = np.split(self.input_ids[slice(*self.offsets[row : row + 2])], [self.splits[row]])
+            length = min(len(first), len(second))
+            found.append(int(np.cumprod(first[:length] == second[:length]).sum()))
+        return np.array(found, dtype=np.int64)
+
     @property
     def num_first_targets(self) -> np.ndarray:
         """The targets of each row's first document, int64 [rows]."""

@@ -187,9 +187,10 @@ def _attention(
     """A kernel as transformers calls it."""
     if "document_lengths" not in told:
         raise NotImplementedError("the model does not pass on where documents begin")
-    longest, window = told["max_length_q"], told.get("sliding_window")
+    longest, window = max(told["document_lengths"]), told.get("sliding_window")
+    places = told.get("places")
     call = Call(
-        ends=told["cu_seq_lens_q"],
+        ends=told["cu_seq_lens_q" if places is None else "document_ends"],
         longest=longest,
         lengths=told["document_lengths"],
         scaling=told.get("scaling"),
@@ -198,7 +199,11 @@ def _attention(
         softcap=told.get("softcap"),
         sinks=told.get("s_aux"),
     )
-    return kernel(query, key, value, call)[None], None
+    if places is None:
+        return kernel(query, key, value, call)[None], None
+    # Kernels know no trees, so here documents have the tokens that they share each.
+    query, key, value = (tensor.index_select(2, places) for tensor in (query, key, value))
+    return kernel(query, key, value, call).index_select(0, told["own_tokens"])[None], None
 
 
 # --- documents of any lengths ---

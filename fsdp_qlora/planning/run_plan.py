@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
-from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
+from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
@@ -89,8 +89,6 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     for line in _describe(plan):
         is_detail = line.startswith(("Micro-batches", "  "))
         log.log(logging.DEBUG if is_detail and not config.dry_run else logging.INFO, "%s", line)
-    if OBJECTIVES[config.objective].needs == PAIRS:
-        log.debug("The answers of a pair are computed one by one, each with the prompt.")
     return plan
 
 

@@ -16,7 +16,7 @@ from fsdp_qlora.adapters.first_values import initialize_adapters, reduces_base, 
 from fsdp_qlora.adapters.insert import fill_start
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.config.marks import OF_ADAPTER
-from fsdp_qlora.config.objectives import OBJECTIVES, LossSettings
+from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS, LossSettings
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.cache import add_reference
@@ -41,6 +41,8 @@ from fsdp_qlora.training.probes import probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("fsdp_qlora")
+
+_PAIRS_LOOKED_AT = 1000
 
 
 def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
@@ -131,6 +133,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         eval_steps=config.eval_steps,
         attention=None if schedule.padding else plan.model.documents,
         early_stopping=config.early_stopping,
+        shares_prompts=objective.needs == PAIRS and not schedule.padding and shares_prompts(plan, ranks),
         objective=StepObjective(
             config.objective,
             config.pick(LossSettings),
@@ -171,3 +174,16 @@ def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
     no_packing = ", and --packing true has no effect" if plan.schedule.packing else ""
     log.info("Rows are padded with this model%s: %s.", no_packing, reason)
     return dataclasses.replace(plan.schedule, padding=True, packing=False)
+
+
+def shares_prompts(plan: Plan, ranks: Ranks) -> bool:
+    """Whether what both answers of a pair begin with can be computed once, which is logged. Called on every rank."""
+    model, data, rows = plan.model, plan.data.train, plan.data.train_rows[:_PAIRS_LOOKED_AT]
+    reason = probe_packing(model.meta.model, model.documents, ranks, model.precision, is_exact=False, num_shared=3)
+    if reason:
+        log.info("The prompt of a pair is computed with each answer: %s.", reason)
+    else:
+        num_tokens = int(data.lengths[rows].sum())
+        useful = num_tokens / (num_tokens - int(data.num_shared(rows).sum()))
+        log.info("The prompt of a pair is computed once: %.2f tokens of both answers per token computed.", useful)
+    return reason is None

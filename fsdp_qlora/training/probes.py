@@ -140,7 +140,13 @@ def _loss_error(model: PreTrainedModel, form: LogitForm, inputs: Mapping[str, An
 
 
 def probe_packing(
-    model: PreTrainedModel, implementation: str | None, ranks: Ranks, precision: Precision, *, is_exact: bool
+    model: PreTrainedModel,
+    implementation: str | None,
+    ranks: Ranks,
+    precision: Precision,
+    *,
+    is_exact: bool,
+    num_shared: int = 0,
 ) -> str | None:
     """Why the rows of a model must be padded, in words; None if they can be concatenated.
 
@@ -149,12 +155,13 @@ def probe_packing(
     Args:
         implementation: attention for documents, from `attention.choose`.
         is_exact: whether a token's values in float32 are the same in another batch.
+        num_shared: try documents that begin with so many tokens computed once.
     """
     if reason := "its attention has no such form" if implementation is None else packing_blocker(model):
         return reason
     tolerance = _TOLERANCE[precision.compute_dtype if is_exact else torch.bfloat16]
     try:
-        difference = _difference(model, implementation, ranks, precision)
+        difference = _difference(model, implementation, ranks, precision, num_shared)
     except (NotImplementedError, TypeError, ValueError) as error:
         reason = str(error).partition("\n")[0]
     else:
@@ -166,11 +173,14 @@ def probe_packing(
 
 
 @torch.no_grad()
-def _difference(model: PreTrainedModel, implementation: str | None, ranks: Ranks, precision: Precision) -> float:
+def _difference(
+    model: PreTrainedModel, implementation: str | None, ranks: Ranks, precision: Precision, num_shared: int
+) -> float:
     """The difference of the second document's logits from those in a padded batch, relative, median over tokens."""
     model.eval()
     vocab_size = model.get_input_embeddings().num_embeddings
     first, second = torch.arange(sum(_LENGTHS)).mul(7919).remainder(vocab_size).split(_LENGTHS)
+    second = torch.cat([first[:num_shared], second[num_shared:]])
     batch = torch.stack([first, torch.cat([second, second.new_zeros(len(first) - len(second))])])
 
     def logits(input_ids: torch.Tensor, **documents: Any) -> torch.Tensor:
@@ -180,13 +190,13 @@ def _difference(model: PreTrainedModel, implementation: str | None, ranks: Ranks
         reshard_all(model)
         return found
 
-    alone = logits(batch)[1, : len(second)].double()
+    alone = logits(batch)[1, num_shared : len(second)].double()
     documents = {
         name: value.to(ranks.device) if isinstance(value, torch.Tensor) else value
-        for name, value in describe_documents(list(_LENGTHS)).items()
+        for name, value in describe_documents(list(_LENGTHS), [num_shared] if num_shared else None).items()
     }
     with attending(model, implementation):
-        behind = logits(torch.cat([first, second])[None], **documents)[0, len(first) :].double()
+        behind = logits(torch.cat([first, second[num_shared:]])[None], **documents)[0, len(first) :].double()
     scale = (alone - alone.mean(dim=-1, keepdim=True)).norm(dim=-1)
     off, scale = (behind - alone).norm(dim=-1).tolist(), scale.tolist()
     # Where there are no values, as on a stand-in for a GPU, all is equal.

@@ -29,16 +29,9 @@ from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.distributed import Ranks, derive_seed, gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
+from fsdp_qlora.training import probes
 from fsdp_qlora.training.head_loss import learned_rows, loss_of_logits
 from fsdp_qlora.training.objective import StepObjective, Totals
-from fsdp_qlora.training.probes import (
-    GpuMeter,
-    MemoryWatch,
-    check_reference,
-    few_tokens,
-    fit_recompute,
-    probe_head_loss,
-)
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -55,6 +48,7 @@ class TrainerOptions:
     num_replicas: copies of the model among the ranks. sync_every_micro_batch: reduce gradients after each micro-batch,
     if they are too large to accumulate unsharded. on_nonfinite: halt or skip. eval_steps: steps between evaluations,
     0 for none. early_stopping: evaluations in a row without a lower loss that end the run, 0 for no end.
+    shares_prompts: what both answers of a pair begin with is computed once.
     """
 
     precision: Precision
@@ -67,6 +61,7 @@ class TrainerOptions:
     eval_steps: int = 0
     attention: str | None = None
     early_stopping: int = 0
+    shares_prompts: bool = False
     objective: StepObjective = field(default_factory=StepObjective)
 
 
@@ -125,14 +120,14 @@ class Trainer:
         self.gradient_sync = True  # FSDP2's initial state
         self.loss_scale = LossScale(enabled=options.precision.scales_loss)
         self.sharing_ranks = sharing_ranks(model)
-        self.memory_watch: MemoryWatch | None = None
-        few = {"input_ids": few_tokens(model)}
+        self.memory_watch: probes.MemoryWatch | None = None
+        few = {"input_ids": probes.few_tokens(model)}
         documents = {} if schedule.padding else {"documents": describe_documents([few["input_ids"].shape[1]])}
         with self._attention(), self._autocast(), same_tokens(model, few["input_ids"]):
             inputs = self._inputs({**few, **documents})
             if options.objective.reference:
-                check_reference(model, options.objective.reference, inputs)
-            found = probe_head_loss(model, inputs)
+                probes.check_reference(model, options.objective.reference, inputs)
+            found = probes.probe_head_loss(model, inputs)
         self.loss_of_tokens, self.objective = found or partial(loss_of_logits, model), options.objective
 
     def train_step(self, step: int, rows: np.ndarray) -> dict[str, Any]:
@@ -202,6 +197,8 @@ class Trainer:
         """Entries of a step's record that follow from its rows and time."""
         num_tokens = int(self.data.lengths[rows].sum())
         of_computed, of_lock_step = self.schedule.useful_shares(pieces, self.data.lengths)
+        if self.options.shares_prompts:
+            of_computed = num_tokens / (num_tokens / of_computed - int(self.data.num_shared(rows).sum()))
         return {
             "num_tokens": num_tokens,
             "useful_of_computed": round(of_computed, 4),
@@ -262,7 +259,7 @@ class Trainer:
             rows: as for `try_longest`. block_bytes: about what a block keeps without recompute.
             too_few: blocks that recomputed when an earlier start ran out of memory.
         """
-        meter = GpuMeter(self.ranks.device)
+        meter = probes.GpuMeter(self.ranks.device)
         longest, num_turns = self.schedule.longest_micro_batch(rows, self.data.lengths)  # goes through the whole run
 
         def try_step() -> tuple[int, int]:
@@ -272,8 +269,8 @@ class Trainer:
         def least(value: float) -> float:
             return gather_numbers([value], self.ranks.device).min().item()
 
-        number = fit_recompute(self.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
-        self.memory_watch = MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
+        number = probes.fit_recompute(self.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
+        self.memory_watch = probes.MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
         log.info("Recompute: %d of %d blocks, found by probing.", number, self.memory_watch.blocks)
 
     @torch.no_grad()
@@ -359,9 +356,9 @@ class Trainer:
 
     def _batch(self, turn: Sequence[np.ndarray], data: TokenizedRows, side: int | None) -> dict[str, Any]:
         """This rank's batch of a turn, with what it must know of the ranks that share the vocabulary with it."""
-        lay_out = partial(collate if self.schedule.padding else join, data, side=side)
+        lay_out = collate if self.schedule.padding else partial(join, shares=self.options.shares_prompts)
         ranks = {self.ranks.rank, *self.sharing_ranks}
-        batches = {rank: lay_out(turn[rank], pad_token_id=self.options.pad_token_id) for rank in ranks}
+        batches = {rank: lay_out(data, turn[rank], pad_token_id=self.options.pad_token_id, side=side) for rank in ranks}
         own = batches[self.ranks.rank]
         if not self.sharing_ranks:
             return own
@@ -377,6 +374,8 @@ class Trainer:
     def _token_losses(self, micro_batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The losses of the micro-batch's tokens or their sum, as the objective needs them, and its inputs."""
         rows, targets = learned_rows(micro_batch["labels"], at_least=micro_batch.get("most_learned", 1))
+        if (places := micro_batch.get("documents", {}).get("places")) is not None:
+            rows = places[rows]
         of_objective = self.objective.inputs(micro_batch)
         inputs = self._inputs(micro_batch, rows=rows, targets=targets, **of_objective)
         rows, targets = inputs.pop("rows"), inputs.pop("targets")

@@ -51,8 +51,10 @@ def load(folder: Path) -> tuple[PreTrainedModel, str]:
 
 
 def loss_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, list[torch.Tensor]]:
-    inputs = {"input_ids": batch["input_ids"], **batch.get("documents", {})}
-    loss = loss_of_logits(model, inputs, *learned_rows(batch["labels"]))
+    documents = batch.get("documents", {})
+    inputs = {"input_ids": batch["input_ids"], **documents}
+    rows, targets = learned_rows(batch["labels"])
+    loss = loss_of_logits(model, inputs, documents["places"][rows] if "places" in documents else rows, targets)
     model.zero_grad()
     loss.backward()
     return loss.item(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -64,11 +66,27 @@ def test_losses_and_gradients_are_those_of_padded_rows(family: str, models: Mode
     order = np.array([1, 0, 2, 4, 3])  # two of equal length are neighbours
     loss, gradients = loss_and_gradients(model, collate(rows, order, pad_token_id=0))
     model.config._attn_implementation = documents
-    own_loss, own_gradients = loss_and_gradients(model, join(rows, order, pad_token_id=0))
-    assert own_loss == pytest.approx(loss, rel=1e-6)
-    assert len(gradients) == len(own_gradients) > 10
-    off = torch.stack([(own - each).norm() for own, each in zip(own_gradients, gradients, strict=True)]).norm()
-    assert off / torch.stack([each.norm() for each in gradients]).norm() < 1e-6
+    assert_same(loss_and_gradients(model, join(rows, order, pad_token_id=0)), (loss, gradients))
+    pairs, order = with_shared_prompts(rows), np.array([1, 0])
+    repeated, shared = (join(pairs, order, pad_token_id=0, shares=shares) for shares in (False, True))
+    assert (repeated["input_ids"].shape[1], shared["input_ids"].shape[1]) == (66, 66 - 9 - 5)
+    assert_same(loss_and_gradients(model, shared), loss_and_gradients(model, repeated))
+
+
+def assert_same(found: tuple[float, list[torch.Tensor]], expected: tuple[float, list[torch.Tensor]]) -> None:
+    """To 1e-6, the loss and all gradients."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert len(found[1]) == len(expected[1]) > 10
+    off = torch.stack([(own - each).norm() for own, each in zip(found[1], expected[1], strict=True)]).norm()
+    assert off / torch.stack([each.norm() for each in expected[1]]).norm() < 1e-6
+
+
+def with_shared_prompts(rows: TokenizedRows) -> TokenizedRows:
+    """Two rows of two documents: of 12 and 30 tokens, which begin with the same 5, and twice 12, with the same 9."""
+    ids = rows.input_ids.copy()
+    ids[12:17], ids[54:63] = ids[:5], ids[42:51]
+    ids[[17, 63]] = (ids[[5, 51]] + 1) % 300
+    return TokenizedRows(ids, rows.learned, np.array([0, 42, 66]), np.array([1, 2]), splits=np.array([12, 12]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
