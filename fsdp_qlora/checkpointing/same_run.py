@@ -102,5 +102,4 @@ def refuse(folder: Path | str, differences: list[str]) -> NoReturn:
     if isinstance(folder, Path):
         run = folder.parents[1] if folder.parent.name == CHECKPOINTS else folder
         advice += f" To train its adapter further, as a new run, give another --output_dir and --adapter {run}."
-    lines = "\n  ".join(["", *differences])
-    raise UserError(f"{folder} belongs to {kind} run with other settings:{lines}\n{advice}")
+    raise UserError("\n  ".join([f"{folder} belongs to {kind} run with other settings:", *differences]) + f"\n{advice}")
