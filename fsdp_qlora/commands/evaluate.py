@@ -1,6 +1,7 @@
 """Measures a model as it was trained, sharded in the same way: its loss on rows, and tasks of lm-eval."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import first_line
 from fsdp_qlora.planning.plan import PlacedModel
 from fsdp_qlora.planning.run_plan import Plan, make_schedule
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.distributed import Ranks, gather_texts
 from fsdp_qlora.run.load_model import build_trainer
 
 
@@ -60,18 +61,25 @@ def load_tasks(names: list[str]) -> Any:
 
 
 def run_tasks(plan: PlacedModel, ranks: Ranks, names: list[str], *, batch_size: int, **options: Any) -> dict[str, Any]:
-    """The metrics of each task and group of lm-eval, on rank 0. Called on every rank.
-
-    Every rank asks the same in the same batches, so all run through the model equally often. options: as for lm-eval.
-    """
+    """The metrics of each task and group of lm-eval, on rank 0. Called on every rank. options: as for lm-eval."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    class ShardedLM(HFLM):  # type: ignore[misc]  # the library has no types
+        """Every rank is asked everything, and all run through the model equally often, each for as many requests."""
+
+        def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **options: Any) -> list[Any]:
+            dealt = [*requests, *requests[:1] * (-len(requests) % ranks.world_size)][ranks.rank :: ranks.world_size]
+            own = super()._loglikelihood_tokens(dealt, disable_tqdm=not ranks.is_rank_0, **options)
+            parts = map(json.loads, gather_texts(json.dumps(own), torch.device("cpu")))
+            return [tuple(answer) for turn in zip(*parts, strict=True) for answer in turn][: len(requests)]
+
     autocast = plan.precision.compute_dtype if plan.precision.autocast else None
     model, dtypes = plan.meta.model, {"softmax_dtype": torch.float32, "mixed_precision_dtype": autocast}
-    lm = HFLM(model, backend="causal", tokenizer=plan.tokenizer, batch_size=batch_size, **dtypes)
+    # A cache of logits would make the number of batches depend on a rank's requests.
+    lm = ShardedLM(model, "causal", tokenizer=plan.tokenizer, batch_size=batch_size, logits_cache=False, **dtypes)
     lm._device = ranks.device  # offloaded weights are elsewhere
-    until_all_end = {"synced_gpus": True}  # answers may differ between ranks by rounding
+    until_all_end = {"synced_gpus": True}  # all ranks write all answers, which may differ by rounding
     found = simple_evaluate(lm, tasks=names, gen_kwargs=until_all_end, log_samples=False, **options)
     return {
         task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}

@@ -98,28 +98,35 @@ def test_tasks_of_lm_eval_score_as_one_process_of_transformers_does(
     choice = {"task": "choice", "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label"}
     text = {"task": "text", "output_type": "generate_until", "generation_kwargs": {"max_gen_toks": LENGTH, "until": []}}
     text |= {"doc_to_target": "answer"}
-    for task, metric in ((choice, "acc"), (text, "exact_match")):  # YAML is JSON too
+    whole = {"task": "whole", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "question"}
+    for task, metric in ((choice, "acc"), (text, "exact_match"), (whole, "byte_perplexity")):  # YAML is JSON too
         content = common | task | {"metric_list": [{"metric": metric}]}
         (tmp_path / f"{task['task']}.yaml").write_text(json.dumps(content))
     right = sum(best_choice(model, tokenizer, doc) == doc["label"] for doc in docs)
     assert 0 < right < len(docs)
+    questions = [doc["question"] for doc in docs]
+    logps = [logp(model, [0, *tokenizer(question)["input_ids"]], 1) for question in questions]
     for ranks in (1, 2):
-        tasks = f"{tmp_path}/choice.yaml,{tmp_path}/text.yaml"
+        tasks = ",".join(f"{tmp_path}/{name}.yaml" for name in ("choice", "text", "whole"))
         found = measured(ranks, tmp_path / str(ranks), adapter=adapter, tasks=tasks)
         assert found["choice"]["acc"] == pytest.approx(right / len(docs))
         assert found["text"]["exact_match"] == pytest.approx(10 / 11)
+        perplexity = math.exp(-sum(logps) / len("".join(questions)))
+        assert found["whole"]["byte_perplexity"] == pytest.approx(perplexity, rel=1e-5)
 
 
 @torch.no_grad()
+def logp(model: torch.nn.Module, ids: list[int], start: int) -> float:
+    """The log-probability of the tokens from `start` on."""
+    logps = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(dim=-1)
+    return float(logps.gather(1, torch.tensor(ids)[1:, None])[start - 1 :].sum())
+
+
 def best_choice(model: torch.nn.Module, tokenizer: Any, doc: dict[str, Any]) -> int:
     """The choice with the highest log-probability after the question."""
-    scores = []
-    for choice in doc["choices"]:
-        ids = tokenizer(doc["question"] + choice, return_tensors="pt")["input_ids"]
-        start = len(tokenizer(doc["question"])["input_ids"])
-        logps = model(input_ids=ids).logits[0, :-1].log_softmax(dim=-1)
-        scores.append(logps.gather(1, ids[0, 1:, None])[start - 1 :].sum().item())
-    return max(range(len(scores)), key=scores.__getitem__)
+    start = len(tokenizer(doc["question"])["input_ids"])
+    scores = [logp(model, tokenizer(doc["question"] + choice)["input_ids"], start) for choice in doc["choices"]]
+    return scores.index(max(scores))
 
 
 def generated(model: torch.nn.Module, tokenizer: Any, text: str) -> str:
