@@ -88,6 +88,6 @@ def run_tasks(plan: PlacedModel, ranks: Ranks, names: list[str], *, batch_size: 
 
 
 def describe(results: dict[str, Any]) -> str:
-    """A table with a line for each name."""
+    """A table with a line for each name; what one of them lacks is left empty."""
     table = pandas.DataFrame.from_dict(results, orient="index").convert_dtypes()
-    return str(table.to_string(na_rep="", float_format="{:.5f}".format))
+    return str(table.astype(object).fillna("").to_string(float_format="{:.5f}".format))

@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoTokenizer
 
 from fsdp_qlora.cli.main import main
+from fsdp_qlora.commands.evaluate import describe
 from tests.reference import batch_loss, encode, load_base, load_decoded_base, peft_model
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
@@ -75,6 +76,15 @@ def test_rows_that_are_not_there_are_refused_before_weights_are_read(
         (base / name).write_bytes((models() / name).read_bytes())
     assert main(["evaluate", *flags(model_name=base, dataset=tmp_path / "none.jsonl", nproc_per_node=1)]) == 2
     assert "none.jsonl" in capsys.readouterr().err
+
+
+def test_the_table_has_whole_counts_and_empty_cells() -> None:
+    results = {"chat": {"loss": 1.2345678, "rows": 40}, "choice": {"acc": 0.5}}
+    assert [line.split() for line in describe(results).splitlines()] == [
+        ["loss", "rows", "acc"],
+        ["chat", "1.23457", "40"],
+        ["choice", "0.50000"],
+    ]
 
 
 def test_tasks_of_lm_eval_score_as_one_process_of_transformers_does(
