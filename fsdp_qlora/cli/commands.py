@@ -18,7 +18,7 @@ from fsdp_qlora.cli import plan, train
 from fsdp_qlora.cli.launch import relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config, run_options, trained_model_options
 from fsdp_qlora.config.conflicts import adapter_folder
-from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.config.options import TrainConfig, option_types
 from fsdp_qlora.config.text import describe_config, shipped_configs
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import folder_error
@@ -416,6 +416,13 @@ def _env(args: argparse.Namespace) -> None:
             print(f"  {name}: {text}")
 
 
+def _completion(args: argparse.Namespace) -> None:
+    """Print a line for ~/.bashrc that completes commands, options and paths; in ~/.zshrc it needs
+    `autoload -U bashcompinit; bashcompinit` before it.
+    """
+    print(f'complete -o default -W "{" ".join([*COMMANDS, *(f"--{name}" for name in option_types())])}" fsdp-qlora')
+
+
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
     "plan": Command("say what a run needs on GPUs elsewhere", plan.run, plan.add_options, takes_training_options=True),
@@ -432,5 +439,6 @@ COMMANDS = {
     "cache": Command("list and prune the cache of quantized weights", _cache, _cache_options),
     "configs": Command("list the settings that come with the program", _configs, _configs_options),
     "convert": Command("convert a config of another trainer", _convert, _convert_options),
+    "completion": Command("print a line that completes words in bash and zsh", _completion, lambda parser: None),
     "env": Command("print what a bug report needs", _env, _env_options),
 }

@@ -40,6 +40,13 @@ def test_help_of_every_command_answers_without_torch() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_completion_names_commands_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion"]) == 0
+    line = capsys.readouterr().out
+    done = subprocess.run(["bash", "-c", f"{line}complete -p fsdp-qlora"], capture_output=True, text=True, check=True)
+    assert {"train", "merge", "--dataset", "--lora_rank"} <= set(re.split(r"[\s'\"]+", done.stdout))
+
+
 def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, said in (
         (["trian"], "no command is named 'trian'. Did you mean train?"),
