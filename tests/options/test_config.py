@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
@@ -253,6 +254,9 @@ def test_help_lists_every_option_and_that_of_a_group_its_own(capsys):
         shown = capsys.readouterr().out
         assert [name for name in NAMES if f"  --{name} " in shown] == list(names)
         assert shown.count("(default:") == len(names)
+        headings = re.findall(r"^(\w+):$", shown, re.MULTILINE)
+        assert headings[:4] == (["options", "model", "data", "output"] if not words else ["options", "data"])
+        assert len(re.findall(r"^  fsdp-qlora train ", shown, re.MULTILINE)) == 3
 
 
 def test_every_choice_has_its_row_in_the_table_it_selects_from():
