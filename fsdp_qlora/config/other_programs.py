@@ -75,10 +75,9 @@ _NOT_HERE = {name: reason for reason, names in _REASONS.items() for name in name
 
 _OFF = {"false": ""}
 _OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_hf"), "adamw"),
+    **dict.fromkeys(("adamw_torch", "adamw_hf", "paged_adamw", "paged_adamw_32bit"), "adamw"),  # all in 32 bits
     "adamw_torch_fused": "fused_adamw",
     "adamw_bnb_8bit": "adamw_8bit",
-    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "paged_adamw_8bit"),
 }
 # Options there -> their value there -> the value here, "" for the default. A value without a row is the same here.
 _VALUES = {

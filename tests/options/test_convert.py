@@ -104,9 +104,10 @@ base_model: a/b
 adapter: lora
 load_in_8bit: false
 use_dora: true
+optimizer: paged_adamw_32bit
 datasets: [{path: json, data_files: [c.jsonl, d.jsonl]}]
 """,
-        {"train_type": "dora", "model_name": "a/b", "dataset": ["c.jsonl", "d.jsonl"]},
+        {"train_type": "dora", "model_name": "a/b", "optimizer": "adamw", "dataset": ["c.jsonl", "d.jsonl"]},
         set(),
     ),
     "all weights": (
