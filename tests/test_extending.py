@@ -85,8 +85,8 @@ def test_one_of_each_is_added_in_its_places_and_trains(tmp_path: Path) -> None:
     lines = [line.split(",") for line in (output / "metrics.csv").read_text().splitlines()]
     assert [(int(step), float(loss)) for step, loss in lines] == list(enumerate(losses, 1))
 
-    assert "Riddle: river 0\nSolution:" in said
-    assert "is bit-identical to the same weight quantized whole" in said
+    assert "Riddle: river 0 Solution: -> " in said
+    assert "is bit-identical to its weight quantized whole" in said
     (entry,) = (tmp_path / "cache").rglob("checksums.json")
     assert json.loads(entry.read_text())["quantizer"] == "float8"
     with safe_open(output / "adapter_model.safetensors", "pt") as adapter:

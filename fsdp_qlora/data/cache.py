@@ -54,7 +54,7 @@ def through_cache(
     path = _path_of(key)
     with _locked(path):
         if (found := read_cache(path)) is not None:
-            log.info("Tokenized rows are read from %s", path)
+            log.debug("Tokenized rows are read from %s", path)
             return found
         made = make()
         _write(path, *made)
@@ -106,7 +106,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        log.info("Another process tokenizes this dataset: waiting for it.")
+        log.debug("Another process tokenizes this dataset: waiting for it.")
         lock.acquire()
     except (OSError, NotImplementedError) as error:
         log.debug("No lock on %s: %s", path, error)

@@ -244,7 +244,6 @@ WATCHED = (
 )  # fmt: skip
 IGNORE = "ignore"  # the name by --columns of a column that is not used on purpose
 
-_FEW = 0.1  # of the first rows
 _MARKUP = re.compile(r"<\|(im_start|start_header_id|user|assistant|start)\|>|<start_of_turn>|\[INST\]")
 
 
@@ -324,7 +323,7 @@ def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
             f"answers without them. Give whole conversations, such as --dataset guanaco; {anyway}."
         )
     marked = [found for row in rows if (found := _MARKUP.search(str(row.get("text"))))]
-    if len(marked) > _FEW * len(rows):
+    if len(marked) > len(rows) / 10:  # fewer may be pages on such markup
         raise UserError(
             f"{origin}: the texts are chats that a template has filled ({marked[0][0]}): questions would be learned "
             f"too, and the end token twice. Give the messages, which the model's template fills; {anyway}."

@@ -354,12 +354,9 @@ class DatasetPipeline:
         known = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row in rows for column in row))
         if rows and (len(self._columns) > known or self._format_name == "auto"):
+            first_rows = [row for _, row in rows[:_ROWS_LOOKED_AT]]
             self._names, self._format_name = name_columns(
-                list(self._columns),
-                self.renames,
-                self._format_name,
-                origin=source.origin,
-                first_rows=[row for _, row in rows[:_ROWS_LOOKED_AT]],
+                list(self._columns), self.renames, self._format_name, origin=source.origin, first_rows=first_rows
             )
             _check_objective(FORMATS[self._format_name].needs, self.options, source.origin)
         report.dataset_format = self._format_name

@@ -130,14 +130,11 @@ def _content_of(dataset_format: str) -> object:
 
 
 def describe_default(dataset_format: str, record: Mapping[str, Any]) -> str:
-    """One line: how instructions become text by default, and what the other way is; empty for other rows.
-
-    Args:
-        record: of `prompt_record`, for a model with a chat template.
-    """
+    """One line: how instructions become text, of `prompt_record`, and what the other way is; empty for other rows."""
     if _content_of(dataset_format) is not Fields:
         return ""
-    [name] = (name for name, template in TEMPLATES.items() if template == FORMATS[dataset_format].template)
+    names = (name for name, template in TEMPLATES.items() if template == FORMATS[dataset_format].template)
+    name = next(names, "FILE")
     if record["kind"] == CHAT:
         return f"Prompts: the chat template that the model was made for (--prompt_template {name} for plain text)"
     return f"Prompts: {name}, not the chat template that the model brings (--prompt_template chat for that)"

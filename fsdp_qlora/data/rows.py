@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_qlora.output.text import fit
+
 Row = dict[str, object]
 Numbers = Sequence[int] | np.ndarray
 
@@ -238,13 +240,13 @@ class DataReport:
 
     def describe(self) -> str:
         """One line: rows, tokens and truncation."""
-        apart = f" and {self.num_apart:,} rows more, of their turns or pieces" if self.num_apart else ""
-        return (
-            f"{self.origin}: {self.num_used - self.num_apart:,} of {self.num_rows:,} rows{apart}, "
-            f"{self.num_tokens:,} tokens "
-            f"({self.num_targets:,} learned), {self.num_truncated:,} rows truncated "
-            f"({self.num_tokens_cut:,} tokens cut)"
+        apart = f" and {self.num_apart:,} pieces of them" if self.num_apart else ""
+        cut = f" in {self.num_truncated:,} rows" if self.num_truncated else ""
+        text = (
+            f"Rows: {self.num_used - self.num_apart:,} of {self.num_rows:,} rows{apart}, {self.num_tokens:,} tokens "
+            f"({self.num_targets:,} learned), {self.num_tokens_cut:,} tokens cut{cut}: "
         )
+        return fit(text, self.origin)
 
     def describe_rejected(self) -> list[str]:
         """One line for each reason, with the first rows it applies to."""

@@ -89,8 +89,7 @@ class Schedule:
         return (
             f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.world_size} rank"
             f"{'s' * (self.world_size > 1)} x {self.batch_size} rows x {micro_batches} "
-            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch of "
-            f"{self.num_rows} rows, {warmup_steps} of warm-up"
+            f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch, {warmup_steps} of warm-up"
         )
 
     def rows_of_steps(self, train_rows: np.ndarray, *, first: int = 0) -> Iterator[tuple[int, np.ndarray]]:

@@ -173,6 +173,17 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
     )
 
 
+def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """One line of the text of a row: the end of its first prompt, and the beginning of what is learned after it."""
+    start, end = tokenized.offsets[row : row + 2]
+    first = start + int(tokenized.learned[start:end].argmax())
+    asked, learned = (
+        " ".join(str(tokenizer.decode(tokenized.input_ids[span])).split())
+        for span in (slice(start, first), slice(first, end))
+    )
+    return f"Sample, row {tokenized.row_numbers[row]}: ...{asked[-40:]} -> {learned}"
+
+
 def describe_sample(
     tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase, *, in_colour: bool = False
 ) -> str:

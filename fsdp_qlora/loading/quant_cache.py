@@ -292,7 +292,7 @@ def load_or_create(
         except Unavailable as reason:
             log.warning("No quantized cache is written: %s.", reason)
         else:
-            log.info("Quantized weights are saved for the next start: %s (%s).", folder, format_bytes(size))
+            log.debug("Quantized weights are saved for the next start: %s (%s).", folder, format_bytes(size))
 
 
 def _load_entry(
@@ -318,5 +318,5 @@ def _load_entry(
         return False
     with contextlib.suppress(OSError):  # a read-only cache
         os.utime(folder / CHECKSUMS)  # `fsdp-qlora cache` shows when it was last used
-    log.info("  its quantized weights come from the cache, verified: %s", folder)
+    log.debug("  its quantized weights come from the cache, verified: %s", folder)
     return True

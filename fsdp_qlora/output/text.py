@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-import shutil
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ from tqdm import tqdm
 log = logging.getLogger("fsdp_qlora")
 
 GIB = 2**30
+_COLUMNS = 100  # of a line of the start
 
 # C0 and C1 control characters but newline and tab, and halves of surrogate pairs, which no terminal can be given.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -46,22 +46,11 @@ class LineHandler(logging.StreamHandler[Any]):
             super().emit(record)
 
 
-def shorten(text: str, *, num_lines: int, heading: str) -> str:
-    """Cut a text to `num_lines` lines, none wider than the terminal; of a long part its first and last lines stay.
-
-    Args:
-        heading: the beginning of the first line of each part.
-    """
-    width = shutil.get_terminal_size((120, 24)).columns
-    parts = [part.splitlines() for part in re.split(rf"\n(?={re.escape(heading)})", text)]
-    share = max(3, num_lines // len(parts))
-    short = [
-        line
-        for part in parts
-        for line in (part if len(part) <= share else [*part[:2], "[...]", *part[len(part) - share + 3 :]])
-    ]
-    lines = short if len(short) <= num_lines else [*short[: num_lines - 1], "[...]"]
-    return "\n".join(line if len(line) <= width else f"{line[: width - 6]} [...]" for line in lines)
+def fit(text: str, path: str = "") -> str:
+    """One line of the screen: a text, cut in its middle, and as much of the end of a path as there is room for."""
+    room = max(_COLUMNS - len(text), 0)
+    line = text + (path if len(path) <= room else f"...{path[len(path) - room + 3 :]}")
+    return line if len(line) <= _COLUMNS else f"{line[: _COLUMNS // 2 - 5]} ... {line[-_COLUMNS // 2 :]}"
 
 
 def quiet_libraries() -> None:

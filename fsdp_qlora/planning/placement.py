@@ -26,6 +26,10 @@ class Placement(NamedTuple):
         use_cpu_offload = self.offload.embeddings or self.offload.blocks or False
         return {"sharding_strategy": self.sharding_strategy, "use_cpu_offload": use_cpu_offload}
 
+    def describe(self) -> str:
+        """In words."""
+        return f"{self.sharding_strategy}{' with the base in host memory' if self.offload.blocks else ''}"
+
 
 class Sized(NamedTuple):
     """A placement and the bytes that a rank needs for it on its device, with a margin."""
@@ -101,11 +105,11 @@ def describe_choice(sized: Sequence[Sized], free: int | None) -> str | None:
     if len(fastest) == 1:
         return None
     if free is None:
-        sizes = ", ".join(f"{_name(placement)} if {_gib(needs)} are free" for placement, needs in fastest[:-1])
-        return f"Placement, on each GPU: {sizes}, else {_name(fastest[-1].placement)} ({_gib(fastest[-1].needs)})."
+        sizes = ", ".join(f"{placement.describe()} if {_gib(needs)} are free" for placement, needs in fastest[:-1])
+        return f"Placement, on each GPU: {sizes}, else {fastest[-1].placement.describe()} ({_gib(fastest[-1].needs)})."
     chosen = choose(sized, free)
-    sizes = ", ".join(f"{_name(placement)} needs {_gib(needs)}" for placement, needs in fastest)
-    line = f"Placement: {_name(chosen)}. With a margin {sizes} on each GPU, and {_gib(free)} are free."
+    sizes = ", ".join(f"{placement.describe()} needs {_gib(needs)}" for placement, needs in fastest)
+    line = f"Placement: {chosen.describe()}. With a margin {sizes} on each GPU, and {_gib(free)} are free."
     if chosen.sharding_strategy == "ddp" and not chosen.offload.blocks:
         line += " The base is not sharded, since it fits: --sharding_strategy full_shard shards it."
     return line
@@ -126,11 +130,6 @@ def describe_reduction(sized: Sequence[Sized], free: int | None) -> str | None:
 def _fastest(sized: Sequence[Sized]) -> list[Sized]:
     """Of those that differ in `accumulates` alone, the first."""
     return [each for each in sized if each.placement.accumulates == sized[0].placement.accumulates]
-
-
-def _name(placement: Placement) -> str:
-    where = " with the base in host memory" if placement.offload.blocks else ""
-    return f"{placement.sharding_strategy}{where}"
 
 
 def _gib(count: int) -> str:

@@ -130,9 +130,8 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     plan = build_plan(config, machine, folder, model_config, tokenizer)
     dtype, device = plan.precision.compute_dtype, machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
-    model_line = f"{describe.describe_model(plan.meta)}, precision {plan.precision_name}"
-    for line in (*plan.notes, model_line, *([kernel] if kernel else [])):
-        log.info("%s", line)
+    lines = describe.describe_model(plan.meta, plan.precision_name)
+    describe.tell(config, *plan.notes, *lines, *([kernel] if kernel else []))
     models.warn_of_long_context(model_config, config.context_length)
     return plan
 

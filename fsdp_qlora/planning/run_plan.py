@@ -21,13 +21,13 @@ from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.tokenization import describe_sample
+from fsdp_qlora.data.tokenization import sample_line
 from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import check_output
 from fsdp_qlora.model import models
 from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
-from fsdp_qlora.output.text import shorten
+from fsdp_qlora.output.text import fit
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.auto import choose_settings
 from fsdp_qlora.planning.plan import Machine, PlacedModel, longest_allowed, place, plan_model
@@ -35,8 +35,6 @@ from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
-
-_SAMPLE_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -65,19 +63,16 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     if config.profile:
         check_output(config.profiling_output)
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
-    log.info(describe.describe_device(machine.device, machine.world_size))
-    for line in needless_lines(config):
-        log.info(line)
+    devices = describe.describe_device(machine.device, machine.world_size)
+    describe.tell(config, f"Devices: {devices}", *needless_lines(config))
     model = plan_model(config, machine, store)
-    if needs_merging := describe.describe_servers(model.adapter):
-        log.info(needs_merging)
     # Before the process group starts, so that no collective waits for the tokenizer.
     vocab_size = model.meta.model.get_input_embeddings().num_embeddings
     options = data_options(config, model.folder, model.tokenizer)
     data = prepare_data(model.tokenizer, options, vocab_size=vocab_size)
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
-        log.info(prompts)
+        describe.tell(config, prompts)
     longest = functools.partial(longest_of_run, data=data, world_size=machine.world_size)
     chosen = choose_settings(config, model, longest, store) if config.auto else {}
     config = dataclasses.replace(config, **chosen)
@@ -86,9 +81,9 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     placed = place(config, model, longest(config), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
     plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, chosen)
-    for line in _describe(plan):
-        is_detail = line.startswith(("Micro-batches", "  "))
-        log.log(logging.DEBUG if is_detail and not config.dry_run else logging.INFO, "%s", line)
+    describe.tell(config, *_describe(plan, devices))
+    if not config.dry_run:
+        log.info(fit("Output: ", config.output_dir))
     return plan
 
 
@@ -98,31 +93,22 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
     A run that continues, and an adapter that is trained further, keep their prompts.
     """
     options, continued = config.pick(DataOptions), config.output_dir if config.resume == "auto" else config.resume
-    if config.prompt_template is not None or not models.is_made_for_chats(folder, tokenizer):
-        return options
-    if any(_has_plain_prompts(Path(before).expanduser()) for before in (continued, config.adapter) if before):
-        return options
-    return dataclasses.replace(options, prompt_template=CHAT)
+    before = [Path(path).expanduser() for path in (continued, config.adapter) if path]
+    records = [read_json(path / name) for path in before for name in (RUN, STATE, RECORD)]
+    is_plain = any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in records)
+    if config.prompt_template is None and not is_plain and models.is_made_for_chats(folder, tokenizer):
+        return dataclasses.replace(options, prompt_template=CHAT)
+    return options
 
 
-def _has_plain_prompts(folder: Path) -> bool:
-    """Whether a run, a checkpoint or an adapter was trained on instructions in a prompt template."""
-    records = [read_json(folder / name) for name in (RUN, STATE, RECORD)]
-    return any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in records)
-
-
-def _describe(plan: Plan) -> Iterator[str]:
+def _describe(plan: Plan, devices: str) -> Iterator[str]:
     """The lines of the log about rows, steps and memory."""
     model, data, schedule, here = plan.model, plan.data, plan.schedule, plan.model.machine.gpu_memory
-    sample = describe_sample(data.train, int(data.train_rows[0]), model.tokenizer)
-    yield shorten(sample, num_lines=_SAMPLE_LINES, heading="---")
+    yield sample_line(data.train, int(data.train_rows[0]), model.tokenizer)
     yield schedule.describe(plan.warmup_steps)
-    yield describe.describe_batches(schedule, data.train_rows, data.train.lengths)
     yield from model.notes
-    on_gpu = model.machine.device.type == "cuda"
-    yield from describe.describe_memory(
-        model.memory, num_shards=model.num_shards, on_gpu=on_gpu, gpu_bytes=here[1] if here else None
-    )
+    on_gpu, where = model.machine.device.type == "cuda", f"{devices}, {model.placement.describe()}"
+    yield from describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=here[1] if here else None)
     ranks, strategy = model.machine.ranks, model.placement.sharding_strategy
     if (num_nodes := ranks.world_size // ranks.local_world_size) > 1:
         yield describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes)

@@ -65,8 +65,7 @@ def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: 
     log.debug("Blocks: %s.", describe_fused(model))
     materialize(parts, ranks.device, on_host=on_host)
     fill(config, plan, weights, mesh, ranks)
-    check_byte_account(model, mesh)
-    check_one_layer(parts, weights)
+    log.info("Proof: %s; %s", check_byte_account(model, mesh), check_one_layer(parts, weights))
     return mesh
 
 

@@ -24,8 +24,8 @@ log = logging.getLogger("fsdp_qlora")
 _IMBALANCE = 0.05  # how far a rank's bytes may exceed total / ranks
 
 
-def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that the ranks' shards add up to exactly one copy of the model, split evenly.
+def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
+    """Check that the ranks' shards add up to exactly one copy of the model, split evenly; returns what was found.
 
     Raises:
         RuntimeError: the shards do not add up to one copy, or one rank holds more than its part.
@@ -33,20 +33,9 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
     parameters = [counted.parameter for counted in each_parameter(model)]
     total = sum(parameter.nbytes for parameter in parameters)
     local = sum(local_part(parameter).nbytes for parameter in parameters)
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
     size = shard_size(mesh)
     device = torch.device(mesh.device_type)
     held = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
-    log.info(
-        "Shards: %s of weights in %d part%s; rank 0 holds %s (%.1f%%).",
-        format_bytes(total), size, "s" * (size > 1), format_bytes(held[0]), 100 * held[0] / total,
-    )  # fmt: skip
-    if size == 1 < mesh.size():
-        log.info("  each rank holds a whole copy, as --sharding_strategy says or because it fits.")
-    log.debug(
-        "  together the ranks hold %s; %s of buffers are on every rank.",
-        format_bytes(sum(held)), format_bytes(buffers),
-    )  # fmt: skip
     counts = count_bytes(model, size)
     # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly. Only that excess is allowed: for
     # adapters, which have few rows and few bytes, all of it; for frozen weights up to 1 MiB.
@@ -58,13 +47,16 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> None:
             f"The model is not sharded evenly: {total} bytes over {size} ranks, held per rank: {held} "
             f"(allowed {int(allowed)}). The run stops; please report the model."
         )
+    if size == 1 < mesh.size():  # as --sharding_strategy says or because it fits
+        return f"each rank holds a whole copy of {format_bytes(total)}"
+    return f"rank 0 has {format_bytes(held[0])} of {format_bytes(total)}"
 
 
 @torch.no_grad()
-def check_one_layer(parts: ModelParts, weights: Weights) -> None:
+def check_one_layer(parts: ModelParts, weights: Weights) -> str:
     """Gather one layer of the first block and compare its weight with an unsharded computation, bit for bit.
 
-    If the weights in the files are 4-bit already, the comparison is with their bytes.
+    If the weights in the files are 4-bit already, the comparison is with their bytes. Returns what was found.
 
     Raises:
         RuntimeError: they differ.
@@ -78,8 +70,9 @@ def check_one_layer(parts: ModelParts, weights: Weights) -> None:
         else:
             reduced = adapted_weights(model).get(f"{name}.weight")
             same, how = _has_stored_values(layer, f"{name}.weight", weights, reduced)
-    _report(same, name, f"the same weight {how}")
+    _report(same, name, f"its weight {how}")
     _check_one_expert(parts, weights)
+    return f"a layer is bit-identical to its weight {how}"
 
 
 def _report(same: bool, name: str, other: str) -> None:
@@ -88,7 +81,7 @@ def _report(same: bool, name: str, other: str) -> None:
             f"Self-test failed: {name}, gathered from its shards, differs from {other}. The run stops; please report "
             "the model and this machine."
         )
-    log.info("Self-test: %s, gathered from its shards, is bit-identical to %s.", name, other)
+    log.debug("Self-test: %s, gathered from its shards, is bit-identical to %s.", name, other)
 
 
 def _check_one_expert(parts: ModelParts, weights: Weights) -> None:

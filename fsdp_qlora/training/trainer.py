@@ -271,7 +271,7 @@ class Trainer:
 
         number = probes.fit_recompute(self.model, try_step, least, block_bytes=block_bytes, too_few=too_few)
         self.memory_watch = probes.MemoryWatch(self.model, number, most=least(meter.most_in_steps()))
-        log.info("Recompute: %d of %d blocks, found by probing.", number, self.memory_watch.blocks)
+        log.debug("Recompute: %d of %d blocks, found by probing.", number, self.memory_watch.blocks)
 
     @torch.no_grad()
     def evaluate(self, step: int, data: TokenizedRows, rows: np.ndarray) -> dict[str, Any] | None:

@@ -355,7 +355,7 @@ def lose_memory_with_few_recomputing() -> None:
 
 
 def test_restart_after_out_of_memory_recomputes_more(reference: Reference, assert_same: Same, tmp_path: Path) -> None:
-    options = reference.same_but(tmp_path / "out")
+    options = reference.same_but(tmp_path / "out", verbose=True)
     text = run(options, tmp_path / "logs", [1, 1], fault=lose_memory_with_few_recomputing)
     assert "Recompute: 0 of 2 blocks" in text and "ran out of GPU memory in step 4" in text
     found = status(tmp_path / "out")

@@ -121,7 +121,7 @@ def test_new_blocks_train_as_in_plain_torch(train_type: str, expanded: Callable[
         num_epochs=10,
         **OPTIONS,
     )
-    assert "bit-identical to the same weight quantized whole" in output
+    assert "bit-identical to its weight quantized whole" in output
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     added = model.config.new_blocks
     assert added == [2, 5]

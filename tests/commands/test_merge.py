@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.__main__ import main
 from fsdp_qlora.commands import merging, verify
-from fsdp_qlora.planning.describe import describe_servers
 from fsdp_qlora.results import card
 from fsdp_qlora.storage import safetensors_files
 from tests.parity.test_experts import FAMILIES
@@ -241,9 +240,3 @@ def test_a_killed_merge_leaves_nothing_that_looks_finished(models: Models, tmp_p
     (left,) = tmp_path.glob("out*")
     assert left.suffix == ".partial" and not (left / "config.json").exists()
     assert merge("--adapter", adapter, "--out", out) == 0 and (out / "config.json").exists()
-
-
-def test_a_line_says_which_adapters_servers_do_not_take() -> None:
-    assert describe_servers(None) is None and describe_servers(LoraConfig(r=16)) is None
-    line = describe_servers(LoraConfig(r=8, rank_pattern={"q_proj": 32}, use_dora=True, modules_to_save=["lm_head"]))
-    assert line and all(words in line for words in ("no DoRA", "no modules_to_save", "saved in 32"))

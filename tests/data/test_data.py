@@ -540,13 +540,12 @@ def test_token_outside_the_vocabulary_is_reported_with_its_row(prepare: Any, tmp
 
 
 def test_second_call_maps_the_cached_rows_without_tokenizing(
-    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS * 50, {}])
     first, first_report = prepare(path)
     monkeypatch.setattr(tokenization, "tokenize_batch", lambda *_: pytest.fail("tokenized again"))
     second, second_report = prepare(path)
-    assert any("Tokenized rows are read from" in line for line in lines)
     assert second_report == first_report
     for name in ("input_ids", "learned", "offsets", "row_numbers"):
         assert np.array_equal(getattr(first, name), getattr(second, name))

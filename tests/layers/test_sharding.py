@@ -141,7 +141,7 @@ def _train_with_wrong_expert(argv: list[str], where: float | None) -> int:
 
 @pytest.mark.parametrize("where", [None, 0.99])
 def test_the_self_test_looks_at_an_expert(models: Models, tmp_path: Path, where: float | None) -> None:
-    argv = options(models("mixtral", **EXPERTS), tmp_path, train_type="qlora", max_steps=1)
+    argv = options(models("mixtral", **EXPERTS), tmp_path, train_type="qlora", max_steps=1, verbose=True)
     statuses, output = on_ranks(2, _train_with_wrong_expert, (argv, where), tmp_path / "logs")
     if where is None:
         assert statuses == [0, 0], output[-3000:]

@@ -64,15 +64,14 @@ def _needs(train_type: str, **options: Any) -> tuple[int, int]:
     return sum(on_device.values()), sum(memory.host.values())
 
 
-def test_a_dry_run_says_what_does_not_fit_in_the_gpu_that_is_there() -> None:
+def test_a_dry_run_says_how_much_of_the_gpu_that_is_there_is_needed() -> None:
     memory = _memory("qlora")
 
-    def last_line(gpu_bytes: int | None, *, on_gpu: bool = True) -> str:
-        return describe_memory(memory, num_shards=2, on_gpu=on_gpu, gpu_bytes=gpu_bytes)[-1]
+    def first_line(gpu_bytes: int | None, *, on_gpu: bool = True) -> str:
+        return describe_memory(memory, where="2 ranks, ddp", on_gpu=on_gpu, gpu_bytes=gpu_bytes)[0]
 
-    assert last_line(memory.reserved - 1).startswith("This does not fit in the 0 GiB of a GPU here")
-    fits = (last_line(memory.reserved), last_line(None), last_line(1, on_gpu=False))
-    assert all("not fit" not in line for line in fits)
+    assert first_line(24 * 2**30) == "Memory: each rank needs 0.0 of 24 GiB of the GPU, 7 B of the host; 2 ranks, ddp"
+    assert "each rank needs about " in first_line(None) and "GPU" not in first_line(1, on_gpu=False)
 
 
 def test_needs_are_the_shards_with_what_training_adds() -> None:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_qlora.cli.launch import is_from_an_agent
-from fsdp_qlora.output.text import shorten
-from tests.tiny import ROOT, flags, make_rows, write_rows
+from fsdp_qlora.output.text import fit
+from tests.tiny import ROOT, flags, make_rows, train_ok, write_rows
 
 PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -134,14 +135,24 @@ def test_no_text_follows_the_bar_and_the_reason_is_on_the_last_screen(
         assert 1 <= len(said) <= ranks, text
 
 
-def test_a_long_sample_is_cut_to_a_dozen_lines_and_each_part_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    learned = ["--- learned (9 tokens) ---", "x" * 200]
-    sample = ["Sample: row 3", "--- masked (90 tokens) ---", *(f"line {i}" for i in range(30)), *learned]
-    lines = shorten("\n".join(sample), num_lines=12, heading="---").splitlines()
-    assert len(lines) <= 12 and max(map(len, lines)) <= 80
-    last = ["line 29"]
-    assert lines == [*sample[:3], "[...]", *last, learned[0], "x" * 74 + " [...]"]
-    short = "Sample: row 3\n--- masked\na\n--- learned\nb"
-    assert shorten(short, num_lines=12, heading="---") == short
-    assert len(shorten("--- a\nb\n" * 20, num_lines=12, heading="---").splitlines()) == 12
+def test_a_start_is_eight_lines_of_a_hundred_columns(models: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / ("a_long_name_" * 12)
+    shutil.copytree(models(), folder / "model")
+    (folder / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    rows = write_rows(folder / "rows.jsonl", make_rows(12))
+    said = train_ok(1, folder / "out", model_name=folder / "model", dataset=rows, max_steps=1, context_length=128)
+    start = [line for line in said.partition("step 1/1")[0].splitlines() if line and "rows/s]" not in line]
+    kinds = [re.split("[:,]", line)[0] for line in start]
+    assert kinds == ["Model", "Rows", "Prompts", "Sample", "Steps", "Memory", "Output", "Proof"], said
+    assert max(map(len, start)) <= 100
+    assert start[1].startswith("Rows: 12 of 12 rows, ") and start[1].endswith("_long_name_/rows.jsonl")
+    assert "the chat template" in start[2] and start[6].endswith("_/out")
+
+
+def test_a_line_keeps_both_ends_and_as_much_of_a_path_as_there_is_room_for() -> None:
+    assert fit("Output: ", "runs/1") == "Output: runs/1"
+    assert fit("Output: ", "a" * 95 + "/run") == "Output: ..." + "a" * 85 + "/run"
+    assert fit("a" * 60 + "b" * 60) == "a" * 45 + " ... " + "b" * 50

@@ -45,7 +45,13 @@ def test_no_kernel_that_keeps_all_scores_is_taken(
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     options = {"train_type": "qlora", "max_steps": 1, "batch_size": 2, "context_length": 256, "quant_cache": "off"}
-    options |= {"dataset": rows, "precision": precision, "padding": padding, "output_dir": tmp_path / "out"}
+    options |= {
+        "dataset": rows,
+        "precision": precision,
+        "padding": padding,
+        "output_dir": tmp_path / "out",
+        "verbose": True,
+    }
     argv = flags(model_name=models("llama"), **options)
     (tmp_path / "look.py").write_text(LOOK)
     (ended,) = environment.run([tmp_path / "look.py", *argv], tmp_path / "logs", settings={"PHANTOM_CC": capability})
@@ -59,7 +65,7 @@ def test_heads_that_the_varlen_kernel_does_not_take_go_to_sdpa(models: Callable[
     """SDPA pads heads of 12 to 16 for its flash kernel; torch's operator for rows of any lengths raises."""
     rows = write_rows(tmp_path / "rows.jsonl", make_rows(8))
     options = {"train_type": "qlora", "max_steps": 1, "batch_size": 2, "context_length": 256, "quant_cache": "off"}
-    options |= {"dataset": rows, "precision": "bf16", "output_dir": tmp_path / "out"}
+    options |= {"dataset": rows, "precision": "bf16", "output_dir": tmp_path / "out", "verbose": True}
     argv = flags(model_name=models("llama", head_dim=12), **options)
     (ended,) = environment.run(["train.py", *argv], tmp_path / "logs")
     assert ended.status == 0, ended.output[-3000:]

@@ -57,6 +57,7 @@ def _train_with_less(
         "dataset": write_rows(folder / "rows.jsonl", [row] * 12 * ranks), "output_dir": folder / "out",
         "train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 2048, "precision": "bf16",
         "gradient_accumulation_steps": 2, "quant_cache": "off", "log_to": "stdout", "save_minutes": 0,
+        "verbose": True,
     }  # fmt: skip
     arguments = flags(**options)
     program = "tests/phantom/programs/less_memory.py"

@@ -69,7 +69,7 @@ def train(models, tmp_path):
         options: dict[str, object] = {"train_type": "qlora", "max_steps": 3, "batch_size": 2, "context_length": 256}
         options |= {"dataset": write_rows(tmp_path / "rows.jsonl", make_rows(64)), "quant_cache": "off"}
         options |= {"model_name": models(case.model[0], **case.model[1]), "output_dir": tmp_path / "output"}
-        words = flags(**{**options, "log_to": "stdout", **case.options})
+        words = flags(**{**options, "log_to": "stdout", "verbose": True, **case.options})
         ended = run(
             ["train.py", *words],
             tmp_path,
