@@ -28,6 +28,7 @@ from fsdp_qlora.ranks.distributed import (
     stop_process_group,
     whole_weights,
 )
+from fsdp_qlora.sharding.model_parts import Offload
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 
 # A query projection of 512 x 512 weights has 65,536 words of 16 bits at 4 bits a weight.
@@ -60,7 +61,7 @@ def changed(train_type: str, precision: str, strategy: str, offload: bool | int,
     layers = LayerOptions(lora=LoraOptions(rank=4), quantizer=QUANTIZERS[train_type])
     kind = TRAIN_TYPES[train_type]
     parts = build_model(config, kind, PRECISIONS[precision], ranks.device, layers, attn_implementation="eager").parts
-    on_host = parts.on_host(offload)
+    on_host = parts.on_host(Offload(int(offload), embeddings=offload is True))
     shard_model(parts, mesh, sharding_strategy=strategy, precision=PRECISIONS[precision], on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
     (block,) = parts.blocks

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     model = plan.meta.model
     wrap_blocks(model, offload=False)
     mesh = distributed.build_mesh(ranks, sharding_strategy=args.strategy)
-    parts, on_host = plan.meta.parts, plan.meta.parts.on_host(args.offload)
+    parts, on_host = plan.meta.parts, plan.meta.parts.on_host(plan.placement.offload)
     shard_model(parts, mesh, sharding_strategy=args.strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
     keep_own_part(model)
