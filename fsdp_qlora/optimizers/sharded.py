@@ -200,14 +200,16 @@ class ShardedOptimizer:
         return getattr(self.optimizer, "is_paged", False)
 
     def room_for_state(self) -> list[torch.Tensor]:
-        """Memory of the size of the state that the first step will allocate; nothing if there is state already.
+        """Memory like the state that the first step will allocate; nothing if there is state already.
 
-        Nothing for paged optimizers, whose state is not in GPU memory alone.
+        Tensors of the state's own sizes: the allocator keeps those below 1 MiB apart. Nothing for paged optimizers,
+        whose state is not in GPU memory alone.
         """
         if self.optimizer is None or self.optimizer.state or self._is_paged:
             return []
-        sizes = [(int(OPTIMIZER_STATES[self.name] * local.numel()), local.device) for local in self._local.values()]
-        return [torch.empty(size, dtype=torch.float32, device=device) for size, device in sizes if size]
+        number = 1 if "lion" in self.name else 2
+        sizes = [(int(OPTIMIZER_STATES[self.name] / number * p.numel()), p.device) for p in self._local.values()]
+        return [torch.empty(size, dtype=torch.float32, device=device) for size, device in number * sizes if size]
 
     def _groups_by_rate(self) -> list[list[dict[str, Any]]]:
         """The parameter groups, those of one learning rate together: they differ in their device only."""

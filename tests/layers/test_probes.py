@@ -112,11 +112,15 @@ def test_only_blocks_that_are_switched_on_run_twice() -> None:
 def test_the_room_for_an_optimizers_state_is_that_of_the_state_it_makes(name: str) -> None:
     model = nn.Linear(64, 96)
     optimizer = ShardedOptimizer(model, name, lr=0.0, weight_decay=0.0)
-    room = sum(tensor.numel() * tensor.element_size() for tensor in optimizer.room_for_state())
+    rooms = [tensor.nbytes for tensor in optimizer.room_for_state()]
+    room = sum(rooms)
     assert optimizer.state_bytes() == 0
     model(torch.ones(1, 64)).sum().backward()
     optimizer.take_gradients()
     optimizer.step(0.0)
     counts_of_steps = 64
     assert room <= optimizer.state_bytes() <= room + counts_of_steps
+    states = [value for state in optimizer.optimizer.state.values() for value in state.values()]
+    # Each in a tensor of its own size: memory for small ones serves no large one, and the other way round.
+    assert sorted(rooms) == sorted(each.nbytes for each in states if torch.is_tensor(each) and each.numel() > 1)
     assert optimizer.room_for_state() == []  # the state is there: nothing more will be made
