@@ -3,7 +3,6 @@
 From the model on the meta device and what its blocks were measured to keep and need (blocks.py). Nothing is allocated.
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,10 +19,10 @@ from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
 # What torch's allocator reserves and does not use, from the rows of benchmarks/standin_memory.py: so many times the
-# largest matrix of a block in the compute dtype, by where blocks come from (measured 0.8 to 3.8, 2.0 to 6.0, 3.4 to
-# 4.7), and for each weight of a block that trains whole so many float32 numbers (1.0 to 2.0).
-ALLOCATOR = {"gathered": 2.0, "device": 4.0, "host": 3.7, "trained": 1.0}
-_WORKSPACES = 16 * 2**20  # of cuBLAS, and small buffers, as counted between two steps there
+# largest matrix of a block in the compute dtype, by where blocks come from, and for each weight of a block that trains
+# whole so many float32 numbers.
+ALLOCATOR = {"gathered": 0.8, "device": 0.9, "host": 1.2, "trained": 0.4}
+_WORKSPACES = 2 * 8_519_680  # of cuBLAS, for the threads of forward and backward passes, as torch allocates them
 _CATEGORIES = {
     "codes": "quantized weights",
     "statistics": "their statistics",
@@ -57,12 +56,17 @@ class Step:
     buffer_bytes: int = 0
     on_gpu: bool = True
 
+    @property
+    def gathers_from_host(self) -> bool:
+        return self.offload.blocks > 0 and self.num_shards > 1
+
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes of a rank.
 
-    weights: the fullest rank's, with the state of the optimizer, wherever they are. resident: those on the device.
+    weights: the fullest rank's, with the state of the optimizer, wherever they are. resident: those on the device, and
+    what has memory of a stream of its own, which serves nothing else before or after it.
     phases: what comes and goes there in addition, at each candidate peak. host: what is in host memory. block: what one
     more block without recompute keeps. recomputing: blocks that do. overhead: what the allocator reserves beside.
     """
@@ -94,17 +98,19 @@ def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step)
     """The memory of a rank. blocks: as measured for its longest micro-batch."""
     weights, on_host = _weights(parts, step)
     resident = {name: count - on_host.get(name, 0) for name, count in weights.items()}
-    gradients = resident.pop(_GRADIENTS, 0)
     host = {**on_host, "loading buffer": step.buffer_bytes}
     hidden = step.num_tokens * _hidden_bytes(parts, step)
     if step.offloads_activations:
         host["block inputs"] = step.recomputing * hidden
     if step.on_gpu:
         resident["workspaces"] = _WORKSPACES
+    if step.gathers_from_host:
+        resident["gathered blocks"] = max(_gathered_blocks(parts, step))
+    phases = _phases(parts, blocks, step, hidden)
     return Memory(
         weights=weights,
         resident=_positive(resident),
-        phases={name: _positive(sizes) for name, sizes in _phases(parts, blocks, step, hidden, gradients).items()},
+        phases={name: _positive(sizes, besides=resident) for name, sizes in phases.items()},
         host=_positive(host),
         recomputing=step.recomputing,
         block=max(each.kept for each in blocks),
@@ -112,8 +118,8 @@ def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step)
     )
 
 
-def _positive(sizes: Mapping[str, int]) -> Sizes:
-    return {name: count for name, count in sizes.items() if count > 0}
+def _positive(sizes: Mapping[str, int], besides: Mapping[str, int] = {}) -> Sizes:
+    return {name: count for name, count in sizes.items() if count > 0 and name not in besides}
 
 
 def _weights(parts: ModelParts, step: Step) -> tuple[Sizes, Sizes]:
@@ -144,51 +150,66 @@ def _hidden_bytes(parts: ModelParts, step: Step) -> int:
     return parts.model.config.get_text_config().hidden_size * dtype.itemsize
 
 
-def _phases(
-    parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int, gradients: int
-) -> dict[str, Sizes]:
+def _phases(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int) -> dict[str, Sizes]:
     """What comes and goes at each candidate peak."""
     adapters = {"adapters as gathered": _adapters_as_gathered(parts, step)}
     if step.accumulates:
         adapters["accumulated gradients"] = 4 * _trained_weights(parts, parts.model)
-    keeping, recomputing = blocks[step.recomputing :], blocks[: step.recomputing]
-    kept = {
-        "block inputs": hidden * (min(2, len(blocks)) if step.offloads_activations else len(blocks)),
-        "kept activations": sum(each.kept for each in keeping),
-    }
-    # The last block's backward pass comes first; that of the last one which recomputes finds what is kept freed.
-    at_work = [
-        *(each.backward - each.kept for each in keeping[-1:]),
-        *(each.recomputing - kept["kept activations"] for each in recomputing[-1:]),
-    ]
-    backward = {"gathered blocks": _gathered_blocks(parts, step), "block at work": max(at_work)}
     of_head = _trained_weights(parts, parts.head) if parts.head is not None and not parts.is_tied else 0
-    states = int(gradients * OPTIMIZER_STATES[step.optimizer])
+    in_blocks = _in_backward(parts, blocks, step, hidden, adapters)
+    kept = {name: in_blocks[0][name] for name in ("block inputs", "kept activations")}
+    # All stay, or the last block comes for its backward pass: by FSDP2 with the head's gradient, by our stream earlier.
+    waiting = {"gathered blocks": _gathered_sizes(parts, step)[-1] if _frees(step) else in_blocks[0]["gathered blocks"]}
     return {
-        # The head is gathered to be compared with; there is no state yet.
-        "trial": {**adapters, "whole head": _gathered(parts, parts.head or parts.embedding, step) - states},
+        # The head is gathered to be compared with.
+        "trial": {**adapters, "whole head": _gathered(parts, parts.head or parts.embedding, step)},
         "loss": {
+            **(waiting if step.num_shards == 1 or not step.frees_blocks else {}),
             **adapters,
             **kept,
             **_at_head(parts, step, hidden),
             "head's gradient": _as_gathered(of_head, step),
         },
         "head's backward": {
+            **waiting,
             **adapters,
             **kept,
             "hidden states at the head": 2 * hidden,
-            "head's gradient": _as_gathered(of_head, step) + 4 * of_head + 4 * of_head // step.num_shards,
+            "head's gradient": _as_gathered(of_head, step) + 4 * of_head,
         },
-        "backward": {**adapters, **backward, **kept, "hidden states at the head": hidden},
-        # At its end adapters have been freed, and all gradients are there.
-        "reduction": {
-            **backward,
-            "block inputs": hidden,
-            "gradients being reduced": 4 * max(_trained_weights(parts, block) for block in parts.blocks),
-            _GRADIENTS: gradients,
-        },
-        "optimizer": {_GRADIENTS: gradients},
+        "backward": max(in_blocks, key=lambda sizes: sum(sizes.values())),
+        "optimizer": {},
     }
+
+
+def _in_backward(
+    parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int, of_trained: Sizes
+) -> list[Sizes]:
+    """What comes and goes in each block's backward pass, the last block's first. of_trained: of all that trains.
+
+    Blocks before the first that trains have no backward pass, and keep nothing for one. FSDP2 keeps what it reduces
+    until it reduces the next block's gradients.
+    """
+    gathered, trained = _gathered_blocks(parts, step), [_trained_weights(parts, block) for block in parts.blocks]
+    first = (
+        0 if _trained_weights(parts, parts.embedding) else next((i for i, number in enumerate(trained) if number), 0)
+    )
+    left, of_all, reducing, found = sum(trained), max(_trained_weights(parts, parts.model), 1), 0, []
+    for index in reversed(range(first, len(blocks))):
+        block, recomputes = blocks[index], index < step.recomputing
+        found.append(
+            {
+                "gathered blocks": gathered[index],
+                "block at work": block.recomputing if recomputes else block.backward - block.kept,
+                "block inputs": hidden * min(index - first + 1, 2 if step.offloads_activations else len(blocks)),
+                "kept activations": sum(each.kept for each in blocks[max(first, step.recomputing) : index + 1]),
+                "hidden states at the head": hidden,
+                "gradients being reduced": 4 * reducing,
+                **{name: int(count * left / of_all) for name, count in of_trained.items()},
+            }
+        )
+        reducing, left = trained[index] or reducing, left - trained[index]
+    return found
 
 
 def _at_head(parts: ModelParts, step: Step, hidden: int) -> Sizes:
@@ -221,12 +242,25 @@ def _ends(parts: ModelParts, step: Step) -> int:
     return max(found)
 
 
-def _gathered_blocks(parts: ModelParts, step: Step) -> int:
-    """Bytes of blocks' unsharded weights beside the shards: the one at work and the next, or all."""
-    sizes = [_gathered(parts, block, step, from_host=step.offload.blocks > 0) for block in parts.blocks]
-    if step.frees_blocks or step.num_shards == 1:
-        return max(map(sum, itertools.pairwise(sizes)), default=sizes[0])
-    return sum(sizes)
+def _frees(step: Step) -> bool:
+    return step.frees_blocks or step.num_shards == 1
+
+
+def _gathered_sizes(parts: ModelParts, step: Step) -> list[int]:
+    """Bytes of each block's unsharded weights beside the shards."""
+    return [_gathered(parts, block, step, from_host=step.offload.blocks > 0) for block in parts.blocks]
+
+
+def _gathered_blocks(parts: ModelParts, step: Step) -> list[int]:
+    """Bytes of blocks' unsharded weights while each is at work: its own and the next, or all.
+
+    From the host a rank's own part of the next block is copied before it is gathered.
+    """
+    sizes = _gathered_sizes(parts, step)
+    if not _frees(step):
+        return [sum(sizes)] * len(sizes)
+    copied = 1 / step.num_shards if step.gathers_from_host else 0
+    return [size + int((1 + copied) * following) for size, following in zip(sizes, [0, *sizes[:-1]], strict=True)]
 
 
 def _overhead(parts: ModelParts, step: Step) -> int:
@@ -234,7 +268,7 @@ def _overhead(parts: ModelParts, step: Step) -> int:
     if not step.on_gpu:
         return 0
     whole = max(_trained_weights(parts, block, adapters=False) for block in parts.blocks)
-    kind = "host" if step.offload.blocks else "gathered" if step.num_shards > 1 else "device"
+    kind = "host" if step.gathers_from_host else "gathered" if step.num_shards > 1 else "device"
     largest = max(math.prod(shape[-2:]) for shape in parts.matrices)
     return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + ALLOCATOR["trained"] * 4 * whole)
 

@@ -15,7 +15,7 @@ AGAIN = ["8b", "8b_ddp", "8b_1x512", "8b_12", "8b_padding_free", "8b_packed", "8
 def test_the_judges_table_is_that_of_its_file_and_no_row_is_far_from_its_plan():
     assert len(CASES) >= 40 and "\n".join(table(CASES)) in (ROOT / "docs/gpu.md").read_text()
     errors = [abs(row["planned"]["reserved"] / row["reserved"] - 1) for row in CASES.values()]
-    assert sum(errors) / len(errors) < 0.02 and max(errors) < 0.06
+    assert sum(errors) / len(errors) < 0.015 and max(errors) < 0.04
     # What is called fitting has the room that the plan leaves for CUDA.
     fitting = [row["reserved"] for row in CASES.values() if row["planned"]["reserved"] <= (CARD_GIB - 0.9) * GIB]
     assert max(fitting) <= CARD_GIB * GIB
@@ -26,4 +26,4 @@ def test_the_judges_table_is_that_of_its_file_and_no_row_is_far_from_its_plan():
 def test_a_row_of_the_judges_table_is_measured_as_before_and_planned_so(name):
     measured, planned = (on_stand_in(*argv, "--inside", name)[name] for argv in ((), ("--plan",)))
     assert measured["reserved"] == pytest.approx(CASES[name]["reserved"], rel=0.01)
-    assert planned["reserved"] == pytest.approx(measured["reserved"], rel=0.06)
+    assert planned["reserved"] == pytest.approx(measured["reserved"], rel=0.04)

@@ -15,7 +15,7 @@ from fsdp_qlora.model.attention import choose as choose_attention
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
-from fsdp_qlora.planning.memory import ALLOCATOR, Step, estimate_memory
+from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
 from fsdp_qlora.planning.placement import (
     Placement,
     Sized,
@@ -180,7 +180,8 @@ def test_what_a_step_holds_follows_from_its_placement() -> None:
         kind = "host" if memory.host else "gathered" if changed.get("num_shards", 2) > 1 else "device"
         if train_type == "qlora":
             assert memory.overhead == int(ALLOCATOR[kind] * 4096 * 12288 * 2)
-        return {name: count for phase in memory.phases.values() for name, count in phase.items()}
+        in_other_phases = {name: count for phase in memory.phases.values() for name, count in phase.items()}
+        return in_other_phases | memory.phases["backward"]
 
     found = sizes()
     # No rank has the whole head: 384 tokens of each rank, 4,096 wide, and their gradients.
@@ -195,3 +196,33 @@ def test_what_a_step_holds_follows_from_its_placement() -> None:
     # All weights in float32, and their copies in bf16: a whole copy beside the parameters.
     full = sizes("full", num_shards=1, frees_blocks=False)
     assert full["gathered blocks"] == pytest.approx(2 * 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), rel=1e-3)
+
+
+def test_gradients_are_apart_and_blocks_before_the_first_that_trains_keep_nothing() -> None:
+    step = Step(
+        precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, offload=Offload(), num_tokens=4096,
+        recomputing=36,
+    )  # fmt: skip
+    block = BlockBytes(kept=5, forward=7, backward=11, recomputing=13)
+
+    def memory(trained: tuple[int, ...], **changed: Any) -> Memory:
+        parts = _parts()
+        for index, each in enumerate(parts.blocks):
+            each.requires_grad_(False)
+            if index in trained:
+                each.input_layernorm.weight.requires_grad_(True)
+        return estimate_memory(parts, [block] * 36, replace(step, **changed))
+
+    hidden = 4096 * 4096 * 2
+    assert memory((0, 35)).phases["backward"]["block inputs"] == 36 * hidden
+    some = memory((17, 35))
+    assert some.phases["backward"]["block inputs"] == 19 * hidden
+    assert some.phases["loss"]["block inputs"] == 19 * hidden
+    gradients = 2 * 4096 * 2 // 2  # of two norms, stored in 16 bits here, over two ranks
+    assert some.resident["their gradients"] == gradients and "their gradients" not in some.phases["backward"]
+    assert some.reserved == sum((*some.resident.values(), *some.phases[some.peak].values(), some.overhead))
+    # From the host blocks come in memory of a stream too, with a rank's own part of the next one.
+    one = some.phases["backward"]["gathered blocks"] / 2
+    from_host = memory((17, 35), offload=ALL)
+    assert from_host.resident["gathered blocks"] == pytest.approx(2.5 * one, rel=1e-3)
+    assert "gathered blocks" not in from_host.phases["backward"]
