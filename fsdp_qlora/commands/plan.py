@@ -16,7 +16,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.model.models import load_config
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.known_models import close_names, known_config
-from fsdp_qlora.planning.outlook import CONTEXT, Outlook, Planner, Request
+from fsdp_qlora.planning.outlook import Outlook, Planner, Request
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.sharding.model_parts import count_parameters
 
@@ -98,7 +98,7 @@ def _model_line(found: Outlook) -> str:
 def _always_there(found: Outlook) -> dict[str, int]:
     """Bytes of a GPU that are there in each phase."""
     memory = found.plan.memory
-    return {**memory.resident, "torch's allocator": memory.overhead, "CUDA, NCCL and driver": CONTEXT}
+    return {**memory.resident, "torch's allocator": memory.overhead, **found.request.beside_torch}
 
 
 def _bar(name: str, stays: int, comes: int, memory: float) -> str:

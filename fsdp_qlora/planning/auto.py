@@ -16,7 +16,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.gpus import gpu_like
-from fsdp_qlora.planning.outlook import CONTEXT, Planner, Request
+from fsdp_qlora.planning.outlook import Planner, Request
 from fsdp_qlora.planning.plan import ModelPlan, least_free
 from fsdp_qlora.ranks import distributed
 
@@ -49,7 +49,9 @@ def choose_settings(
     if ranks.is_rank_0 and not (chosen := settings_of_run(config, ranks.world_size)):
         name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
         host = host_memory_free(ranks.local_world_size) * machine.world_size
-        request = Request(gpu_like(name, (free + CONTEXT) / GIB), machine.world_size, host / GIB)
+        gpu = gpu_like(name, 0.0)._replace(usable=1.0)  # what is free is what CUDA gives
+        beside = sum(gpu.beside_torch(machine.world_size).values())
+        request = Request(gpu._replace(memory_gib=(free + beside) / GIB), machine.world_size, host / GIB)
         best = Planner(config, request, model, lengths).fastest()[0]
         chosen = {name: getattr(best.config, name) for name in _CHOSEN}
     if store is not None:

@@ -18,8 +18,6 @@ from fsdp_qlora.planning.speed import count_work, seconds, size_of
 from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES, Ranks
 from fsdp_qlora.sharding.model_parts import Offload
 
-# CUDA's context, NCCL's buffers and what the driver keeps (docs/gpu.md: 0.6 to 0.8 GiB), until a card has measured it.
-CONTEXT = int(0.9 * GIB)
 _FEW_ROWS = 16  # in a micro-batch; more save little time
 
 
@@ -36,9 +34,14 @@ class Request(NamedTuple):
     where: str = ""
 
     @property
+    def beside_torch(self) -> dict[str, int]:
+        """Bytes of a GPU that a run does not get."""
+        return self.gpu.beside_torch(self.num_gpus)
+
+    @property
     def free(self) -> int:
         """Bytes of a GPU for a run."""
-        return int(self.gpu.memory_gib * GIB) - CONTEXT
+        return int(self.gpu.memory_gib * GIB) - sum(self.beside_torch.values())
 
     @property
     def machine(self) -> Machine:
@@ -57,7 +60,7 @@ class Outlook(NamedTuple):
 
     @property
     def needed(self) -> int:
-        return self.plan.memory.reserved + CONTEXT
+        return self.plan.memory.reserved + sum(self.request.beside_torch.values())
 
     @property
     def host_bytes(self) -> int:
