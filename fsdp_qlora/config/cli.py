@@ -30,6 +30,7 @@ from fsdp_qlora.errors import UserError
 
 _HINTS = option_types()
 _MOST_UNKNOWN = 50  # keys of a file that are named
+_REMOVED = [("compile", ["false"])]  # what an earlier release's config.yaml has, and changed nothing
 
 
 class _Setting(NamedTuple):
@@ -310,7 +311,7 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         where = f"{path}, line {line}"
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
         words = _words(value)
-        if is_result and name not in RESULT_OPTIONS:
+        if (is_result and name not in RESULT_OPTIONS) or (name, words) in _REMOVED:
             continue
         if name not in _HINTS:
             unknown += 1

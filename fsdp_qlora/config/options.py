@@ -205,9 +205,6 @@ class TrainConfig:
     probing before the first step; on a CPU auto means all."""
     use_gradient_checkpointing: Annotated[bool | None, MAY_DIFFER] = None
     """The older name of recompute: true is all, false is none."""
-    compile: Annotated[bool, MAY_DIFFER] = False
-    """Fuse the elementwise part of gated MLPs into one kernel with torch.compile; nothing else is compiled. It needs
-    Triton, or a C++ compiler on a CPU."""
     use_cpu_offload: Annotated[Literal["auto"] | bool | int, SOME_BLOCKS, MAY_DIFFER, OF_RESULT] = "auto"
     """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
     to the GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs

@@ -1,14 +1,13 @@
 """RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one function.
 
 A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate is
-down(activation(gate(x)) * up(x)); its elementwise part can be compiled by torch, one kernel forward and one backward.
+down(activation(gate(x)) * up(x)).
 
 The elementwise functions keep their inputs alone, and their output is computed again where it is needed: a function
 that takes it, and would keep it, can ask for it again in the backward pass (`recompute_output`).
 """
 
 import copy
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,6 @@ from torch.autograd.function import once_differentiable
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-Backend = str | Callable[..., Any]  # torch.compile's
 _HIDDEN, _INNER = 8, 12  # of the layers that a module is tried with
 # Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in pieces of that size.
 # A long row's peak is there, and is smaller by half of the MLP's part.
@@ -71,43 +69,17 @@ def _with_graph(function: Function, x: torch.Tensor) -> tuple[torch.Tensor, torc
         return x, function(x)
 
 
-class GateFunctions(NamedTuple):
-    """A gate with its gradient, in eager mode or compiled.
+def _gated(activation: Function, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return _times(activation(gate), up)
 
-    activation: returns a new tensor. multiply: (gate, up) -> activation(gate) * up. gradients: (grad, gate, up) -> the
-    gradients of gate and up.
-    """
 
-    activation: Function
-    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    gradients: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    is_compiled: bool = False
-
-    @classmethod
-    def eager(cls, activation: Function) -> "GateFunctions":
-        def multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-            return _times(activation(gate), up)
-
-        def gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            gate, activated = _with_graph(activation, gate)
-            grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
-            return grad_gate, _times(activated.detach(), grad)
-
-        return cls(activation, multiply, gradients)
-
-    @classmethod
-    def compiled(cls, activation: Function, *, backend: Backend = "inductor") -> "GateFunctions":
-        """Compiled when they are first called, for any number of tokens."""
-
-        def multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-            return activation(gate) * up
-
-        def gradients(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            activated, pull_back = torch.func.vjp(activation, gate)  # type: ignore[misc]
-            return pull_back(grad * up)[0], grad * activated
-
-        compiled = functools.partial(torch.compile, dynamic=True, fullgraph=True, backend=backend)
-        return cls(activation, compiled(multiply), compiled(gradients), is_compiled=True)
+def _gated_gradients(
+    activation: Function, grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of gate and up."""
+    gate, activated = _with_graph(activation, gate)
+    grad_gate = torch.autograd.grad(activated, gate, grad * up)[0]
+    return grad_gate, _times(activated.detach(), grad)
 
 
 def _times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -119,17 +91,15 @@ class Gated(torch.autograd.Function):
     """activation(gate) * up, of which gate and up are kept.
 
     Args:
-        recomputes: let the next function ask for the output, and not keep it.
+        activation: returns a new tensor. recomputes: let the next function ask for the output, and not keep it.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, gate: torch.Tensor, up: torch.Tensor, functions: GateFunctions, recomputes: bool
-    ) -> torch.Tensor:
-        ctx.recomputes, ctx.recompute = recomputes, lambda node: functions.multiply(*node.saved_tensors)
-        ctx.functions = functions
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, activation: Function, recomputes: bool) -> torch.Tensor:
+        ctx.recomputes, ctx.recompute = recomputes, lambda node: _gated(activation, *node.saved_tensors)
+        ctx.activation = activation
         ctx.save_for_backward(gate, up)
-        return functions.multiply(gate, up)
+        return _gated(activation, gate, up)
 
     @staticmethod
     @once_differentiable
@@ -137,13 +107,13 @@ class Gated(torch.autograd.Function):
         (grad,) = grads
         gate, up = ctx.saved_tensors
         if gate.numel() <= PIECE:
-            return *ctx.functions.gradients(grad, gate, up), None, None
+            return *_gated_gradients(ctx.activation, grad, gate, up), None, None
         # In the memory of gate and up, which were made for their product alone.
         gate, up = gate.detach(), up.detach()
         rows = max(1, PIECE // gate.shape[-1])
         pieces = (tensor.view(-1, gate.shape[-1]).split(rows) for tensor in (grad.contiguous(), gate, up))
         for piece in zip(*pieces, strict=True):
-            for place, gradient in zip(piece[1:], ctx.functions.gradients(*piece), strict=True):
+            for place, gradient in zip(piece[1:], _gated_gradients(ctx.activation, *piece), strict=True):
                 place.copy_(gradient)
         return gate, up, None, None
 
@@ -171,10 +141,8 @@ def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
 
 def describe_fused(model: nn.Module) -> str:
     """What computes the blocks' norms and gates, for a line of the log."""
-    norms = [module for module in model.modules() if isinstance(module, RmsNorm)]
-    mlps = [module for module in model.modules() if isinstance(module, GatedMlp)]
-    compiled = " compiled" if mlps and all(mlp.functions.is_compiled for mlp in mlps) else ""
-    by = f"{len(norms)} norms by torch's rms_norm, {len(mlps)} gated MLPs by one{compiled} function"
+    norms, mlps = (sum(isinstance(module, kind) for module in model.modules()) for kind in (RmsNorm, GatedMlp))
+    by = f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function"
     return f"{by}, the rest by the model's code"
 
 
@@ -283,12 +251,12 @@ class GatedMlp(nn.Module):
         super().__init__()
         for name, child in children.items():
             self.add_module(name, child)
-        self.roles, self.functions = roles, GateFunctions.eager(activation)
+        self.roles, self.activation = roles, activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self._modules[name] for name in self.roles)
         assert gate and up and down
-        y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.functions, self.recomputes))
+        y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.activation, self.recomputes))
         return y
 
 
@@ -344,33 +312,6 @@ def _is_gated_mlp(module: nn.Module, children: dict[str, nn.Module], roles: Role
         return False
     gate, up, down = (small[name] for name in roles)
     return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
-
-
-def compile_gates(model: nn.Module, device: torch.device, dtype: torch.dtype, *, backend: Backend = "inductor") -> str:
-    """Compile the gated MLPs' elementwise parts, each kind of activation once, and try them on a few numbers.
-
-    Returns:
-        Why they are not compiled; then they stay as they were.
-    """
-    compiled: dict[str, GateFunctions] = {}
-    mlps = [module for module in model.modules() if isinstance(module, GatedMlp)]
-    gate, up = torch.linspace(-3, 3, 64, device=device, dtype=dtype).view(2, 4, 8)
-    for mlp in mlps:
-        if (kind := _kind_of_activation(mlp)) not in compiled:
-            compiled[kind] = made = GateFunctions.compiled(mlp.functions.activation, backend=backend)
-            try:
-                with torch.no_grad():
-                    made.gradients(made.multiply(gate, up), gate, up)
-            except Exception as error:  # of many kinds: no compiler, no Triton, an operator it does not know
-                return " ".join(str(error).splitlines()[:2])
-    for mlp in mlps:
-        mlp.functions = compiled[_kind_of_activation(mlp)]
-    return ""
-
-
-def _kind_of_activation(mlp: GatedMlp) -> str:
-    activation = mlp.functions.activation
-    return f"{type(activation)} {activation if isinstance(activation, nn.Module) else id(activation)}"
 
 
 def clone_with(

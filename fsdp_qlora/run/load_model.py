@@ -26,7 +26,7 @@ from fsdp_qlora.loading.first_adapters import decompose_weights, fill_from, load
 from fsdp_qlora.loading.load_weights import load_weights, quantized_layers
 from fsdp_qlora.loading.quant_cache import cache_root, load_or_create
 from fsdp_qlora.loading.weight_files import Weights
-from fsdp_qlora.model.fused import compile_gates, describe_fused
+from fsdp_qlora.model.fused import describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, blocks_to_recompute, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
@@ -60,8 +60,6 @@ def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: 
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     log.debug("%s", model)
-    if config.compile and (reason := compile_gates(model, ranks.device, plan.precision.compute_dtype)):
-        log.warning("--compile true: nothing is compiled, since it does not work here (%s).", reason)
     log.debug("Blocks: %s.", describe_fused(model))
     materialize(parts, ranks.device, on_host=on_host)
     fill(config, plan, weights, mesh, ranks)

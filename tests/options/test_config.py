@@ -73,6 +73,9 @@ def test_the_resolved_options_are_accepted_back(yaml_file):
     text = resolved_yaml(config)
     assert all(f"\n{name}: " in f"\n{text}" or f"\n{name}:\n" in f"\n{text}" for name in NAMES)
     assert parse_train_config(["--config", yaml_file(text)]) == config
+    # Of an earlier release: what was off is passed over, and what was on is refused.
+    assert parse_train_config(["--config", yaml_file(f"{text}compile: false\n")]) == config
+    assert 'unknown key "compile"' in error_of("--config", yaml_file(f"{text}compile: true\n"))
 
 
 @pytest.mark.parametrize(("train_type", "rate"), [("qlora", 2e-4), ("bnb_llama_pro", 2e-4), ("full", 1e-5)])
