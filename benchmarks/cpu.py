@@ -10,7 +10,9 @@ during a turn beyond those alive before, counted by torch's profiler.
 - head and loss: of 2,048 tokens of which 60% are a prompt, vocabulary 128 Ki, hidden size 256, against all logits and
   cross entropy; the head is frozen;
 - small model: a training step of a llama (hidden size 768, 6 layers, vocabulary 8,192; rows of 256 tokens, 60% of them
-  prompt, 2 micro-batches of 4) against transformers' Trainer with PEFT and bitsandbytes, and TRL's where installed.
+  prompt, 2 micro-batches of 4) against transformers' Trainer with PEFT and bitsandbytes, and TRL's where installed;
+- dpo: a step of the same model on 4 pairs of rows of 128 tokens, 60% of them prompt, 2 micro-batches of 2, against
+  TRL's DPOTrainer.
 
 Exits with 1 if a limit of LIMITS is not held.
 """
@@ -32,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import bitsandbytes as bnb
+import numpy as np
 import peft
 import torch
 import torch.nn.functional as F
@@ -72,6 +75,7 @@ LIMITS: dict[str, dict[str, tuple[float, float | None]]] = {
     "dora linear": {"our LoRA": (1.15, None), "PEFT": (0.95, 0.35)},
     "head and loss": {"all logits": (0.5, 0.2)},
     "small model": {"HF Trainer": (0.9, None), "TRL": (0.8, None)},
+    "dpo": {"TRL": (0.66, None)},
 }
 MASKED = 0.6  # of a row's tokens
 SEED, LR, LORA_RANK = 0, 1e-3, 16
@@ -173,11 +177,15 @@ def head_and_loss(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     return {"ours": ours, "all logits": all_logits}
 
 
-def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
+def small_shape(args: argparse.Namespace) -> argparse.Namespace:
     hidden, layers, vocab, length = (128, 1, 256, 20) if args.tiny else (768, 6, 8192, 256)
-    shape = argparse.Namespace(hidden=hidden, layers=layers, vocab=vocab, length=length, batch_size=4, micro_batches=2)
-    config = make_checkpoint(folder, shape)
-    data = random_rows(8, length, vocab, masked=int(MASKED * length), seed=SEED)
+    return argparse.Namespace(hidden=hidden, layers=layers, vocab=vocab, length=length, batch_size=4, micro_batches=2)
+
+
+def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
+    shape = small_shape(args)
+    config, length = make_checkpoint(folder, shape), shape.length
+    data = random_rows(8, length, shape.vocab, masked=int(MASKED * length), seed=SEED)
     ids, learned = (torch.from_numpy(values).view(8, length) for values in (data.input_ids, data.learned))
     labels = torch.where(learned, ids, -100)
     rows = [{"input_ids": row.tolist(), "labels": label.tolist()} for row, label in zip(ids, labels, strict=True)]
@@ -185,6 +193,26 @@ def small_model(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
     trainers = {"HF Trainer": hf_trainer} | ({"TRL": trl_trainer} if importlib.util.find_spec("trl") else {})
     for name, make in trainers.items():
         steps[name] = StepByStep(lambda callback, make=make: make(folder, rows, args.rounds + 3, callback))  # type: ignore[misc]
+    return steps
+
+
+def dpo(args: argparse.Namespace, folder: Path) -> dict[str, Step]:
+    shape = small_shape(args)
+    shape.length, shape.batch_size = shape.length // 2, 2
+    config, length, prompt = make_checkpoint(folder, shape), shape.length, int(MASKED * shape.length)
+    answers = random_rows(8, length, shape.vocab, masked=prompt, seed=SEED)
+    ids = answers.input_ids.reshape(4, 2, length)
+    ids[:, 1, :prompt] = ids[:, 0, :prompt]
+    data = TokenizedRows(
+        ids.ravel(), answers.learned, answers.offsets[::2], answers.row_numbers[:4], splits=np.full(4, length)
+    )
+    steps = {"ours": our_step(folder, config, data, shape, objective="dpo")}
+    if importlib.util.find_spec("trl"):
+        rows = [
+            {"prompt_ids": a[:prompt].tolist(), "chosen_ids": a[prompt:].tolist(), "rejected_ids": b[prompt:].tolist()}
+            for a, b in ids
+        ]
+        steps["TRL"] = StepByStep(lambda callback: trl_dpo_trainer(folder, rows, args.rounds + 3, callback))
     return steps
 
 
@@ -205,8 +233,9 @@ def make_checkpoint(folder: Path, args: argparse.Namespace) -> LlamaConfig:
     return config
 
 
-def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argparse.Namespace) -> Step:
+def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argparse.Namespace, **given: Any) -> Step:
     options = TrainConfig(
+        **given,
         precision="fp32",
         attn_implementation="sdpa",
         batch_size=args.batch_size,
@@ -293,6 +322,26 @@ def trl_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callba
     return trainer
 
 
+def trl_dpo_trainer(folder: Path, rows: list[dict[str, Any]], num_steps: int, callback: TrainerCallback) -> Trainer:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from benchmarks.peers import tokenizer
+
+    options = DPOConfig(
+        **training_options(folder, num_steps) | {"per_device_train_batch_size": 2},
+        bf16=False,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
+    text = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])  # what it makes of it is replaced
+    trainer: Trainer = DPOTrainer(
+        load_reference(folder), args=options, train_dataset=text, processing_class=tokenizer(), callbacks=[callback]
+    )
+    trainer.train_dataset = Dataset.from_list(rows)
+    return trainer
+
+
 class StepByStep(TrainerCallback):  # type: ignore[misc]
     """Runs transformers' trainer in a thread of its own, one optimizer step at a time."""
 
@@ -334,6 +383,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Step]]] = {
     "dora linear": functools.partial(adapted_linear, use_dora=True),
     "head and loss": head_and_loss,
     "small model": small_model,
+    "dpo": dpo,
 }
 
 
