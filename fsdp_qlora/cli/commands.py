@@ -417,9 +417,7 @@ def _env(args: argparse.Namespace) -> None:
 
 
 def _completion(args: argparse.Namespace) -> None:
-    """Print a line for ~/.bashrc that completes commands, options and paths; in ~/.zshrc it needs
-    `autoload -U bashcompinit; bashcompinit` before it.
-    """
+    """Print a line for ~/.bashrc that completes words; in ~/.zshrc, `autoload -U bashcompinit; bashcompinit` first."""
     print(f'complete -o default -W "{" ".join([*COMMANDS, *(f"--{name}" for name in option_types())])}" fsdp-qlora')
 
 
