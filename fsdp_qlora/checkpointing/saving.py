@@ -107,8 +107,9 @@ class Saver:
         contents, description = self.state.contents()
         if in_background:
             contents = {name: content.copied() for name, content in contents.items()}
-        self._save = _Save(progress.to_dict(), staging, contents, description, started, in_background=in_background)
-        self._start(self._save, failure)
+        save = _Save(progress.to_dict(), staging, contents, description, started, in_background=in_background)
+        self._start(save, failure)  # raises if a rank is lost meanwhile: then there is nothing to wait for
+        self._save = save
         if in_background:
             return False
         self.finish()
@@ -168,8 +169,9 @@ class Saver:
         if save.in_background and not failure:
             save.part = self._thread.submit(self._write, save, failure)
         else:
+            part = self._write(save, failure)
             save.part = Future()
-            save.part.set_result(self._write(save, failure))
+            save.part.set_result(part)
 
     def _write(self, save: _Save, failure: tuple[bool, str] | None) -> _Part:
         def counted(values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

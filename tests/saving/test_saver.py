@@ -1,6 +1,7 @@
 """Saving while the disk fails: how long a run continues that saves nothing."""
 
 import errno
+import threading
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ class Disk:
         pass
 
     def contents(self) -> tuple[dict[str, object], dict[str, object]]:
-        return {}, {}
+        return {}, {"is_sharded": False}
 
     def write(self, folder: Path, contents: object) -> dict[str, FileRecord]:
         if self.fails:
@@ -56,3 +57,20 @@ def test_a_run_that_cannot_save_for_too_long_ends(
     now += 900.5 + 900
     with pytest.raises(TrainingError, match=r"no checkpoint could be saved for 45 minutes: .*Input/output error"):
         saver.save(Progress(step=7))
+
+
+def test_a_run_whose_rank_is_lost_in_a_save_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(saving, "gather_texts", lambda text, *_: [text])
+    disk = Disk()
+    saver = Saver(tmp_path, disk, Ranks(0, 0, 1, 1, torch.device("cpu")), identity={}, save_total_limit=3)  # type: ignore[arg-type]
+    assert saver.save(Progress(step=1))
+    monkeypatch.setattr(disk, "write", lost)  # a collective in it
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        saver.save(Progress(step=2))
+    closing = threading.Thread(target=saver.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
