@@ -336,7 +336,7 @@ class Roomy:
 def lose_memory_with_few_recomputing() -> None:
     """From the fourth step on rank 1 lacks memory unless a block recomputes."""
     import fsdp_qlora.run.run
-    from fsdp_qlora.training import trainer as trainers
+    from fsdp_qlora.training import probes
     from fsdp_qlora.training.trainer import Trainer
 
     train, original = fsdp_qlora.run.run.train, Trainer._loss
@@ -350,7 +350,7 @@ def lose_memory_with_few_recomputing() -> None:
             lose_memory()
         return original(self, *args)
 
-    trainers.GpuMeter = Roomy  # type: ignore[assignment, misc]
+    probes.GpuMeter = Roomy  # type: ignore[assignment, misc]
     fsdp_qlora.run.run.train, Trainer._loss = train_after_probes, loss  # type: ignore[method-assign]
 
 
