@@ -107,11 +107,15 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class PlacedModel(ModelPlan):
-    """A model that has its place. num_shards: ranks that share one copy. memory: of a rank, for the longest rows."""
+    """A model that has its place. num_shards: ranks that share one copy. memory: of a rank, for the longest rows, as
+    estimated from step and blocks.
+    """
 
     placement: Placement
     num_shards: int
     memory: Memory
+    step: Step
+    blocks: Sequence[BlockBytes]
 
 
 def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) -> ModelPlan:
@@ -330,7 +334,7 @@ def _placed(
         on_gpu=machine.device.type == "cuda",
     )
     memory = estimate_memory(plan.meta.parts, blocks, step)
-    return PlacedModel(**vars(plan), placement=chosen, num_shards=num_shards, memory=memory)
+    return PlacedModel(**vars(plan), placement=chosen, num_shards=num_shards, memory=memory, step=step, blocks=blocks)
 
 
 def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:

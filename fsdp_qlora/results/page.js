@@ -212,6 +212,7 @@ function summary() {
     ["tokens/s", (run) => short(run.totals.tokens_per_second)],
     ["time in steps", (run) => time(run.totals.seconds)],
     ["peak memory", (run) => { const peak = highest(memoryColumns().flatMap(([column]) => run.steps[column] || [])); return isNumber(peak) ? `${short(peak)} GiB` : null; }],
+    ["planned memory", (run) => { const planned = run.facts.measured?.planned_gib?.reserved; return isNumber(planned) ? `${short(planned)} GiB` : null; }],
     ["steps skipped", (run) => (run.totals.skipped ? whole(run.totals.skipped) : null)],
   ].filter(([, value]) => RUNS.some((run) => { const text = value(run); return text !== null && text !== "–"; }));
   const reasons = RUNS.filter((run) => run.status.reason && run.status.state !== "running").map((run) =>

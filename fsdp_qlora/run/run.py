@@ -29,7 +29,7 @@ from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import Weights, open_weight_files
 from fsdp_qlora.model import models
 from fsdp_qlora.planning import describe
-from fsdp_qlora.planning.facts import run_facts
+from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, check_resources
 from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan
 from fsdp_qlora.ranks import distributed
@@ -146,6 +146,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         try:
             with recorder.watching():
                 if ranks.device.type == "cuda":
+                    recorder.measured = Measured(plan.model)
                     try_memory(config, plan, trainer, start)
                 train(trainer, plan.data, progress, recorder)
         except (RunStopped, NotFinite) as error:

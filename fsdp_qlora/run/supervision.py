@@ -24,6 +24,7 @@ from fsdp_qlora.generation.generate import Samples
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, open_profiler
 from fsdp_qlora.metrics.sinks import SinkOptions
+from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.results.report import Facts, write_at_end
 
 _MIN_FAILING_MINUTES = 30.0  # how long saving may fail before the run ends; 3 * --save_minutes if that is longer
@@ -166,6 +167,7 @@ class Recorder:
         self.guard, self.saver, self.metrics, self.mirror, self.samples = guard, saver, metrics, mirror, samples
         self.config, self.control, self.facts = guard.config, guard.control, guard.facts
         self.control.is_writing = lambda: saver.is_writing
+        self.measured: Measured | None = None  # on a GPU
         self.profiler = open_profiler(self.config, rank=guard.ranks.rank)
 
     @contextlib.contextmanager
@@ -180,6 +182,8 @@ class Recorder:
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
         self.metrics.step(record)
         self.facts.mark("steps")
+        if self.measured:
+            self.facts.describe(partial(self.measured.stepped, record))
         self.profiler.step()
         self.guard.memory.record(f"after step {progress.step}")
         if "recompute" in record:

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.planning.facts import data_facts
+from fsdp_qlora.planning.facts import Measured, data_facts
+from fsdp_qlora.planning.memory import Memory
 from fsdp_qlora.results.report import make_page, read_run, write_at_end, write_report
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
 
@@ -176,3 +179,30 @@ def test_a_browser_draws_it_without_errors(tmp_path: Path) -> None:
     assert "CONSOLE" not in done.stderr
     assert len(re.findall("<polyline", done.stdout)) >= 10 and "<title>one · two</title>" in done.stdout
     assert len(re.findall("<script", done.stdout)) == 2 and "<img" not in done.stdout
+
+
+def test_memory_beside_the_plan_is_a_fact_and_a_warning_if_far_off(caplog: pytest.LogCaptureFixture) -> None:
+    gib = 2**30
+    memory = Memory(
+        weights={}, resident={"weights": 8 * gib}, phases={"backward": {"inputs": gib}}, host={}, recomputing=4,
+        block=1, overhead=gib,
+    )  # fmt: skip
+    plan: Any = SimpleNamespace(memory=memory)
+    measured = Measured(plan)
+
+    def stepped(reserved: float) -> dict[str, Any]:
+        gathered = {"allocated": [8.0, 9.1], "reserved": [9.0, reserved]}
+        facts: dict[str, Any] = measured.stepped({"tokens_per_second": 200.04, "memory_gib": gathered})["measured"]
+        return facts
+
+    assert stepped(10.4) == {
+        "planned_gib": {"allocated": 9.0, "reserved": 10.0},
+        "measured_gib": {"allocated": 9.1, "reserved": 10.4},
+        "recompute": 4,
+        "tokens_per_second": 200.0,
+    }
+    assert not caplog.records
+    for _ in range(2):
+        stepped(10.6)
+    [record] = caplog.records
+    assert "The plan said 10.0 GiB" in record.getMessage() and "reserved 10.6" in record.getMessage()

@@ -1,5 +1,6 @@
 """Whole runs of train.py on the stand-in: what it chooses by the GPUs' memory, and each way through the program."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,12 +84,15 @@ def train(models, tmp_path):
 
 
 @pytest.mark.slow
-def test_auto_replicates_what_fits_and_keeps_the_activations(train: Callable[..., Any]) -> None:
+def test_auto_replicates_what_fits_and_keeps_the_activations(train: Callable[..., Any], tmp_path: Path) -> None:
     ended, is_saved = train(Case({}, model=("llama", {})))
     assert [rank.status for rank in ended] == [0, 0] and is_saved, ended[0].output[-4000:]
     assert "Placement: ddp. With a margin ddp needs 0.5 GiB" in ended[0].output
     assert "each rank holds a whole copy" in ended[0].output
     assert "Recompute: 0 of 2 blocks, found by probing." in ended[0].output
+    measured = json.loads((tmp_path / "output" / "facts.json").read_text())["measured"]
+    assert measured["recompute"] == 0 and measured["tokens_per_second"] > 0
+    assert measured["measured_gib"]["reserved"] == pytest.approx(measured["planned_gib"]["reserved"], abs=0.25)
 
 
 @pytest.mark.slow
