@@ -341,7 +341,7 @@ def _expand(args: argparse.Namespace) -> None:
     expand_model(model, out, expansion_rate=args.expansion_rate)
 
 
-# --- cache, configs and env ---
+# --- cache, configs, env and doctor ---
 
 
 def _cache_options(parser: argparse.ArgumentParser) -> None:
@@ -421,6 +421,20 @@ def _completion(args: argparse.Namespace) -> None:
     print(f'complete -o default -W "{" ".join([*COMMANDS, *(f"--{name}" for name in option_types())])}" fsdp-qlora')
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    """Check this machine before a run, in a line each: fine, or what to do. GPUs and their kernels, what two ranks send
+    each other (with NCCL on GPUs, else with gloo), links, memory, disk, logins and limits. It takes a minute at most
+    for each check, and also runs without a GPU. The exit status is 1 if something must be mended. `env` prints facts.
+    """
+    from fsdp_qlora.commands.doctor import diagnose
+
+    is_all_fine = True
+    for name, sentence, is_fine in diagnose():
+        print(f"{'fine' if is_fine else 'MEND'}  {name:14}  {sentence}", flush=True)
+        is_all_fine &= is_fine
+    return 0 if is_all_fine else 1
+
+
 COMMANDS = {
     "train": Command("fine-tune a model", train.main),
     "plan": Command("say what a run needs on GPUs elsewhere", plan.run, plan.add_options, takes_training_options=True),
@@ -439,4 +453,5 @@ COMMANDS = {
     "convert": Command("convert a config of another trainer", _convert, _convert_options),
     "completion": Command("print a line that completes words in bash and zsh", _completion, lambda parser: None),
     "env": Command("print what a bug report needs", _env, _env_options),
+    "doctor": Command("check this machine and say what to mend", _doctor, lambda parser: None),
 }

@@ -122,7 +122,7 @@ def _start_wandb(options: SinkOptions, *, finish_seconds: float) -> tuple[Any, s
     settings = wandb.setup(wandb.Settings(silent=True)).settings
     if settings.mode == "disabled":
         return None, "wandb: disabled by WANDB_MODE."
-    problem = _why_offline(settings)
+    problem = why_offline(settings)
     if problem is None:
         try:
             run = _init_wandb(options, finish_seconds, mode="online")
@@ -171,7 +171,7 @@ def _stop_wandb(exit_code: int) -> None:
         within(TEARDOWN_SECONDS, partial(wandb.teardown, exit_code))
 
 
-def _why_offline(settings: Any) -> str | None:
+def why_offline(settings: Any) -> str | None:
     """Why an online run cannot work, None if it may."""
     import wandb
 

@@ -30,7 +30,7 @@ def choose_device(asked: str, local_rank: int) -> torch.device:
                 "Start one process per visible GPU."
             )
         return torch.device("cuda", local_rank)
-    if problem := _gpu_problem():
+    if problem := gpu_problem():
         raise UserError(problem)
     if asked == "cuda":
         raise UserError("--device is cuda, but no GPU is visible on this machine. Leave it at auto.")
@@ -57,7 +57,7 @@ def configure_kernels() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _gpu_problem() -> str | None:
+def gpu_problem() -> str | None:
     """Why torch sees no GPU although the driver lists some; None if there is none, or they are hidden on purpose."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None

@@ -16,6 +16,7 @@ from fsdp_qlora import TrainConfig, UserError
 from fsdp_qlora.cli.commands import COMMANDS
 from fsdp_qlora.cli.main import main
 from fsdp_qlora.cli.train import set_torch_variables
+from fsdp_qlora.commands import doctor
 from fsdp_qlora.config.cli import make_train_config, parse_train_config
 from fsdp_qlora.config.text import shipped_configs
 from tests.tiny import ROOT
@@ -144,6 +145,26 @@ def test_env_prints_versions_and_no_secret(
     assert facts["variables"]["HF_TOKEN"] == "[secret]" and facts["variables"]["NCCL_DEBUG"] == "INFO"
     assert facts["variables"]["HF_HOME"] == "~/hf"
     assert not [secret for secret in ("short", "0123456789abcdef0123", "letmein", str(tmp_path)) if secret in said]
+
+
+def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(error: Exception) -> str:
+        raise error
+
+    checks = {"disk": lambda: "much free", "hub": lambda: fails(UserError("log in")), "PCIe": lambda: fails(OSError(5))}
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    assert main(["doctor"]) == 1
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["fine", "disk", "much free"], ["MEND", "hub", "log in"], ["MEND", "PCIe", "OSError: 5"]]
+    del checks["hub"], checks["PCIe"]
+    assert main(["doctor"]) == 0
+
+
+def test_doctor_names_what_goes_wrong_between_two_ranks() -> None:
+    assert doctor.problem_between_ranks(False) == ""
+    assert "no-link" in doctor.problem_between_ranks(False, GLOO_SOCKET_IFNAME="no-link")
 
 
 def test_options_from_python_are_those_of_the_command_line() -> None:

@@ -44,3 +44,17 @@ def test_the_tests_of_the_cpu_run_on_a_machine_with_a_gpu(tmp_path):
     )
     [rank] = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "1-", test], tmp_path, is_fresh=True)
     assert rank.status == 0, rank.output[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "said"),
+    [
+        ({}, 0, "fine  two ranks       NCCL on 2 GPUs: sums and all patterns of 16 bits arrive"),
+        ({"PHANTOM_NCCL_FAIL": 0}, 1, "MEND  two ranks       NCCL on 2 GPUs: [rank"),
+        ({"PHANTOM_CC": 100, "PHANTOM_GIB": 180}, 0, "fine  GPUs            NVIDIA B200"),
+    ],
+)
+def test_doctor_looks_at_gpus_and_at_what_nccl_sends(settings, status, said, tmp_path):
+    [rank] = run(["-m", "fsdp_qlora", "doctor"], tmp_path, settings={"PHANTOM_DEVICES": 2, **settings}, is_fresh=True)
+    assert rank.status == status and said in rank.output, rank.output
+    assert "256.00 MiB can be pinned" in rank.output
