@@ -10,12 +10,12 @@ import torch
 
 from fsdp_qlora.commands.generate import load_trained
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
+from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.data.sources import parse_eval_names
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import first_line
 from fsdp_qlora.planning.plan import PlacedModel
-from fsdp_qlora.planning.run_plan import Plan, make_schedule
+from fsdp_qlora.planning.run_plan import Plan, data_options, make_schedule
 from fsdp_qlora.ranks.distributed import Ranks, gather_texts
 from fsdp_qlora.run.load_model import build_trainer
 
@@ -35,7 +35,10 @@ def measure(
         vocab_size = plan.meta.model.get_input_embeddings().num_embeddings
         for name, dataset in parse_eval_names(datasets).items():
             own = dataclasses.replace(config, dataset=(dataset,), eval_dataset=(), eval_fraction=0.0, streaming=False)
-            sets[name] = prepare_data(plan.tokenizer, own.pick(DataOptions), vocab_size=vocab_size)
+            own = dataclasses.replace(own, resume="off", adapter=str(folder) if folder else None)
+            sets[name] = prepare_data(
+                plan.tokenizer, data_options(own, plan.folder, plan.tokenizer), vocab_size=vocab_size
+            )
 
     plan, found = load_trained(config, ranks, folder, read), {}
     for name, data in sets.items():

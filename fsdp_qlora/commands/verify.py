@@ -21,11 +21,12 @@ from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
 from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.data.batches import IGNORE_INDEX, collate
-from fsdp_qlora.data.prepare import DataOptions, prepare_rows
+from fsdp_qlora.data.prepare import prepare_rows
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import prompt_record
 from fsdp_qlora.model import models
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
+from fsdp_qlora.planning.run_plan import data_options
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.files import read_json
 
@@ -57,7 +58,9 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     """
     folder = merge.adapter.path if (merge.adapter.path / "tokenizer_config.json").is_file() else merge.folder
     tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=merge.run.trust_remote_code)
-    options = dataclasses.replace(merge.run.pick(DataOptions), dataset=(rows_file,), dataset_samples=limit)
+    run = dataclasses.replace(merge.run, dataset=(rows_file,), dataset_samples=limit)
+    run = dataclasses.replace(run, resume="off", adapter=str(merge.adapter.path))
+    options = data_options(run, merge.folder, tokenizer)
     rows, report = prepare_rows(tokenizer, options)
     noted = read_json(merge.adapter.path / RECORD).get("prompt")
     if noted and noted != prompt_record(report.dataset_format, find_template(options.prompt_template)):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,23 @@ def test_losses_are_those_of_transformers_and_peft_on_any_ranks(
             targets = sum(int((labels[:, 1:] != -100).sum()) for _, labels in batch)
             assert (result["rows"], result["num_target_tokens"]) == (len(rows), targets)
         assert list(found) == ["first", "other"] and found["first"]["loss"] != found["other"]["loss"]
+
+
+def test_a_model_made_for_chats_is_asked_in_its_template(models: Models, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(models(), tmp_path / "base"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(base)
+    words = ["--dataset", str(write_rows(tmp_path / "rows.jsonl", make_rows(3)))]
+    by_default, chat, alpaca = (
+        measured(1, tmp_path / name, *words, model_name=base, train_type="lora", **given)
+        for name, given in {
+            "default": {},
+            "chat": {"prompt_template": "chat"},
+            "a": {"prompt_template": "alpaca"},
+        }.items()
+    )
+    assert by_default == chat != alpaca
 
 
 def test_rows_that_are_not_there_are_refused_before_weights_are_read(
