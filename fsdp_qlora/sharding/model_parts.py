@@ -71,6 +71,11 @@ class ModelParts:
         return self._kinds[module]
 
     @functools.cached_property
+    def looks_up(self) -> bool:
+        """Whether the embedding only looks up rows: tried for the plan, as all ranks take part once they share it."""
+        return only_looks_up(self.embedding)
+
+    @functools.cached_property
     def matrices(self) -> list[tuple[int, ...]]:
         """The shapes of the blocks' matrices."""
         return matrix_shapes(self.blocks)
@@ -179,3 +184,28 @@ def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
     plain = [each.parameter.shape for each in parameters if each.category in ("frozen", "trainable")]
     quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
     return [tuple(shape) for shape in (*quantized, *plain) if len(shape) > 1]
+
+
+@torch.no_grad()
+def only_looks_up(module: nn.Module) -> bool:
+    """Whether what a module gives for a token follows from the token's row alone, such as the row times a scale.
+
+    Then it can be given other numbers of the same rows. Tried on a few tokens.
+    """
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        return False
+    vocabulary, hidden = module.weight.shape
+    numbers = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
+    middle, padding = vocabulary // 2, min(module.padding_idx or 0, vocabulary - 2)
+    ids = torch.tensor([[0, 1, vocabulary - 2, padding, middle, 1]])
+
+    def outputs(ids: torch.Tensor, *, first: int) -> torch.Tensor:
+        rows = numbers[first:].as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
+        result: torch.Tensor = torch.func.functional_call(module, {"weight": rows}, (ids,))
+        return result
+
+    try:
+        expected, found = outputs(ids + 1, first=0), outputs(ids, first=1)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    return torch.equal(found, expected)

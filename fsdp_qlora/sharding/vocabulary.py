@@ -29,7 +29,7 @@ from fsdp_qlora.ranks.distributed import (
     shard_size,
 )
 from fsdp_qlora.sharding.host_memory import SideStream
-from fsdp_qlora.sharding.model_parts import ModelParts
+from fsdp_qlora.sharding.model_parts import ModelParts, only_looks_up
 
 
 def is_shared(parts: ModelParts, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:
@@ -41,7 +41,7 @@ def is_shared(parts: ModelParts, num_shards: int, param_dtype: torch.dtype | Non
     embedding, head = parts.embedding, parts.head
     if num_shards == 1 or not isinstance(head, nn.Linear):
         return False, False
-    looks_up = _has_frozen_rows(embedding, num_shards, param_dtype) and _only_looks_up(embedding)
+    looks_up = _has_frozen_rows(embedding, num_shards, param_dtype) and parts.looks_up
     multiplies = _has_frozen_rows(head, num_shards, param_dtype) and type(head).forward is nn.Linear.forward
     if parts.is_tied and looks_up != multiplies:
         return False, False
@@ -73,7 +73,7 @@ def share_vocabulary(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dty
 
 def look_up_on_host(embedding: Any, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
     """Have a rank copy only its tokens' rows of a frozen embedding that it has whole in host memory."""
-    if _has_frozen_rows(embedding, 1, param_dtype) and _only_looks_up(embedding):
+    if _has_frozen_rows(embedding, 1, param_dtype) and only_looks_up(embedding):
         embedding.vocab_shard = Lookup(embedding, mesh)
 
 
@@ -135,31 +135,6 @@ def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     shape, stride = weight.shape, weight.stride()
     sharded = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(sharded, requires_grad=False)
-
-
-@torch.no_grad()
-def _only_looks_up(module: nn.Module) -> bool:
-    """Whether what a module gives for a token follows from the token's row alone, such as the row times a scale.
-
-    Then it can be given other numbers of the same rows. Tried on a few tokens.
-    """
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
-        return False
-    vocabulary, hidden = module.weight.shape
-    numbers = torch.randn(vocabulary + hidden, generator=torch.Generator().manual_seed(0)).to(module.weight.dtype)
-    middle, padding = vocabulary // 2, min(module.padding_idx or 0, vocabulary - 2)
-    ids = torch.tensor([[0, 1, vocabulary - 2, padding, middle, 1]])
-
-    def outputs(ids: torch.Tensor, *, first: int) -> torch.Tensor:
-        rows = numbers[first:].as_strided((vocabulary, hidden), (1, 1))  # all different, in little memory
-        result: torch.Tensor = torch.func.functional_call(module, {"weight": rows}, (ids,))
-        return result
-
-    try:
-        expected, found = outputs(ids + 1, first=0), outputs(ids, first=1)
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return False
-    return torch.equal(found, expected)
 
 
 class _Rows:
