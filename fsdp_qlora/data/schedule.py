@@ -119,15 +119,21 @@ class Schedule:
         found = lengths[micro_batch]
         return int(len(found) * found.max() if self.padding else found.sum())
 
-    def longest_micro_batch(self, train_rows: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, int]:
-        """The rows of the run's micro-batch with the most tokens, and the most turns of a step."""
+    def longest_micro_batch(
+        self, train_rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray
+    ) -> tuple[np.ndarray, int]:
+        """The rows of the run's micro-batch with the most tokens, and the most turns of a step.
+
+        Args:
+            computed: of the tokens of every row those that the model computes.
+        """
         longest, most_turns = train_rows[:0], 0
         for _, rows in self.rows_of_steps(train_rows):
             if not len(rows):
                 break  # of a stream only the first rows are known
             pieces = self.micro_batches(rows, lengths)
             most_turns = max(most_turns, len(pieces) // self.world_size)
-            longest = max([longest, *pieces], key=lambda piece: self.tokens_computed(piece, lengths))
+            longest = max([longest, *pieces], key=lambda piece: self.tokens_computed(piece, computed))
         return longest, most_turns
 
     def useful_shares(self, pieces: list[np.ndarray], lengths: np.ndarray) -> tuple[float, float]:

@@ -90,12 +90,13 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
 def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
     """The options of the rows. By default instructions are filled into the chat template of a model made for chats.
 
-    A run that continues, and an adapter that is trained further, keep their prompts.
+    A run of this model that continues, and an adapter that is trained further, keep their prompts.
     """
     options, continued = config.pick(DataOptions), config.output_dir if config.resume == "auto" else config.resume
     before = [Path(path).expanduser() for path in (continued, config.adapter) if path]
     records = [read_json(path / name) for path in before for name in (RUN, STATE, RECORD)]
-    is_plain = any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in records)
+    own = [each for each in records if each.get("options", {}).get("model_name") in (None, config.model_name)]
+    is_plain = any((record.get("about", record).get("prompt") or {}).get("kind") == TEMPLATE for record in own)
     if config.prompt_template is None and not is_plain and models.is_made_for_chats(folder, tokenizer):
         return dataclasses.replace(options, prompt_template=CHAT)
     return options
@@ -155,6 +156,6 @@ def longest_of_run(config: TrainConfig, data: RunData, world_size: int) -> list[
 
 def longest_lengths(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> list[int]:
     """Tokens of the rows in the run's longest micro-batch, padding included."""
-    longest, _ = schedule.longest_micro_batch(rows, lengths)
+    longest, _ = schedule.longest_micro_batch(rows, lengths, lengths)
     found: list[int] = lengths[longest].tolist()
     return [max(found)] * len(found) if schedule.padding else found

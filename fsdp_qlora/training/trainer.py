@@ -234,7 +234,12 @@ class Trainer:
         Returns:
             Bytes of GPU memory that were allocated between the forward and the backward pass, the most of them.
         """
-        return self._try(*self.schedule.longest_micro_batch(rows, self.data.lengths))
+        return self._try(*self._longest(rows))
+
+    def _longest(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
+        computed = self.data.lengths.copy()
+        computed[rows] -= self.data.num_shared(rows) if self.options.shares_prompts else 0
+        return self.schedule.longest_micro_batch(rows, self.data.lengths, computed)
 
     def _try(self, micro_batch: np.ndarray, num_turns: int) -> int:
         self.heartbeat.beat(self.heartbeat.step, "compute")
@@ -260,7 +265,7 @@ class Trainer:
             too_few: blocks that recomputed when an earlier start ran out of memory.
         """
         meter = probes.GpuMeter(self.ranks.device)
-        longest, num_turns = self.schedule.longest_micro_batch(rows, self.data.lengths)  # goes through the whole run
+        longest, num_turns = self._longest(rows)  # goes through the whole run
 
         def try_step() -> tuple[int, int]:
             meter.start()

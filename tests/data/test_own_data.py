@@ -428,3 +428,6 @@ def test_instructions_are_asked_as_the_model_was_made_to_be(name: str, tmp_path:
     assert chosen() is chosen(resume=str(tmp_path / "step")) is None
     assert chosen(resume="off", adapter=str(tmp_path / "adapter")) is None
     assert chosen(resume="off") == ("chat" if is_chat else None)
+    # The run in the folder was of another model, which this one replaces.
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**record, "options": {"model_name": "another"}}))
+    assert chosen(overwrite_output_dir=True) == ("chat" if is_chat else None)
