@@ -97,6 +97,6 @@ def _gpu(args: argparse.Namespace) -> Gpu:
     if not args.gpu and not args.gpu_memory_gib:
         raise UserError('Give --gpu NAME, such as --gpu "RTX 3090", or --gpu_memory_gib.')
     if not args.gpu:
-        return gpu_like("", args.gpu_memory_gib)
+        return gpu_like(args.gpu_memory_gib)
     gpu = find_gpu(args.gpu)
     return gpu._replace(memory_gib=args.gpu_memory_gib) if args.gpu_memory_gib else gpu

@@ -34,10 +34,10 @@ def read_offers(path: Path, tokens: float) -> tuple[str, list[Request]]:
     try:
         table = yaml.safe_load(path.read_text(encoding="utf-8"))
         offers = [Offer(**row) for row in table["offers"]]
-        if not offers or not all(offer.num_gpus >= 1 and offer.price_per_hour > 0 for offer in offers):
-            raise ValueError("it has no offers, or one without GPUs or price")
+        if not offers or not all(min(row.num_gpus, row.price_per_hour, row.host_ram_gib or 1) > 0 for row in offers):
+            raise ValueError("it has no offers, or one without GPUs, price or memory")
         return str(table["date"]), [
-            Request(find_gpu(each.gpu), each.num_gpus, each.host_ram_gib, tokens, each.price_per_hour, each.where)
+            Request(find_gpu(str(each.gpu)), each.num_gpus, each.host_ram_gib, tokens, each.price_per_hour, each.where)
             for each in offers
         ]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:

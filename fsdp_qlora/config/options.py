@@ -189,7 +189,7 @@ class TrainConfig:
     auto: Annotated[bool, MAY_DIFFER] = False
     """Before training choose the fastest settings that are planned to fit the GPUs: batch_size and
     gradient_accumulation_steps with the same rows per step, and sharding_strategy and use_cpu_offload where these are
-    auto. A resumed run keeps them; `fsdp-qlora plan --auto` shows them for other GPUs."""
+    auto. A run that is resumed in its folder keeps them; `fsdp-qlora plan --auto` shows them for other GPUs."""
     sharding_strategy: Annotated[
         Literal["auto", "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"],
         MAY_DIFFER,

@@ -138,7 +138,7 @@ def loading_explained(rank: int, settings: str) -> Iterator[None]:
 
 def memory_settings(options: Mapping[str, Any]) -> str:
     """The settings that would make a run with these options need less memory, where nothing is left at auto."""
-    settings = []
+    settings = ["--auto false"] * options["auto"]  # whose settings a resumed run keeps
     if options["batch_size"] > 1:
         settings.append(
             "a smaller --batch_size (with --gradient_accumulation_steps raised by the same factor, the run is the same)"

@@ -46,10 +46,11 @@ def choose_settings(
             "others with `fsdp-qlora plan --auto --gpu NAME`."
         )
     chosen: dict[str, Any] = {}
-    if ranks.is_rank_0 and not (chosen := settings_of_run(config, ranks.world_size)):
-        name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
-        host = host_memory_free(ranks.local_world_size) * machine.world_size
-        gpu = gpu_like(name, 0.0)._replace(usable=1.0)  # what is free is what CUDA gives
+    if ranks.is_rank_0 and not (chosen := settings_of_run(config, machine.world_size)):
+        card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
+        known = (card.total_memory / GIB, card.name, 10 * card.major + card.minor) if card else (free / GIB,)
+        host = host_memory_free(distributed.ranks_per_node(ranks, machine.world_size)) * machine.world_size
+        gpu = gpu_like(*known)._replace(usable=1.0)  # what is free is what CUDA gives
         beside = sum(gpu.beside_torch(machine.world_size).values())
         request = Request(gpu._replace(memory_gib=(free + beside) / GIB), machine.world_size, host / GIB)
         best = Planner(config, request, model, lengths).fastest()[0]

@@ -28,13 +28,11 @@ log = logging.getLogger("fsdp_qlora")
 class BlockBytes(NamedTuple):
     """Bytes of a block's activations for a micro-batch, besides its input.
 
-    kept: from forward to backward, without recompute. forward: the most in a forward pass that keeps its input alone.
-    backward: the most in a backward pass, with what is kept and with gradients of the adapters; recomputing: the same
-    with recompute.
+    kept: from forward to backward, without recompute. backward: the most in a backward pass, with what is kept and with
+    gradients of the adapters; recomputing: the same with recompute.
     """
 
     kept: int
-    forward: int
     backward: int
     recomputing: int
 
@@ -129,7 +127,7 @@ def measure_blocks(
 def _guess(block: nn.Module, precision: Precision, num_tokens: int) -> BlockBytes:
     """From the inputs and outputs of a block's matrices."""
     kept = num_tokens * precision.compute_dtype.itemsize * sum(sum(shape[-2:]) for shape in matrix_shapes(block))
-    return BlockBytes(kept, kept, 2 * kept, 2 * kept)
+    return BlockBytes(kept, 2 * kept, 2 * kept)
 
 
 def _kind(block: nn.Module) -> Any:
@@ -153,11 +151,11 @@ def _measure(block: nn.Module, precision: Precision, inputs: "_Inputs") -> Block
             y = wrapped(x, *inputs.args, **inputs.kwargs)
             loss = _Loss.apply(y if isinstance(y, torch.Tensor) else y[0])
             del y
-            kept, forward, count.most = count.now, count.most, count.now
+            kept, count.most = count.now, count.now
             loss.backward()
-        counted[recomputes] = kept, forward, count.most
+        counted[recomputes] = kept, count.most
         wrapped.zero_grad()
-    return BlockBytes(counted[False][0], counted[True][1], counted[False][2], counted[True][2])
+    return BlockBytes(*counted[False], counted[True][1])
 
 
 def _as_gathered(block: nn.Module, precision: Precision) -> nn.Module:

@@ -65,11 +65,13 @@ def find_gpu(name: str) -> Gpu:
     raise UserError(f"--gpu {name}: no single GPU has this name. Try {', '.join(names)}, or give --gpu_memory_gib.")
 
 
-def gpu_like(name: str, memory_gib: float) -> Gpu:
-    """A GPU with so much memory, and the rates of the one of that name, or of a usual one if that is not known."""
-    known = next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None)
-    gpu = known or GPUS["RTX 3090"]._replace(name="a GPU like an RTX 3090")
-    return gpu._replace(memory_gib=memory_gib)
+def gpu_like(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
+    """A GPU with so much memory, and the rates of the one of that name, else of the nearest one that is as new."""
+    if known := next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None):
+        return known._replace(memory_gib=memory_gib)
+    as_new = [gpu for gpu in GPUS.values() if gpu.capability == capability] or [GPUS["RTX 3090"]]
+    nearest = min(as_new, key=lambda gpu: abs(gpu.memory_gib - memory_gib))
+    return nearest._replace(name=f"a GPU like an {nearest.name}", memory_gib=memory_gib)
 
 
 def _plain(name: str) -> str:

@@ -54,13 +54,13 @@ def _memory(
         buffer_bytes=7,
         on_gpu=on_gpu,
     )
-    return estimate_memory(_meta(train_type, in_full).parts, [BlockBytes(0, 0, 0, 0)] * 4, step)
+    return estimate_memory(_meta(train_type, in_full).parts, [BlockBytes(0, 0, 0)] * 4, step)
 
 
 def _needs(train_type: str, **options: Any) -> tuple[int, int]:
     """Bytes of weights, gradients and state on the device, and those on the host."""
     memory = _memory(train_type, **options)
-    on_device = {**memory.resident, **memory.phases["optimizer"], "workspaces": 0}
+    on_device = {**memory.resident, **memory.phases["optimizer"], "workspaces": 0, "gathered blocks": 0}
     return sum(on_device.values()), sum(memory.host.values())
 
 

@@ -175,7 +175,7 @@ def test_what_a_step_holds_follows_from_its_placement() -> None:
     )  # fmt: skip
 
     def sizes(train_type: str = "qlora", **changed: Any) -> dict[str, int]:
-        parts, block = _parts(train_type), BlockBytes(kept=5, forward=7, backward=11, recomputing=13)
+        parts, block = _parts(train_type), BlockBytes(kept=5, backward=11, recomputing=13)
         memory = estimate_memory(parts, [block] * 36, replace(step, **changed))
         kind = "host" if memory.host else "gathered" if changed.get("num_shards", 2) > 1 else "device"
         if train_type == "qlora":
@@ -203,7 +203,7 @@ def test_gradients_are_apart_and_blocks_before_the_first_that_trains_keep_nothin
         precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, offload=Offload(), num_tokens=4096,
         recomputing=36,
     )  # fmt: skip
-    block = BlockBytes(kept=5, forward=7, backward=11, recomputing=13)
+    block = BlockBytes(kept=5, backward=11, recomputing=13)
 
     def memory(trained: tuple[int, ...], **changed: Any) -> Memory:
         parts = _parts()

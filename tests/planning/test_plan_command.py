@@ -89,6 +89,13 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: py
     assert "--use_cpu_offload true" in settings and "--world_size 2" in settings
 
 
+def test_a_gpu_of_another_name_is_planned_as_the_nearest_one_that_is_as_new() -> None:
+    names = {"NVIDIA A100-SXM4-80GB": (79.3, 80), "NVIDIA H200": (139.8, 90), "NVIDIA H100 80GB HBM3": (79.1, 90)}
+    found = [gpu_like(memory, name, capability) for name, (memory, capability) in names.items()]
+    assert [gpu.name for gpu in found] == ["a GPU like an A100 80GB", "H200", "a GPU like an H100 PCIe"]
+    assert gpu_like(24.0).name == "a GPU like an RTX 3090"
+
+
 def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"model_name": "qwen3-0.6b", "batch_size": 4, "gradient_accumulation_steps": 2, "context_length": 4096}
     found = _json(capsys, "--auto", "--gpu_memory_gib", "5.5", **options)
@@ -108,7 +115,7 @@ def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Pat
     config = TrainConfig(
         model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
     )
-    planner = make_planner(config, Request(gpu_like("", 6.0), 2))
+    planner = make_planner(config, Request(gpu_like(6.0), 2))
     chosen = choose_settings(config, planner.model, longest_allowed, None)
     best = vars(planner.fastest()[0].config)
     assert chosen == {name: best[name] for name in chosen} and chosen["batch_size"] < 8 and len(chosen) == 4
