@@ -14,6 +14,8 @@ once=""
 output_dir="${1:?usage: run_forever.sh [--once] OUTPUT_DIR COMMAND...}"
 shift
 export FSDP_QLORA_AUTO_RESTART=1 # a start that has made no progress three times is refused
+note=$(mktemp -u) # what ends a start before it has a folder leaves its exit status here
+[ -n "$once" ] && export FSDP_QLORA_NOTE_FILE="$note"
 child=""
 stopped=""
 # torchrun's own exit status is 1 for every end, so the run's is read from its folder.
@@ -44,6 +46,7 @@ while :; do
     state=""
     [ "$before" != "$(cksum "$output_dir/status.json" 2>/dev/null)" ] && state=$(field state)
     code=$(field exit_code)
+    [ -z "$state" ] && [ -s "$note" ] && state=refused code=$(sed 's/^\[\([0-9]*\),.*/\1/' "$note") && rm "$note"
     [ -n "$state" ] && [ "$code" -gt 0 ] 2>/dev/null && [ "$status" -ne 0 ] && status=$code
     [ "$status" -eq 0 ] && exit 0
     [ -n "$stopped$once" ] && exit "$status"

@@ -39,8 +39,7 @@ def record_exit(ending: Ending, message: str) -> None:
     if file := os.environ.get(NOTE_FILE):
         with contextlib.suppress(OSError), Path(file).open("x") as stream:  # another rank may have been first
             stream.write(note)
-    else:
-        _store(note)
+    _store(note)
 
 
 def forward_exit(file: Path) -> None:

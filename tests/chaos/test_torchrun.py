@@ -145,6 +145,7 @@ FAKE = """
 line=$(sed -n "1p" PLAN); sed -i 1d PLAN; echo start >> STARTS
 set -- $line
 n=$(wc -l < STARTS)
+[ "$1" != note ] || { echo "[$2, \\"bad input\\"]" > "$FSDP_QLORA_NOTE_FILE"; exit $3; }
 [ "$1" = - ] || printf '  "state": "%s",\\n  "exit_code": %s,\\n  "n": %s\\n' $1 $2 $n > out/status.json
 exit $3
 """
@@ -180,10 +181,10 @@ def test_run_forever_goes_on_where_another_machine_has_the_folder(tmp_path: Path
 
 def test_run_forever_once_ends_with_the_status_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    (tmp_path / "PLAN").write_text("preempted 75 1\nbad_input 2 1\nfinished 0 0\n- - 1\n")
+    (tmp_path / "PLAN").write_text("preempted 75 1\nbad_input 2 1\nfinished 0 0\n- - 1\nnote 2 1\n")
     (tmp_path / "fake.sh").write_text(FAKE)
     command = ["bash", str(ROOT / "scripts/run_forever.sh"), "--once", "out", "bash", "fake.sh"]
-    assert [subprocess.run(command, cwd=tmp_path, capture_output=True).returncode for _ in range(4)] == [75, 2, 0, 1]
+    assert [subprocess.run(command, cwd=tmp_path, capture_output=True).returncode for _ in range(5)] == [75, 2, 0, 1, 2]
 
 
 def test_run_forever_can_be_stopped_in_its_pause(tmp_path: Path) -> None:
