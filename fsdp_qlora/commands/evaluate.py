@@ -9,6 +9,7 @@ import pandas
 import torch
 
 from fsdp_qlora.commands.generate import load_trained
+from fsdp_qlora.config.objectives import OBJECTIVES
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.data.sources import parse_eval_names
@@ -28,6 +29,8 @@ def measure(
     Args:
         folder: as for `load_trained`. datasets: named as in --eval_dataset. options: as for lm-eval.
     """
+    if OBJECTIVES[config.objective].has_reference:
+        raise UserError(f"--objective {config.objective} compares with the start of a run: see its own --eval_dataset.")
     manager = load_tasks(tasks) if tasks else None
     sets: dict[str, RunData] = {}
 
@@ -36,9 +39,8 @@ def measure(
         for name, dataset in parse_eval_names(datasets).items():
             own = dataclasses.replace(config, dataset=(dataset,), eval_dataset=(), eval_fraction=0.0, streaming=False)
             own = dataclasses.replace(own, resume="off", adapter=str(folder) if folder else None)
-            sets[name] = prepare_data(
-                plan.tokenizer, data_options(own, plan.folder, plan.tokenizer), vocab_size=vocab_size
-            )
+            rows_as = data_options(own, plan.folder, plan.tokenizer)
+            sets[name] = prepare_data(plan.tokenizer, rows_as, vocab_size=vocab_size)
 
     plan, found = load_trained(config, ranks, folder, read), {}
     for name, data in sets.items():

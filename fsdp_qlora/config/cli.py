@@ -348,7 +348,7 @@ def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
         names = ", ".join(shipped_configs())
         hint = f" It is no file, and not one of {names} either." if isinstance(error, FileNotFoundError) else ""
         raise UserError(f"--config {path}: cannot read it: {error.strerror}.{hint}") from error
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:  # of the content, or of the name
         raise UserError(f"--config {path}: it is not a text file in UTF-8.") from error
     except RecursionError as error:
         raise UserError(f"--config {path}: nested too deeply; options are not nested.") from error
