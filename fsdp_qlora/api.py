@@ -80,6 +80,8 @@ def train(config: TrainConfig | str | Path | None = None, **options: Any) -> Tra
 
 def _in_file(rows: Any) -> Any:
     """The path of a file with these rows; what is no rows is left as it is."""
+    if isinstance(rows, Mapping):
+        raise UserError(f"dataset has the splits {', '.join(map(str, rows))}. Give one, such as dataset['train'].")
     if is_frame := hasattr(rows, "iterrows"):
         rows = json.loads(rows.to_json(orient="records"))
     if is_frame or hasattr(rows, "column_names"):

@@ -423,8 +423,8 @@ def _completion(args: argparse.Namespace) -> None:
 
 def _doctor(args: argparse.Namespace) -> int:
     """Check this machine before a run, in a line each: fine, or what to do. GPUs and their kernels, what two ranks send
-    each other (with NCCL on GPUs, else with gloo), links, memory, disk, logins and limits. It takes a minute at most
-    for each check, and also runs without a GPU. The exit status is 1 if something must be mended. `env` prints facts.
+    each other (with NCCL on GPUs, else with gloo), links, memory, disk, logins and limits. A check takes two
+    minutes at most; all run without a GPU too. The exit status is 1 if something must be mended. `env` prints facts.
     """
     from fsdp_qlora.commands.doctor import diagnose
 

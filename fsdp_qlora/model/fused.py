@@ -142,8 +142,7 @@ def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
 def describe_fused(model: nn.Module) -> str:
     """What computes the blocks' norms and gates, for a line of the log."""
     norms, mlps = (sum(isinstance(module, kind) for module in model.modules()) for kind in (RmsNorm, GatedMlp))
-    by = f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function"
-    return f"{by}, the rest by the model's code"
+    return f"{norms} norms by torch's rms_norm, {mlps} gated MLPs by one function, the rest by the model's code"
 
 
 class _MetaRmsNorm(torch.autograd.Function):

@@ -132,16 +132,15 @@ def test_runs_padded_unpadded_and_packed_have_the_same_losses_and_continue_each_
     data = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     options = {"model_name": models("llama"), "dataset": data, "train_type": "lora", "context_length": 512, **RUN}
     train_ok(2, tmp_path / "padded", padding=True, save_steps=1, save_total_limit=9, **options)
-    said = train_ok(2, tmp_path / "free", verbose=True, **options)
-    packed = train_ok(2, tmp_path / "packed", packing=True, verbose=True, **options)
+    train_ok(2, tmp_path / "free", **options)
+    train_ok(2, tmp_path / "packed", packing=True, **options)
     train_ok(2, tmp_path / "continued", resume=tmp_path / "padded/checkpoints/step_000001", **options)
     expected = numbers(tmp_path / "padded")
     assert len(expected) == 8
     for name in ("free", "packed", "continued"):
         assert numbers(tmp_path / name) == pytest.approx(expected, rel=1e-6), name
-    assert "padding-free; rows are 100.0% of the tokens computed" in said
-    assert "padding-free, at most 1024 tokens; rows" in packed
-    assert read_metrics(tmp_path / "free", "useful_of_computed") == [1.0] * 3
+    for name in ("free", "packed"):
+        assert set(read_metrics(tmp_path / name, "useful_of_computed")) == {1.0}
     padded, free = (read_metrics(tmp_path / name, "useful_of_lock_step") for name in ("padded", "free"))
     assert all(a < b for a, b in zip(padded, free, strict=True))
 

@@ -89,7 +89,7 @@ def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(
         "num_epochs": 2,
         **SETTINGS,
     }
-    output = train_ok(1, tmp_path / "one", batch_size=4, **common)
+    output = train_ok(1, tmp_path / "one", batch_size=4, verbose=True, **common)
     train_ok(2, tmp_path / "two", batch_size=2, logits_file=tmp_path / "logits.safetensors", **common)
     share = re.search(r"([\d.]+)% of the decoder blocks quantized", output)
     assert share is not None and float(share[1]) > 90
