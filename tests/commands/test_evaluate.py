@@ -92,8 +92,9 @@ def test_rows_that_are_not_there_are_refused_before_weights_are_read(
     (base := tmp_path / "base").mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):  # a model without weights
         (base / name).write_bytes((models() / name).read_bytes())
-    assert main(["evaluate", *flags(model_name=base, dataset=tmp_path / "none.jsonl", nproc_per_node=1)]) == 2
-    assert "none.jsonl" in capsys.readouterr().err
+    argv = ["evaluate", *flags(model_name=base, dataset=tmp_path / "none.jsonl", nproc_per_node=1)]
+    assert main(argv) == 2 and "none.jsonl" in capsys.readouterr().err
+    assert main([*argv, "--objective", "dpo"]) == 2 and "compares with the start of a run" in capsys.readouterr().err
 
 
 def test_the_table_has_whole_counts_and_empty_cells() -> None:

@@ -727,6 +727,12 @@ def test_packed_micro_batches_are_as_few_as_their_room_allows(world_size: int, b
         assert turns <= -(-48 // (world_size * batch_size))
 
 
+def test_the_longest_micro_batch_is_that_of_which_most_is_computed() -> None:
+    schedule, lengths = Schedule(3, 1, 1, 1, num_epochs=1, max_steps=-1, seed=0), np.array([4096, 3900, 100])
+    for computed, longest in ((lengths, 0), (lengths - [1900, 20, 0], 1)):  # pairs that share a prompt
+        assert schedule.longest_micro_batch(np.arange(3), lengths, computed) == ([longest], 1)
+
+
 def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() -> None:
     for num_rows, batch_size in ((23, 1), (24, 2), (5, 3)):
         schedule = Schedule(num_rows, batch_size, 2, 2, num_epochs=3, max_steps=-1, seed=7)
