@@ -176,7 +176,9 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", default="", help="system prompt")
     parser.add_argument("--max_new_tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default): the likeliest token")
-    parser.add_argument("--top_p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this share")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, metavar="P", help="draw from the likeliest with this share (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
 
 
@@ -310,8 +312,10 @@ def _folders(args: argparse.Namespace) -> tuple[str, Path]:
 def _quantize_options(parser: argparse.ArgumentParser) -> None:
     _folder_options(parser)
     parser.add_argument("--quant_type", choices=["nf4", "fp4"], default="nf4", help="4-bit format (default: nf4)")
-    parser.add_argument("--double_quant", choices=["true", "false"], default="true", help="quantize the scales too")
-    parser.add_argument("--trust_remote_code", choices=["true", "false"], default="false", help="as in training")
+    parser.add_argument("--double_quant", choices=["true", "false"], default="true", help="scales too (default: true)")
+    parser.add_argument(
+        "--trust_remote_code", choices=["true", "false"], default="false", help="run the model's code (default: false)"
+    )
 
 
 def _quantize(args: argparse.Namespace) -> None:
