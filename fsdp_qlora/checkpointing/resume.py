@@ -165,8 +165,10 @@ class RunFolder:
         with failing_alike(UserError, self.ranks.device):
             if self.ranks.is_rank_0:
                 self._write(files, identity, keep_run=keep_run)
+        if not all_write:
+            return
         with failing_alike(UserError, self.ranks.device):
-            if all_write and read_json(self.path / RUN).get("run_id") != identity["run_id"]:
+            if read_json(self.path / RUN).get("run_id") != identity["run_id"]:
                 raise UserError(_NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
 
     def _write(self, files: Mapping[str, str], identity: Mapping[str, Any], *, keep_run: bool) -> None:
