@@ -28,7 +28,7 @@ from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan
-from fsdp_qlora.ranks.distributed import Ranks, failing_alike, gather_numbers
+from fsdp_qlora.ranks.distributed import Ranks, failing_alike
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, training_record
 from fsdp_qlora.storage.files import read_json
@@ -162,12 +162,12 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks, *, best: bool
     Args:
         best: whether the run evaluates.
     """
-    if ranks.is_rank_0 and form.peft is None:
-        log.info("The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR", output_dir)
-    elif ranks.is_rank_0:
-        form.leave_adapters(output_dir, newest=True, best=best)
-        form.log_how_to_load(output_dir)
-    gather_numbers([0], ranks.device)
+    with failing_alike(TrainingError, ranks.device):
+        if ranks.is_rank_0 and form.peft is None:
+            log.info("The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR", output_dir)
+        elif ranks.is_rank_0:
+            form.leave_adapters(output_dir, newest=True, best=best)
+            form.log_how_to_load(output_dir)
 
 
 # --- the upload ---
@@ -248,9 +248,9 @@ def push_result(folder: Path, repo: str | None, ranks: Ranks, *, public: bool) -
     """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for rank 0."""
     if repo is None:
         return
-    if ranks.is_rank_0 and (failure := upload(folder, repo, public=public)):
-        log.warning(failure)
-    gather_numbers([0], ranks.device)
+    with failing_alike(TrainingError, ranks.device):
+        if ranks.is_rank_0 and (failure := upload(folder, repo, public=public)):
+            log.warning(failure)
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
