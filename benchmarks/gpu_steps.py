@@ -30,7 +30,7 @@ from benchmarks.common import RandomWeights, Run, build_run
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.precision import PRECISIONS
-from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
+from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES, ShardedOptimizer
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.model_parts import CategoryBytes
 
@@ -224,11 +224,17 @@ def measure(work: Steps, ranks: Ranks) -> tuple[dict[str, Any], "Timed"]:
         "loss_falls": all(result.get("loss_falls", "out_of_memory" in result) for result in results.values()),
         "parameters": run.counts,
         "account_bytes": expected_bytes(run.account),
-        "optimizer_state_bytes": run.trainer.optimizer.state_bytes(),
+        "optimizer_state_bytes": _state_bytes(run.trainer.optimizer),
         "memory_bytes": meter.phases,
         "trace": trace_step(train, rows[0]),
     }
     return found, train
+
+
+def _state_bytes(optimizer: ShardedOptimizer) -> int:
+    """Of this rank's optimizer."""
+    states = optimizer.optimizer.state.values() if optimizer.optimizer else ()
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _measure_batch(

@@ -227,8 +227,3 @@ class ShardedOptimizer:
         for groups, values in zip(self._groups_by_rate(), stored, strict=self.optimizer is not None):
             for group in groups:
                 group.update({name: value for name, value in values.items() if name != "fused"})
-
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank."""
-        states = self.optimizer.state.values() if self.optimizer else ()
-        return sum(v.nbytes for state in states for v in state.values() if isinstance(v, torch.Tensor))
