@@ -122,7 +122,7 @@ def build_run(
     rows = np.arange(len(data))
     run_data = RunData(data, rows)
     plan = Plan(model_plan, run_data, schedule, warmup_steps=0)
-    account = model_parts.count_bytes(model, distributed.shard_size(mesh))
+    account = model_parts.count_bytes(model_parts.kinds_of(model), distributed.shard_size(mesh))
     return Run(
         config,
         plan,

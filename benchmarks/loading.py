@@ -103,7 +103,7 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
         dist.barrier()
 
     result = measured(start)
-    counts = model_parts.count_bytes(meta.model, ranks.world_size)
+    counts = model_parts.count_bytes(model_parts.kinds_of(meta.model), ranks.world_size)
     shard = counts["codes"].largest_shard + counts["statistics"].largest_shard
     read = weight_files.bytes_read / sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     everyone = distributed.gather_numbers([result["seconds"], result["mib"], read], ranks.device)

@@ -72,7 +72,7 @@ def _named(sizes: Mapping[str, int]) -> str:
 def describe_link(meta: MetaModel, *, sharding_strategy: str, num_nodes: int) -> str:
     """One line: about how much each of several nodes sends to the others in a step."""
     sharded_over, frees_blocks = SHARDING_STRATEGIES[sharding_strategy]
-    sizes = {name: count.total for name, count in count_bytes(meta.model, 1).items()}
+    sizes = {name: count.total for name, count in count_bytes(meta.parts.kinds(meta.model), 1).items()}
     all_reduced = 2 * sizes.pop("trainable") * (num_nodes - 1) // num_nodes
     line = f"Between {num_nodes} nodes: each sends about {format_bytes(all_reduced)} per step, gradients of what trains"
     if sharded_over == "all":

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES
 from fsdp_qlora.planning.blocks import BlockBytes
-from fsdp_qlora.sharding.model_parts import Kind, ModelParts, Offload
+from fsdp_qlora.sharding.model_parts import Kind, ModelParts, Offload, count_bytes
 from fsdp_qlora.sharding.vocabulary import is_shared
 from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
@@ -135,11 +135,9 @@ def _weights(parts: ModelParts, step: Step) -> tuple[Sizes, Sizes]:
 
 
 def _shards(kinds: Mapping[Kind, int], step: Step) -> Sizes:
-    counts: Counter[str] = Counter()
-    for kind, number in kinds.items():
-        counts[kind.category] += number * kind.largest_shard(step.num_shards)
+    counts = {category: count.largest_shard for category, count in count_bytes(kinds, step.num_shards).items()}
     found = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
-    trainable = counts["trainable"]
+    trainable = counts.get("trainable", 0)
     return {**found, _GRADIENTS: trainable, "optimizer state": int(trainable * OPTIMIZER_STATES[step.optimizer])}
 
 

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -168,10 +169,10 @@ def kinds_of(module: nn.Module) -> Counter[Kind]:
     )
 
 
-def count_bytes(model: nn.Module, num_shards: int) -> dict[str, CategoryBytes]:
-    """Bytes by category of a model, sharded or on the meta device, over `num_shards` ranks."""
+def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, CategoryBytes]:
+    """Bytes by category of so many parameters of each kind over `num_shards` ranks."""
     counts: dict[str, CategoryBytes] = {}
-    for kind, number in kinds_of(model).items():
+    for kind, number in kinds.items():
         total, largest = counts.get(kind.category, CategoryBytes(0, 0))
         more = number * kind.num_bytes, number * kind.largest_shard(num_shards)
         counts[kind.category] = CategoryBytes(total + more[0], largest + more[1])

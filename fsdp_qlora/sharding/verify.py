@@ -17,7 +17,7 @@ from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.ranks.distributed import gather_numbers, local_part, shard_size, whole_weights
-from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter
+from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter, kinds_of
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -36,7 +36,7 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
     size = shard_size(mesh)
     device = torch.device(mesh.device_type)
     held = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
-    counts = count_bytes(model, size)
+    counts = count_bytes(kinds_of(model), size)
     # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly. Only that excess is allowed: for
     # adapters, which have few rows and few bytes, all of it; for frozen weights up to 1 MiB.
     uneven = {name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()}

@@ -17,7 +17,7 @@ from fsdp_qlora.quantizers.base import QuantizedLinear, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import quantize_blocks
 from fsdp_qlora.quantizers.int8 import _multiply
 from fsdp_qlora.quantizers.table import QUANTIZERS
-from fsdp_qlora.sharding.verify import count_bytes
+from fsdp_qlora.sharding.model_parts import count_bytes, kinds_of
 from tests.layers.shards import SHAPES, LargestTensor, relative_error, shards, weight_of
 from tests.layers.test_lora_product import ONE_RANK
 
@@ -167,7 +167,7 @@ def test_int8_gives_each_token_what_bitsandbytes_gives_it_alone(kind: str, thres
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_bytes_per_parameter_stay_within_the_limits(kind: str, dtype: torch.dtype) -> None:
     num_weights = 1024 * 4096
-    counts = count_bytes(_layer(kind, (1024, 4096), dtype), num_shards=3)
+    counts = count_bytes(kinds_of(_layer(kind, (1024, 4096), dtype)), num_shards=3)
     assert counts.keys() == {"codes", "statistics"}
     assert 0.9 * LIMITS[kind] < sum(part.total for part in counts.values()) / num_weights <= LIMITS[kind]
     # NF4's absmax: a byte for 64 weights, and float32 for 256 of these. HQQ: fp16 scale and zero. int8: float32 a row.

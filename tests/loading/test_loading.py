@@ -72,7 +72,8 @@ def _load(folder: Path, result: Path) -> int:
     model = meta.model
     parts = model_parts.ModelParts.of(model)
     parallelize.shard_model(parts, mesh, sharding_strategy="full_shard", precision=precision)
-    shard = sum(part.largest_shard for part in model_parts.count_bytes(model, ranks.world_size).values())
+    counts = model_parts.count_bytes(model_parts.kinds_of(model), ranks.world_size)
+    shard = sum(part.largest_shard for part in counts.values())
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     before = _peak_kib()
     parallelize.materialize(parts, ranks.device)
