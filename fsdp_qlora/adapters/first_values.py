@@ -21,7 +21,7 @@ from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.models import canonical_name, find_blocks
-from fsdp_qlora.ranks.distributed import derive_seed, own_rows, store_rows, whole_weights
+from fsdp_qlora.ranks.distributed import derive_seed, gather_rows, own_rows, store_rows, whole_weights
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -105,7 +105,9 @@ class LiveValues:
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach()
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return gather_rows(tensor.to_local(), tensor.shape[0], tensor.device_mesh)
 
     def start(self, parameter: torch.Tensor) -> torch.Tensor | None:
         kept = self._subtracted.get(parameter)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_qlora.model.fused import recompute_output, recompute_source
 from fsdp_qlora.quantizers.base import FrozenProduct, frozen_product
 from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
-from fsdp_qlora.ranks.distributed import as_shard_of
+from fsdp_qlora.ranks.distributed import gather_rows
 
 
 class Dropout(NamedTuple):
@@ -183,7 +183,8 @@ class KeptShard:
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, on the parameter's device. Called on every rank."""
-        return as_shard_of(self._local.to(self._parameter.to_local().device), self._parameter).full_tensor()
+        parameter = self._parameter
+        return gather_rows(self._local.to(parameter.to_local().device), parameter.shape[0], parameter.device_mesh)
 
 
 class LoraLinear(nn.Module):

@@ -31,8 +31,8 @@ from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.ranks.distributed import (
     Ranks,
-    as_shard_of,
     gather_numbers,
+    gather_rows,
     gather_texts,
     local_part,
     own_rows,
@@ -114,16 +114,17 @@ class TrainState:
             f"{name}/{key}": self._own(name, key, layout[name][key], is_sharded=is_sharded)
             for name, key in _tensors_of_file(layout, index)
         }
-        on_host = map(self._on_host, values.values())
+        on_host = itertools.starmap(self._on_host, values.values())
         is_first_replica = "replicate" not in (self.mesh.mesh_dim_names or ()) or not self.mesh.get_local_rank(0)
         if not (is_first_replica if is_sharded else self.ranks.is_rank_0):
             for _ in on_host:  # gathering is a collective
                 pass
             return {}, description
         metadata = {"format": "pt", "shard": str(index), "shards": str(description["files"])}
-        contents = {_file(index): Tensors(_forms(values), on_host, metadata)}
+        contents = {_file(index): Tensors({name: _form(*own) for name, own in values.items()}, on_host, metadata)}
         if self.start:
-            contents[START] = Tensors(_forms(self.start), self.start.values(), {"format": "pt"})
+            forms = {name: _form(value) for name, value in self.start.items()}
+            contents[START] = Tensors(forms, self.start.values(), {"format": "pt"})
         return contents, description
 
     def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:
@@ -173,21 +174,21 @@ class TrainState:
                     layout[name][key] = {"kind": "local"}
         return layout
 
-    def _own(self, name: str, key: str, entry: Mapping[str, Any], *, is_sharded: bool) -> torch.Tensor:
-        """This rank's value of an entry, without rows if this rank has none; a DTensor if all ranks' are wanted."""
+    def _own(
+        self, name: str, key: str, entry: Mapping[str, Any], *, is_sharded: bool
+    ) -> tuple[torch.Tensor, int | None]:
+        """This rank's value of an entry, without rows if it has none; and the rows of the whole if that is wanted."""
         parameter = self.parameters[name]
         value = local_part(parameter) if key == _PARAMETER else self.optimizer.state_of(parameter).get(key)
         if value is None:
             dims, dtype = entry.get("dims", ()), DTYPES[entry.get("dtype", "F32")]
             value = local_part(parameter).new_empty((0, *dims), dtype=dtype)
-        value = value.detach()
-        if not is_sharded and entry["kind"] == "rows" and isinstance(parameter, DTensor):
-            return as_shard_of(value, parameter, (parameter.shape[0], *value.shape[1:]))
-        return value
+        is_part = not is_sharded and entry["kind"] == "rows" and isinstance(parameter, DTensor)
+        return value.detach(), parameter.shape[0] if is_part else None
 
-    def _on_host(self, value: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, value: torch.Tensor, num_rows: int | None) -> torch.Tensor:
         self.beat()
-        return (value.full_tensor() if isinstance(value, DTensor) else value).to("cpu", copy=True)
+        return (value if num_rows is None else gather_rows(value, num_rows, self.mesh)).to("cpu", copy=True)
 
     # --- reading ---
 
@@ -345,8 +346,8 @@ def _has_local(layout: _Layout) -> bool:
     return any(entry["kind"] == "local" for keys in layout.values() for entry in keys.values())
 
 
-def _forms(values: Mapping[str, torch.Tensor]) -> dict[str, TensorForm]:
-    return {name: TensorForm(value.dtype, tuple(value.shape)) for name, value in values.items()}
+def _form(value: torch.Tensor, num_rows: int | None = None) -> TensorForm:
+    return TensorForm(value.dtype, tuple(value.shape) if num_rows is None else (num_rows, *value.shape[1:]))
 
 
 def _file(index: int) -> str:

@@ -358,13 +358,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def as_shard_of(local: torch.Tensor, whole: DTensor, shape: Sequence[int] | None = None) -> DTensor:
-    """`local` as this rank's rows of a tensor sharded like `whole`. shape: of that tensor, if it differs."""
-    size = torch.Size(whole.shape if shape is None else shape)
-    stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(local, whole.device_mesh, whole.placements, run_check=False, shape=size, stride=stride)
-
-
 @torch.no_grad()
 def store_rows(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Store `values`, this rank's rows of a parameter (all rows if it is not sharded)."""
@@ -384,12 +377,13 @@ def whole_weights(module: FSDPModule) -> Iterator[None]:
 
 
 def gather_rows(local: torch.Tensor, num_rows: int, mesh: DeviceMesh) -> torch.Tensor:
-    """All-gather a 1-D tensor split by `shard_bounds` into its [num_rows] whole, on every rank."""
+    """All-gather a tensor split along dim 0 by `shard_bounds` into its [num_rows, ...] whole, on every rank."""
     size = shard_size(mesh)
-    chunk = -(-num_rows // size)
-    padded = local.new_zeros(chunk)
-    padded[: local.numel()] = local
-    whole = local.new_empty(chunk * size)
+    chunk, dims = -(-num_rows // size), local.shape[1:]
+    padded = local.contiguous()
+    if len(local) < chunk:
+        padded = torch.cat([local, local.new_zeros((chunk - len(local), *dims))])
+    whole = local.new_empty((chunk * size, *dims))
     all_gather(whole, padded, group=mesh["shard"].get_group())
     return whole[:num_rows]
 
