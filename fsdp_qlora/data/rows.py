@@ -144,11 +144,6 @@ class TokenizedRows:
             found.append(int(np.cumprod(first[:length] == second[:length]).sum()))
         return np.array(found, dtype=np.int64)
 
-    @property
-    def num_first_targets(self) -> np.ndarray:
-        """The targets of each row's first document, int64 [rows]."""
-        return self.document_targets[::2] if len(self.splits) else self.document_targets
-
 
 NO_ROWS = TokenizedRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64))
 

@@ -56,7 +56,8 @@ class StepObjective:
         if not self.of_each:
             return Totals(int(data.num_targets[rows].sum()))
         if self.side is None:
-            return Totals(len(rows), len(rows) / max(1, int(data.num_first_targets[rows].sum())))
+            num_chosen = int(data.document_targets[data.documents(rows, 0)].sum())
+            return Totals(len(rows), len(rows) / max(1, num_chosen))
         divergence = max(0.0, sum_of_ratios() / len(rows))
         return Totals(len(rows), divergence=divergence, num_desired=int(data.desired[rows].sum()))
 
