@@ -87,11 +87,6 @@ def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict
     return {"ids": np.concatenate(ids), "learned": np.concatenate(masks), "split": len(ids[0])}
 
 
-def is_telling(ids: np.ndarray, learned: np.ndarray, split: int) -> bool:
-    """Whether both answers have a learned token, and differ: cut at the context, they may be the same."""
-    return bool(learned[:split].any() and learned[split:].any()) and not np.array_equal(ids[:split], ids[split:])
-
-
 def with_other_answers(
     ids: Sequence[np.ndarray], learned: Sequence[np.ndarray], context_length: int
 ) -> list[dict[str, Any]]:

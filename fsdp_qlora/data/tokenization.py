@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
 from fsdp_qlora.data.formats import Format
-from fsdp_qlora.data.preferences import is_telling, join_sides, with_other_answers
+from fsdp_qlora.data.preferences import join_sides, with_other_answers
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import (
     NO_ROOM,
@@ -86,9 +86,10 @@ def tokenize_batch(
 
 
 def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
-    """The two answers of a row as one row of two documents."""
+    """The answers as one row of two documents, without targets if one has none or the context cuts both alike."""
     two = join_sides((chosen.ids, rejected.ids), (chosen.learned, rejected.learned))
-    two["learned"] &= is_telling(**two)
+    is_telling = chosen.learned[1:].any() and rejected.learned[1:].any()
+    two["learned"] &= is_telling and not np.array_equal(chosen.ids, rejected.ids)
     return chosen._replace(num_cut=chosen.num_cut + rejected.num_cut, notes=chosen.notes + rejected.notes, **two)
 
 
