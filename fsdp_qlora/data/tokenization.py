@@ -307,12 +307,8 @@ def _learned_tokens(segments: Sequence[Segment], offsets: Sequence[tuple[int, in
     ends = np.maximum.accumulate(places[:, 1])
     # Some tokenizers leave a token's leading space out of its offsets: it starts where the previous token ended.
     starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
-
-    def learned_at(positions: np.ndarray) -> np.ndarray:
-        found: np.ndarray = of_segment[np.searchsorted(bounds, positions, side="right").clip(max=len(bounds) - 1)]
-        return found
-
-    first, last = learned_at(starts), learned_at(np.maximum(ends - 1, starts))
+    edges = np.stack([starts, np.maximum(ends - 1, starts)])
+    first, last = of_segment[np.searchsorted(bounds, edges, side="right").clip(max=len(bounds) - 1)]
     return first if (first == last).all() else None
 
 
