@@ -134,16 +134,14 @@ def kto(answers: Answers, desired: torch.Tensor, divergence: torch.Tensor | floa
     return weight * (1 - distance.sigmoid())
 
 
+_OF_MARGIN = ("beta", "loss_type", "label_smoothing", "sft_weight")
+
 OBJECTIVES: dict[str, Objective] = {
     "sft": Objective(TEXTS),
-    "dpo": Objective(
-        PAIRS, margin_loss, has_reference=True, options=("beta", "loss_type", "label_smoothing", "sft_weight")
-    ),
+    "dpo": Objective(PAIRS, margin_loss, has_reference=True, options=_OF_MARGIN),
     "ipo": Objective(PAIRS, ipo, has_reference=True, options=("beta", "sft_weight")),
     "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "desirable_weight", "undesirable_weight")),
-    "cpo": Objective(
-        PAIRS, margin_loss, options=("beta", "loss_type", "label_smoothing", "sft_weight"), sft_weight=1.0
-    ),
+    "cpo": Objective(PAIRS, margin_loss, options=_OF_MARGIN, sft_weight=1.0),
     "simpo": Objective(
         PAIRS, simpo, score=Answers.mean_ratio, options=("beta", "simpo_gamma", "label_smoothing", "sft_weight")
     ),
