@@ -15,7 +15,6 @@ from fsdp_qlora.config.marks import (
     NO_EFFECT,
     NOT_EMPTY,
     NOT_NEGATIVE,
-    NOT_NEGATIVE_OR_NONE,
     OF_ADAPTER,
     OF_RESULT,
     PER_NODE,
@@ -96,7 +95,7 @@ class TrainConfig:
     label_smoothing: Annotated[float, Limit(lambda value: 0 <= value < 0.5, "0 or more and below 0.5")] = 0.0
     """Share of the pairs that may be the wrong way round: with sigmoid the conservative loss, with robust the unbiased
     one."""
-    sft_weight: Annotated[float | None, NOT_NEGATIVE_OR_NONE] = None
+    sft_weight: Annotated[float | None, NOT_NEGATIVE] = None
     """Weight of the chosen answers' usual loss, a mean over tokens, beside that of the pairs; by default 1 for orpo and
     cpo (TRL's cpo_alpha), else 0."""
     simpo_gamma: Annotated[float, NOT_NEGATIVE] = 0.5
