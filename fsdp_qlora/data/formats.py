@@ -33,13 +33,11 @@ class Format:
     needs: str = TEXTS
     """What a row is, as objectives need it."""
 
-    def fits(self, columns: Collection[str]) -> bool:
-        """Whether a dataset with these columns can be read in this format."""
-        return None not in _matches(self.columns, columns).values()
-
     def renames(self, columns: Collection[str]) -> dict[str, str]:
-        """Those of the dataset's columns that are used: their name -> the format's, which may differ in case."""
+        """The columns that are used: their name -> the format's, in any case; none if one that it needs is missing."""
         found = {name: column for name, column in _matches(self.columns, columns).items() if column is not None}
+        if len(found) < len(self.columns):
+            return {}
         for name in self.optional_columns:
             others = [column for column in columns if column not in found.values()]
             matches = _matches((name, *SYNONYMS.get(name, ())), others)
@@ -355,8 +353,7 @@ def _fitting(
         if alias and name == "text" and len(given) > 1:  # an answer, whose question may be called otherwise
             continue
         ours = {column: alias.get(named, named) for column, named in given.items()}
-        if FORMATS[name].fits(ours.values()):
-            wanted = FORMATS[name].renames(ours.values())
+        if wanted := FORMATS[name].renames(ours.values()):
             yield name, {column: wanted[named] for column, named in ours.items() if named in wanted}
 
 
