@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_qlora.data.rows import BadRow, Chat, refuse_media, unicode_of
+from fsdp_qlora.data.rows import BadRow, Chat, refuse_media, text_of, unicode_of
 
 # How roles are called in datasets -> in chat templates.
 ROLES = {
@@ -35,14 +35,16 @@ def read_conversations(row: Mapping[str, object]) -> Chat:
 
 def read_prompted(row: Mapping[str, object]) -> Chat:
     """Messages in `prompt`, if there are any, and in `completion`; of the prompt none is learned. Raises BadRow."""
-    prompt = row.get("prompt")
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if prompt else []
-    answer = row.get("completion")
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    asked = turns(prompt, "prompt") if prompt else []
-    return _chat(row, [{**turn, "weight": 0} for turn in asked] + turns(answer, "completion"))
+    asked = said_by("user", row["prompt"], "prompt") if row.get("prompt") else []
+    answer = said_by("assistant", row.get("completion"), "completion")
+    return _chat(row, [{**turn, "weight": 0} for turn in asked] + answer)
+
+
+def said_by(role: str, value: object, column: str) -> list[dict[str, Any]]:
+    """The turns in a column that may also be a text or a single message. Raises BadRow."""
+    if isinstance(value, str):
+        return [{"role": role, "content": text_of({column: value}, column)}]
+    return turns([value] if isinstance(value, Mapping) else value, column)
 
 
 def turns(value: object, column: str) -> list[dict[str, Any]]:

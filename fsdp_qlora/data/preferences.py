@@ -28,10 +28,10 @@ def read_pair(row: Row) -> Pair:
         asked = f"{asked}\n{more}"
     if not row.get("system") and all(isinstance(text, str | None) for text in (asked, *answers)):
         return _of_texts(text_of({name: asked}, name, required=False), text_of(row, "chosen"), text_of(row, "rejected"))
-    sides = [_turns(answer, name, "assistant") for answer, name in zip(answers, ("chosen", "rejected"), strict=True)]
+    sides = [chats.said_by("assistant", row.get(side), side) for side in ("chosen", "rejected")]
     if sides[0] == sides[1]:
         raise BadRow(SAME)
-    before = _turns(asked, name, "user") if asked else []
+    before = chats.said_by("user", asked, name) if asked else []
     if not before or any(_is_prompt(side[0]) for side in sides):  # the whole conversations, and perhaps the prompt too
         before = sides[0][: _num_common(*sides)]
     if not before:
@@ -56,13 +56,6 @@ def _of_texts(prompt: str, chosen: str, rejected: str) -> Pair:
     asked = Segment(prompt, learned=False)
     answers = ([asked, Segment(answer, learned=True)] for answer in (chosen, rejected))
     return Pair(*(Rendered(segments, is_joint=True) for segments in answers))
-
-
-def _turns(value: object, column: str, role: str) -> list[dict[str, Any]]:
-    """Messages, of a text or a single message too."""
-    if isinstance(value, str):
-        return [{"role": role, "content": text_of({column: value}, column)}]
-    return chats.turns([value] if isinstance(value, Mapping) else value, column)
 
 
 def _is_prompt(turn: Mapping[str, Any]) -> bool:
