@@ -29,32 +29,14 @@ UNREAD = "not read"  # the value of a table's column that is not used
 LISTS = ("data", "rows", "train", "examples", "instances")  # names under which an object holds its rows
 
 
-class _DamagedZst(ValueError):
-    pass
+def _open_zst(path: Path) -> Any:
+    import pyarrow
 
-
-class _Zst(io.RawIOBase):
-    """Unpacks a .zst as it is read."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow
-
-        self._file = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            content = self._file.read(len(buffer))
-        except (OSError, ValueError) as error:
-            raise _DamagedZst(str(error)) from error
-        buffer[: len(content)] = content
-        return len(content)
+    return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd"))
 
 
 # The last suffix of a packed file -> how it is opened.
-PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": lambda path: io.BufferedReader(_Zst(path))}
+PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".zst": _open_zst}
 
 
 @contextlib.contextmanager
@@ -63,7 +45,9 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         with PACKED.get(path.suffix.lower(), partial(Path.open, mode="rb"))(path) as file:
             yield file
-    except (EOFError, gzip.BadGzipFile, zlib.error, _DamagedZst) as error:
+    except (EOFError, OSError, zlib.error) as error:
+        if getattr(error, "errno", None) is not None:  # of the disk, not of the content
+            raise
         raise UserError(f"{path}: the packed file is damaged or cut off ({error}). Copy it again.") from error
 
 
