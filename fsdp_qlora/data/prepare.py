@@ -173,10 +173,7 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
             reports[0].dataset_format, find_template(options.prompt_template), is_chat=reports[0].is_chat
         ),
         "data": list(map(_describe, options.dataset, reports, counts)),
-        "eval_data": [
-            _describe(name, report, report.num_used)
-            for name, report in zip(eval_names.values(), eval_reports, strict=True)
-        ],
+        "eval_data": list(map(_describe, eval_names.values(), eval_reports, [each.num_used for each in eval_reports])),
     }
     return RunData(
         train, train_rows, evaluation, eval_sets, provenance, tuple(reports), tuple(eval_reports), mixture, stream
