@@ -234,8 +234,7 @@ def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source
         found = local_source(_existing(name), wanted.split, streamed=streamed)
     elif known is not None:
         split, skip = (wanted.split, 0) if wanted.split else (known.split, known.skip)
-        table = hub_source(known.name, config=wanted.config, split=split, shuffled=known.shuffled)
-        found = table.slice(skip, None) if skip else table
+        found = hub_source(known.name, config=wanted.config, split=split, shuffled=known.shuffled).slice(skip, None)
     elif is_hub_name(name):
         find = hub_stream if streamed else hub_source
         found = find(name, config=wanted.config, split=wanted.split or "train")
@@ -243,7 +242,7 @@ def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source
         close = difflib.get_close_matches(name, [*DATASETS, DEMO, DUMMY], n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise UserError(f"dataset: unknown name {name!r}.{hint} {_choices()}")
-    return found.slice(wanted.start, wanted.stop) if wanted.start or wanted.stop is not None else found
+    return found.slice(wanted.start, wanted.stop)
 
 
 def _existing(name: str) -> Path:
@@ -422,9 +421,8 @@ DATASETS = {
 
 def _looks_local(dataset: str) -> bool:
     path = Path(dataset).expanduser()
-    if kind_of(path) is not None or path.exists():
-        return True
-    return path.name != dataset and not is_hub_name(dataset)
+    is_path = path.name != dataset and not is_hub_name(dataset)
+    return kind_of(path) is not None or path.exists() or is_path
 
 
 def _choices() -> str:
