@@ -45,11 +45,6 @@ class Format:
                 found[name] = column
         return {column: name for name, column in found.items()}
 
-    def describe_columns(self) -> str:
-        """The columns for people: "instruction, output (and input, if present)"."""
-        optional = f" (and {', '.join(self.optional_columns)}, if present)" if self.optional_columns else ""
-        return ", ".join(self.columns) + optional
-
 
 def _matches(wanted: Sequence[str], columns: Collection[str]) -> dict[str, str | None]:
     """Wanted column -> the dataset's of the same name, or the only one that differs in case and blanks alone."""
@@ -291,8 +286,10 @@ def name_columns(
         named = ({names[column]: row[column] for column in names.keys() & row} for row in first_rows)
         if recognizes is None or any(map(recognizes, named)):
             return names, name
-    wanted = FORMATS.get(dataset_format)
-    needed = f" The format {dataset_format} needs {wanted.describe_columns()}." if wanted else ""
+    needed = ""
+    if wanted := FORMATS.get(dataset_format):
+        optional = f" (and {', '.join(wanted.optional_columns)}, if present)" if wanted.optional_columns else ""
+        needed = f" The format {dataset_format} needs {', '.join(wanted.columns)}{optional}."
     raise UserError(
         f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} Say which column is which, such "
         f"as --columns {_suggestion(first_rows[0])}"

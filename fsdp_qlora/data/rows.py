@@ -309,7 +309,6 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
     weights: tuple[int | None, ...] = ()
     """Of each message: 1 or 0 where the row says whether it is learned, None where it does not."""
-
     unused: tuple[str, ...] = ()
     """Names of what turns have besides."""
 
