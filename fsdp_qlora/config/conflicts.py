@@ -171,10 +171,14 @@ def _objective_conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"--objective {c.objective} compares with nothing: --precompute_reference has nothing to compute."
     if c.precompute_reference and c.streaming:
         yield "--precompute_reference needs all rows before training: it cannot be used with --streaming true."
+    is_rated, formats = c.rating_threshold is not None, ("rating", "ratings")
+    if is_rated and chosen.needs == TEXTS:
+        yield f"--objective {c.objective} learns all answers: --rating_threshold is for dpo, kto and the others."
+    if c.dataset_format != "auto" and is_rated != (c.dataset_format in formats):
+        yield f"--rating_threshold and --dataset_format {' or '.join(formats)} need each other; auto finds the format."
     if chosen.needs == TEXTS:
         return
-    trains_more = c.modules_to_save or not c.kind.has_adapter
-    if trains_more:
+    if c.modules_to_save or not c.kind.has_adapter:
         what = "--modules_to_save" if c.modules_to_save else f"--train_type {c.train_type}"
         yield f"--objective {c.objective} trains an adapter on a frozen model: it cannot be used with {what}."
     if c.keeps_start and c.kind.adapter == "dora":

@@ -70,6 +70,7 @@ def one_of_names(names: Iterable[str]) -> Limit:
 
 NOT_EMPTY = Limit(bool, "given")
 POSITIVE = Limit(lambda value: value is None or 0 < value < math.inf, "a finite number above 0")
+FINITE = Limit(lambda value: value is None or abs(value) < math.inf, "a finite number")
 NOT_NEGATIVE = Limit(lambda value: value is None or 0 <= value < math.inf, "a finite number, 0 or more")
 COUNT_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 0, "0 or more if it is a number")
 SOME_BLOCKS = Limit(lambda value: isinstance(value, (str, bool)) or value > 1, "above 1 if it is a number")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from fsdp_qlora.config.marks import (
     COUNT_OR_WORD,
+    FINITE,
     MAY_DIFFER,
     NO_EFFECT,
     NOT_EMPTY,
@@ -104,6 +105,9 @@ class TrainConfig:
     """Weight of kto's desired answers; weigh the rarer kind up, so that both count about alike."""
     undesirable_weight: Annotated[float, NOT_NEGATIVE] = 1.0
     """Weight of kto's other answers."""
+    rating_threshold: Annotated[float | None, FINITE] = None
+    """For rows with ratings: an answer is good for kto if its rating is at least this; of several rated answers the
+    best is chosen over the worst if this is between them."""
     precompute_reference: Annotated[bool, MAY_DIFFER] = False
     """Compute the log-probabilities that dpo, ipo and kto compare with once before training, and keep them beside the
     tokenized rows; worth it from the second epoch or run on, or to spare the adapter to start from its copy."""
@@ -253,8 +257,8 @@ class TrainConfig:
     shuffle_buffer: Annotated[int, at_least(1)] = 10_000
     """Rows that streaming shuffles together and holds in memory; raise it when neighbouring rows are alike."""
     dataset_format: Annotated[Literal[
-        "auto", "alpaca", "pretokenized", "preference", "label", "messages", "sharegpt", "dolly", "question_answer",
-        "prompt_completion", "guanaco", "text",
+        "auto", "alpaca", "pretokenized", "preference", "ratings", "label", "rating", "messages", "sharegpt", "dolly",
+        "question_answer", "prompt_completion", "guanaco", "text",
     ], OF_RESULT] = "auto"  # fmt: skip
     """Format of the rows; auto detects it from the names of the columns."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()

@@ -24,8 +24,8 @@ class Format:
     """Columns that a dataset must have. One that has them all is of this format."""
     optional_columns: tuple[str, ...]
     """Columns that are used where they are present."""
-    read: Callable[[Row], Content]
-    """What the row holds. Raises BadRow."""
+    read: Callable[..., Content]
+    """What the row holds; of ratings, told by --rating_threshold. Raises BadRow."""
     template: prompts.PromptTemplate = prompts.TEMPLATES["alpaca"]
     """For `Fields`, unless --prompt_template names another."""
     recognizes: Callable[[Row], bool] | None = None
@@ -124,6 +124,11 @@ def read_labeled(row: Row) -> Labeled:
     return Labeled(read_prompt_completion(row), label)
 
 
+def read_rating(row: Row, threshold: float) -> Labeled:
+    """The same with a `rating`, of which the threshold makes the label."""
+    return read_labeled({**row, "label": preferences.rating_of(row) >= threshold})
+
+
 def read_guanaco(row: Row) -> Rendered:
     """Turns after ### Human: and ### Assistant:. The assistant's are learned, each from the blank before it."""
     text = text_of(row, "text")
@@ -175,21 +180,19 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
     return [int(value) for value in values]
 
 
+_PROMPTED = (*preferences.PROMPTS, "system", "tools")
+_ANSWER = ("prompt", "completion", "messages", "system", "tools")
+
 # With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
 # columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
 FORMATS: dict[str, Format] = {
     "alpaca": Format(("instruction", "output"), ("input", "system", "history"), read_alpaca),
     "pretokenized": Format(("input_ids",), ("labels", *_MASKS, "attention_mask"), read_tokens),
-    "preference": Format(
-        ("chosen", "rejected"), (*preferences.PROMPTS, "system", "tools"), preferences.read_pair, needs=PAIRS
-    ),
-    "label": Format(
-        ("label",),
-        ("prompt", "completion", "messages", "system", "tools"),
-        read_labeled,
-        recognizes=lambda row: False,  # a text may have a label too: the objective tells
-        needs=LABELS,
-    ),
+    "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, needs=PAIRS),
+    # These are told by the objective and its threshold: a text may have a label or a rating too.
+    "ratings": Format(("completions",), _PROMPTED, preferences.read_ratings, recognizes=lambda row: False, needs=PAIRS),
+    "label": Format(("label",), _ANSWER, read_labeled, recognizes=lambda row: False, needs=LABELS),
+    "rating": Format(("rating",), _ANSWER, read_rating, recognizes=lambda row: False, needs=LABELS),
     "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
     "dolly": Format(("instruction", "response"), ("context", "system", "history"), read_dolly),
@@ -227,6 +230,8 @@ ALIASES: tuple[tuple[str, dict[str, str]], ...] = (
     ("preference", {"chosen_messages": "chosen", "rejected_messages": "rejected"}),
     ("preference", {"chosen_response": "chosen", "rejected_response": "rejected"}),  # argilla's UltraFeedback
     ("preference", {"response_j": "chosen", "response_k": "rejected"}),  # StackExchange's
+    ("rating", {"score": "rating"}),
+    ("rating", {"overall_score": "rating"}),
     ("text", {"response": "text"}),  # ms-swift, for pretraining
 )
 
@@ -286,6 +291,12 @@ def name_columns(
         named = ({names[column]: row[column] for column in names.keys() & row} for row in first_rows)
         if recognizes is None or any(map(recognizes, named)):
             return names, name
+    lists = [column for column, value in first_rows[0].items() if isinstance(value, list)]
+    unasked = f"{origin}: its answers have ratings. Say from which on one is good: --rating_threshold 7 --objective"
+    if dataset_format == "auto" and any(_fitting(lists, renames, "ratings")):
+        raise UserError(f"{unasked} dpo.")
+    if dataset_format == "label" and any(_fitting(columns, renames, "rating")):
+        raise UserError(f"{unasked} kto.")
     needed = ""
     if wanted := FORMATS.get(dataset_format):
         optional = f" (and {', '.join(wanted.optional_columns)}, if present)" if wanted.optional_columns else ""

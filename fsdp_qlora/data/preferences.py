@@ -1,5 +1,7 @@
 """Preference rows: a prompt, a chosen and a rejected answer, as text, chats or conversations."""
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ from fsdp_qlora.data.rows import BadRow, Pair, Rendered, Segment, text_of
 SAME, OTHER_PROMPTS = "chosen and rejected are the same", "chosen and rejected begin with different prompts"
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
 
+RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
 PROMPTS = ("conversations", "prompt", "question", "instruction", "input")  # the first that is filled counts
 
 Row = Mapping[str, object]
@@ -42,6 +45,26 @@ def read_pair(row: Row) -> Pair:
         raise BadRow(OTHER_PROMPTS if all(sides) else f"empty {'rejected' if sides[0] else 'chosen'}")
     others = {name: row.get(name) for name in ("tools", "system")}
     return Pair(*(chats.read_prompted({"prompt": before, "completion": side, **others}) for side in sides))
+
+
+def read_ratings(row: Row, threshold: float) -> Pair:
+    """The best rated of `completions` and the worst, of equals the first; the threshold is between. Raises BadRow."""
+    answers = chats.turns(row.get("completions"), "completions")
+    best, worst = max(answers, key=rating_of), min(answers, key=rating_of)
+    if rating_of(best) == rating_of(worst):
+        raise BadRow("no two answers have different ratings")
+    if not rating_of(worst) < threshold <= rating_of(best):
+        raise BadRow(f"all answers are rated {'below' if rating_of(best) < threshold else 'at least'} {threshold:g}")
+    return read_pair({**row, "chosen": best.get("response"), "rejected": worst.get("response")})
+
+
+def rating_of(row: Row) -> float:
+    """The number by which an answer is rated. Raises BadRow."""
+    found = next((row[name] for name in RATINGS if row.get(name) is not None), None)
+    with contextlib.suppress(ValueError):
+        if math.isfinite(rating := float(str(found))):
+            return rating
+    raise BadRow(f"rating is {found!r}, and can be a number")
 
 
 def _of_texts(prompt: str, chosen: str, rejected: str) -> Pair:

@@ -76,6 +76,7 @@ class DataOptions:
     shuffle_buffer: int = 10_000
     max_steps: int = -1
     objective: str = "sft"
+    rating_threshold: float | None = None
 
     @property
     def needs(self) -> str:
@@ -84,8 +85,10 @@ class DataOptions:
 
     @property
     def asked_format(self) -> str:
-        """The format that the options ask for; rows with a label are told by the objective."""
-        return "label" if self.needs == LABELS and self.dataset_format == "auto" else self.dataset_format
+        """The format that the options ask for; rows with a label or ratings are told by the objective and threshold."""
+        told = {(LABELS, False): "label", (LABELS, True): "rating", (PAIRS, True): "ratings"}
+        found = told.get((self.needs, self.rating_threshold is not None), "auto")
+        return found if self.dataset_format == "auto" else self.dataset_format
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,7 @@ class DatasetPipeline:
         key += [options.dataset_format, options.context_length, options.learn]
         key += [tokenizer_identity(self.tokenizer), self.tokenizer.chat_template]
         key += [options.needs] if options.needs != TEXTS else []
+        key += [f"rated {options.rating_threshold}"] if options.rating_threshold is not None else []
 
         def make() -> tuple[TokenizedRows, DataReport]:
             made = self._tokenize(source, source.entries(samples, used=self._used), show_progress=True)
@@ -320,6 +324,8 @@ class DatasetPipeline:
             while batch := list(islice(left, _ROWS_PER_BATCH)):
                 if rows := self._named(batch, source, report):
                     row_format = FORMATS[self._format_name]
+                    if (threshold := self.options.rating_threshold) is not None:
+                        row_format = dataclasses.replace(row_format, read=partial(row_format.read, threshold=threshold))
                     learn, of_format = self.options.learn, row_format.template
                     renderer = Renderer(self.tokenizer, self.template, learn, of_format, self.workers)
                     piece, of_rows = tokenization.tokenize_batch(

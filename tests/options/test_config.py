@@ -333,11 +333,11 @@ def picked(call: ast.Call, module: ModuleType) -> set[str]:
 # A run in a folder is continued if these options are as they were.
 IDENTITY = """
     precision train_type objective beta loss_type label_smoothing sft_weight simpo_gamma desirable_weight
-    undesirable_weight lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters modules_to_save
-    use_rslora init_lora_weights rank_pattern alpha_pattern context_length num_epochs max_steps lr lr_scheduler
-    warmup_ratio warmup_steps optimizer loraplus_lr_ratio wd apply_gradient_clipping grad_norm seed deterministic
-    quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples streaming shuffle_buffer
-    dataset_format eval_fraction
+    undesirable_weight rating_threshold lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters
+    modules_to_save use_rslora init_lora_weights rank_pattern alpha_pattern context_length num_epochs max_steps lr
+    lr_scheduler warmup_ratio warmup_steps optimizer loraplus_lr_ratio wd apply_gradient_clipping grad_norm seed
+    deterministic quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples streaming
+    shuffle_buffer dataset_format eval_fraction
 """
 
 

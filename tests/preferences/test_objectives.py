@@ -73,16 +73,6 @@ def test_the_loss_of_an_answer_with_a_label_is_its_formula(desired: float) -> No
     assert metrics["rewards/margins"].isnan().item() and metrics["kl"].item() == 0.5
 
 
-@pytest.mark.quick
-def test_a_pair_at_the_start_has_the_gradient_of_a_coin() -> None:
-    margin = torch.zeros(1, requires_grad=True)
-    zero = torch.zeros(1)
-    loss = OBJECTIVES["dpo"].loss
-    assert loss is not None
-    loss(Answers(margin, zero, zero + 1), Answers(zero, zero, zero + 1), LossSettings(beta=1.0)).backward()
-    assert margin.grad is not None and margin.grad.item() == -0.5
-
-
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_those_of_trl(case: str, ranks: int, models: Models, tmp_path: Path) -> None:

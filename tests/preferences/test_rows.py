@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.formats import FORMATS, name_columns
+from fsdp_qlora.data.preferences import RATINGS
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import ChosenTemplate
 from fsdp_qlora.data.rendering import prompt_record
@@ -27,6 +29,7 @@ ASKED, GO, NO = (
 )
 SYSTEM = {"role": "system", "content": "s"}
 SHARED = [{"from": "human", "value": "hi"}]
+WORDS = (" go", " no", " so")
 TEXTS = ("<s>hi| go</s>", "<s>hi| no</s>")
 CHATS = ("[u]hi[a]|go</s>", "[u]hi[a]|no</s>")
 # Row -> both answers, learned from the bar on.
@@ -162,6 +165,49 @@ def test_an_answer_with_a_label_has_another_rows_answer_beside_it(tmp_path: Path
         prepared([*LABELED, {"prompt": "hi", "completion": " go", "label": None}], tmp_path, objective="kto")
     with pytest.raises(UserError, match=r"its label is false.*--objective kto on both"):
         prepared(LABELED[:2], tmp_path, objective="sft")
+
+
+# Ratings of WORDS -> the chosen and the rejected one, or why the row is bad at a threshold of 7.
+RATED: list[tuple[tuple[object, ...], str]] = [
+    ((8, 3.5, 5), " go over no"),
+    (("2", 9, 9.0), " no over go"),
+    ((7, 6.99), " go over no"),
+    ((5, 5), "no two answers have different ratings"),
+    ((9, 7), "all answers are rated at least 7"),
+    ((6.9, -1), "all answers are rated below 7"),
+    ((8, None), "rating is None, and can be a number"),
+    ((8, "nan"), "rating is 'nan', and can be a number"),
+]
+COMPLETIONS = [
+    {"question": "hi", "completions": [{"response": w, RATINGS[i % 3]: r} for w, r in zip(WORDS, each, strict=False)]}
+    for i, (each, _) in enumerate(RATED)
+]
+
+
+@pytest.mark.quick
+def test_the_best_rated_answer_is_chosen_over_the_worst(tmp_path: Path) -> None:
+    rows, report = prepared(COMPLETIONS, tmp_path, rating_threshold=7.0, max_bad_rows=0.7)
+    sides = np.split(rows.input_ids, rows.document_offsets[1:-1])
+    texts = [str(spelled_tokenizer("byte_level").decode(ids)) for ids in sides]
+    found = [a[5:-4] + " over" + b[5:-4] for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    reasons = {number: reason for reason, numbers in report.rejected.items() for number in numbers}
+    assert found + [reasons[number] for number in sorted(reasons)] == [expected for _, expected in RATED]
+    lower, _ = prepared(COMPLETIONS, tmp_path, rating_threshold=5.5, max_bad_rows=0.7)
+    assert lower.row_numbers.tolist() == [1, 2, 6]
+    with pytest.raises(UserError, match="5 of 8 rows cannot be used"):
+        prepared(COMPLETIONS, tmp_path, rating_threshold=7.0)
+
+
+@pytest.mark.quick
+def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
+    for name in RATINGS:
+        rows = [{"prompt": "hi", "completion": " go", name: 7}, {"messages": [ASKED, NO], name: "6.9"}]
+        assert prepared(rows, tmp_path, objective="kto", rating_threshold=7.0)[0].desired.tolist() == [True, False]
+    for objective, rated, cure in (("kto", rows, "kto"), ("dpo", COMPLETIONS, "dpo"), ("sft", COMPLETIONS, "dpo")):
+        with pytest.raises(UserError, match=f"its answers have ratings.* --rating_threshold 7 --objective {cure}"):
+            prepared(rated, tmp_path, objective=objective)
+    for wrong in (TrainConfig(rating_threshold=7.0), TrainConfig(objective="kto", dataset_format="rating")):
+        assert "--rating_threshold" in check(wrong)[0]
 
 
 @pytest.mark.quick
