@@ -31,8 +31,8 @@ MOST = {
     "files of the library": 136,
     "folders of the library": 21,
     "files at the package's root": 5,
-    "options": 119,
-    "lines of tests": 20_850,
+    "options": 121,
+    "lines of tests": 20_980,
 }
 
 
