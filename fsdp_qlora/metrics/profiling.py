@@ -1,10 +1,11 @@
 """torch's profiler for the training steps, with the 2024 program's flags."""
 
+import contextlib
 import heapq
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +39,21 @@ class MemoryLog:
         log.info("Memory %s: %s%.2f GiB resident on the host", phase, gpu, resident)
 
 
-class Profiler:
-    """torch's profiler, stepped once per optimizer step; does nothing unless enabled."""
-
-    def __init__(self, profiler: profile | None = None, output: Path | None = None) -> None:
-        self._profiler, self._output = profiler, output
-        if profiler is not None:
-            profiler.start()
-
-    def step(self) -> None:
-        if self._profiler is not None:
-            self._profiler.step()
-
-    def close(self) -> None:
-        if self._profiler is not None:
-            self._profiler.stop()
-            if self._output is not None and not any(self._output.iterdir()):
-                log.warning("Nothing was profiled: the run was shorter than one cycle (--profiling_frequency).")
-
-
 def check_output(folder: str) -> None:
     """Refuse a folder that traces could not be written to, before any work."""
     if reason := why_not_writable(Path(folder)):
         raise UserError(f"profiling_output {folder}: {reason}. Give another folder.")
 
 
-def open_profiler(config: TrainConfig, *, rank: int) -> Profiler:
-    """A profiler that writes summaries, traces and memory timelines per cycle and rank, or nothing unless enabled."""
+@contextlib.contextmanager
+def profiling(config: TrainConfig, *, rank: int) -> Iterator[Callable[[], None]]:
+    """Profile the block if --profile says so; gives what is called after each optimizer step.
+
+    Summaries, traces and memory timelines are written per cycle and rank.
+    """
     if not config.profile:
-        return Profiler()
+        yield lambda: None
+        return
     warmup, active = config.profiling_warmup_steps, config.active_steps
     wait = config.wait_steps if config.repeat else config.profiling_frequency - warmup - active
     output = Path(config.profiling_output)
@@ -74,17 +61,20 @@ def open_profiler(config: TrainConfig, *, rank: int) -> Profiler:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    return Profiler(
-        profile(
-            activities=activities,
-            schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=config.repeat),
-            on_trace_ready=_writer(output, rank, config.export_trace, config.export_memory_timeline),
-            with_stack=config.with_stack or config.export_memory_timeline,
-            record_shapes=config.with_shapes or config.export_memory_timeline,
-            profile_memory=config.export_memory_timeline,
-        ),
-        output,
+    profiler = profile(
+        activities=activities,
+        schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=config.repeat),
+        on_trace_ready=_writer(output, rank, config.export_trace, config.export_memory_timeline),
+        with_stack=config.with_stack or config.export_memory_timeline,
+        record_shapes=config.with_shapes or config.export_memory_timeline,
+        profile_memory=config.export_memory_timeline,
     )
+    try:
+        with profiler:
+            yield profiler.step
+    finally:
+        if not any(output.iterdir()):
+            log.warning("Nothing was profiled: the run was shorter than one cycle (--profiling_frequency).")
 
 
 def _writer(output: Path, rank: int, trace: bool, memory: bool) -> Callable[[profile], None]:

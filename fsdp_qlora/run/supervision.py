@@ -22,7 +22,7 @@ from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import how_it_ends
 from fsdp_qlora.generation.generate import Samples
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
-from fsdp_qlora.metrics.profiling import MemoryLog, open_profiler
+from fsdp_qlora.metrics.profiling import MemoryLog, profiling
 from fsdp_qlora.metrics.sinks import SinkOptions
 from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.results.report import Facts, write_at_end
@@ -168,7 +168,6 @@ class Recorder:
         self.config, self.control, self.facts = guard.config, guard.control, guard.facts
         self.control.is_writing = lambda: saver.is_writing
         self.measured: Measured | None = None  # on a GPU
-        self.profiler = open_profiler(self.config, rank=guard.ranks.rank)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -176,7 +175,7 @@ class Recorder:
         if self.guard.start.saved_step >= 0:
             self.mirror.copy_later()  # the previous start may have been killed before it was copied
         self.facts.mark("loading")
-        with contextlib.closing(self.profiler), self.guard.watchdog.watching():
+        with profiling(self.config, rank=self.guard.ranks.rank) as self.profile_step, self.guard.watchdog.watching():
             yield
 
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:
@@ -184,7 +183,7 @@ class Recorder:
         self.facts.mark("steps")
         if self.measured:
             self.facts.describe(partial(self.measured.stepped, record))
-        self.profiler.step()
+        self.profile_step()
         self.guard.memory.record(f"after step {progress.step}")
         if "recompute" in record:
             self.guard.status.values["recompute"] = record["recompute"]
