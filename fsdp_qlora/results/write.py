@@ -101,14 +101,14 @@ class ResultForm:
         finally:
             values.close()
 
-    def leave_adapters(self, output_dir: Path, *, newest: bool, best: bool) -> None:
-        """Save the newest checkpoint's adapter in the run's folder, and the best one's in best/. For rank 0.
+    def leave_adapters(self, output_dir: Path, *, newest: bool) -> None:
+        """Save the newest checkpoint's adapter in the run's folder, and the best one's, if any, in best/. For rank 0.
 
         A failure is only logged, because the checkpoints contain everything.
         """
         folders = checkpoint.published(output_dir / CHECKPOINTS)
         wanted = {output_dir: max(folders, default=None)} if newest else {}
-        if best and (step := best_step(folders)) is not None:
+        if (step := best_step(folders)) is not None:
             wanted[output_dir / BEST] = step
         for target, step in wanted.items():
             if step is None:
@@ -150,23 +150,20 @@ def save_result(
     with failing_alike(TrainingError, ranks.device):
         form.save(values, output_dir, about=about, progress=progress.to_dict())
         if ranks.is_rank_0:
-            form.leave_adapters(output_dir, newest=False, best=progress.best_eval_loss is not None)
+            form.leave_adapters(output_dir, newest=False)
             form.log_how_to_load(output_dir)
 
 
-def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks, *, best: bool) -> None:
+def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
     """Save the adapters of the newest and the best checkpoint when the run ends early. Called on every rank.
 
     The other ranks wait for rank 0, because torchrun ends all of them when one has ended.
-
-    Args:
-        best: whether the run evaluates.
     """
     with failing_alike(TrainingError, ranks.device):
         if ranks.is_rank_0 and form.peft is None:
             log.info("The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR", output_dir)
         elif ranks.is_rank_0:
-            form.leave_adapters(output_dir, newest=True, best=best)
+            form.leave_adapters(output_dir, newest=True)
             form.log_how_to_load(output_dir)
 
 

@@ -151,7 +151,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
                 train(trainer, plan.data, progress, recorder)
         except (RunStopped, NotFinite) as error:
             if config.save_model:
-                leave_result(form, folder, ranks, best=bool(config.eval_dataset or config.eval_fraction))
+                leave_result(form, folder, ranks)
             if isinstance(error, RunStopped) and error.ending.state == "over_budget":
                 push_result(folder, config.push_to_hub, ranks, public=config.push_public)
             raise
