@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -119,17 +120,12 @@ def read_run(folder: Path) -> RunRecord:
         name=redact(folder.name or str(folder)),
         status=read_json(folder / STATUS),
         steps=_step_columns(steps),
-        evaluations={key: [record.get(key) for record in evaluations] for key in _keys(evaluations)},
+        evaluations={name: [record.get(name) for record in evaluations] for name in dict.fromkeys(chain(*evaluations))},
         totals=_totals(steps),
         settings=_settings(folder / CONFIG_FILE),
         facts=redact_values(read_json(folder / FACTS_FILE)),
         samples=redact_values(_samples(folder / SAMPLES_FILE)),
     )
-
-
-def _keys(records: Sequence[dict[str, Any]]) -> list[str]:
-    """The names of the records' numbers."""
-    return [key for key in dict.fromkeys(key for record in records for key in record) if key != "memory_gib"]
 
 
 def _step_columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
