@@ -222,10 +222,7 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-    more: dict[str, Any] = {}
-    if "signals_to_handle" in LaunchConfig.__dataclass_fields__:  # of newer versions than the oldest we take
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        more["signals_to_handle"] = "SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup)
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -237,7 +234,7 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
         local_addr=master_addr,  # torch's default, the machine's full name, cannot be resolved everywhere
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=folder),  # deleted with the folder; the agent does not delete its own
-        **more,
+        signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1" + ",SIGHUP" * (not is_nohup),
     )
 
 
