@@ -89,7 +89,7 @@ class MetricLog:
             took, save = self._evaluation_seconds, self.save_seconds
             more = f", {evaluations} evaluations of {took:.0f} s" if took else ""
             more += f", {saves} saves of {save:.1f} s" if save else "; without saving"
-            self.say(
+            log.info(
                 f"Estimated time: {_clock(time.monotonic() - self._opened + eta_seconds)} in total, "
                 f"{_clock(eta_seconds)} left ({num_left:,} steps of {steps_seconds / num_left:.2f} s{more})."
             )
@@ -101,14 +101,9 @@ class MetricLog:
         record, self._has_evaluated = plain(record), True
         for sink in self._sinks:
             sink.evaluation(record)
-        self.say(_line(record, ("step", *EVALUATION_COLUMNS)))
+        log.info(_line(record, ("step", *EVALUATION_COLUMNS)))
         for name, result in record.get("eval_sets", {}).items():
-            self.say(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
-
-    def say(self, text: str) -> None:
-        """Print a line without breaking the progress bar. Rank 0 only."""
-        if self._sinks:
-            log.info(text)
+            log.info(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
 
     def flush(self) -> None:
         """Make every record so far durable: a checkpoint must not outlive the records before it."""

@@ -120,7 +120,6 @@ def test_ranks_other_than_0_write_and_print_nothing(tmp_path, lines, capfd):
     for step in range(1, 5):
         log.step(record(step))
     log.evaluation({"step": 4, "eval_loss": 1.0})
-    log.say("hello")
     log.summary({"loss": 1.0})
     log.close()
     assert not (tmp_path / "out").exists()
