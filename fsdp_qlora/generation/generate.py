@@ -97,11 +97,8 @@ class TextGenerator:
         self, model: PreTrainedModel, ranks: Ranks, precision: Precision, stops: Stops, options: SamplingOptions
     ) -> None:
         self._model, self._ranks, self._precision = model, ranks, precision
-        self._stops, self._options = stops, options
+        self.stops, self._options = stops, options
         self._skips = can_skip_logits(model)
-
-    def text_of(self, answer: Answer) -> str:
-        return self._stops.text_of(answer)
 
     @torch.no_grad()
     def generate(
@@ -131,7 +128,7 @@ class TextGenerator:
                 for index, answer in enumerate(answers):
                     if not answer.is_done:
                         answer.tokens.append(self._options.choose(logits[index], generators[index]))
-                        answer.is_done = self._stops.ends(answer.tokens)
+                        answer.is_done = self.stops.ends(answer.tokens)
                         show(answer)
         finally:
             reshard_all(self._model)
@@ -208,7 +205,7 @@ class Samples:
         answers = [Answer(number, self._prompts[number]) for number in mine]
         for turn in range(most):  # one at a time: the memory is that of the training
             self._generator.generate(answers[turn : turn + 1], beat=beat)
-        texts = gather_answers(answers, self._generator.text_of, self._ranks.device)
+        texts = gather_answers(answers, self._generator.stops.text_of, self._ranks.device)
         records = [
             {"step": step, "prompt": asked.messages[-1]["content"], "text": text}
             for asked, text in zip(self._questions, texts, strict=True)
