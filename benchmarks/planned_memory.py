@@ -49,7 +49,7 @@ def plan(folder: Path, cards: int, *, offload: bool) -> dict[str, Any]:
     config = TrainConfig(
         model_name=str(folder),
         context_length=TOKENS,
-        world_size=cards,
+        nproc_per_node=cards,
         sharding_strategy="full_shard",
         use_cpu_offload=offload,
         dry_run=True,

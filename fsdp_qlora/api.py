@@ -51,7 +51,7 @@ class TrainResult:
 def train(config: TrainConfig | str | Path | None = None, **options: Any) -> TrainResult:
     """Fine-tune a model: `fsdp-qlora train` with these options, `train(model_name="...", dataset="rows.jsonl")`.
 
-    The run has its own processes, one per visible GPU (world_size=1 for one). They end with it, so their memory is
+    The run has its own processes, one per visible GPU (nproc_per_node=1 for one). They end with it, so their memory is
     free afterwards and their failure does not end this process. In a process that torchrun has started, `train` is one
     rank of that run.
 

@@ -131,17 +131,17 @@ def _check_started_by_another(config: TrainConfig) -> None:
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return
     local, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ.get("WORLD_SIZE", "1"))
-    if config.nproc_per_node not in (-1, local) or config.world_size not in (-1, local, total):
+    if config.nproc_per_node not in (-1, local, total):
         started = f"{local} process{'es' if local > 1 else ''}"
         raise UserError(
             f"torchrun has started {started} on this machine, but the options of the training ask for "
-            f"{config.requested_processes}. Leave out --world_size and --nproc_per_node of the training."
+            f"{config.nproc_per_node}. Leave out --world_size and --nproc_per_node of the training."
         )
 
 
 def _processes_wanted(config: TrainConfig) -> tuple[int, str]:
     """The number of processes on this machine, and the reason in words."""
-    requested = config.requested_processes
+    requested = config.nproc_per_node
     if requested > 1 and config.device != "cpu" and 0 < (gpus := _visible_gpus()) < requested:
         raise UserError(
             f"{requested} processes are requested, but {gpus} GPUs are visible (CUDA_VISIBLE_DEVICES="

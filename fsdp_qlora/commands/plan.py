@@ -121,9 +121,8 @@ def command_line(found: Outlook) -> str:
     """The settings that `train` takes: what the options say, and the placement that was chosen."""
     config, chosen = found.config, found.plan.placement.options
     given = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
-    given |= {"world_size": found.request.num_gpus, **chosen}
-    for name in ("dry_run", "nproc_per_node"):
-        given.pop(name, None)
+    given |= {"nproc_per_node": found.request.num_gpus, **chosen}
+    given.pop("dry_run", None)
     words = [f"--{name} {value_text(value)}" for name, value in given.items() if value is not None]
     return f"fsdp-qlora train {' '.join(words)}"
 

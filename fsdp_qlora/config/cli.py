@@ -30,7 +30,9 @@ from fsdp_qlora.errors import UserError
 
 _HINTS = option_types()
 _MOST_UNKNOWN = 50  # keys of a file that are named
-_REMOVED = [("compile", ["false"])]  # what an earlier release's config.yaml has, and changed nothing
+# What an earlier release's config.yaml has, and changes nothing.
+_REMOVED = [("compile", ["false"]), ("world_size", ["-1"]), ("nproc_per_node", ["-1"])]
+_SAME = {"world_size": "nproc_per_node"}  # the 2024 program's name of an option
 
 
 class _Setting(NamedTuple):
@@ -112,6 +114,7 @@ def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str,
         base: options that those in `given` replace: a YAML file, a name of `shipped_configs`, or made before.
     Raises: as `parse_train_config`.
     """
+    given = {_SAME.get(name, name): value for name, value in given.items()}
     others = {name: str(value) for name, value in given.items() if name not in _HINTS}
     errors = [f"Unknown option {name}{_advice(name, _as_keyword, value)}" for name, value in others.items()]
     known = {name: value for name, value in given.items() if name in _HINTS}
@@ -313,6 +316,7 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         words = _words(value)
         if (is_result and name not in RESULT_OPTIONS) or (name, words) in _REMOVED:
             continue
+        name = _SAME.get(name, name)
         if name not in _HINTS:
             unknown += 1
             if unknown <= _MOST_UNKNOWN:  # each is compared with all options
@@ -418,7 +422,8 @@ def _parser(asked: str = "") -> Parser:
                 values = {"nargs": "*"}
             elif _is_switch(name):
                 values["const"] = ["true"]
-            group.add_argument(f"--{name}", metavar=type_text(_HINTS[name]), help=help_text, **values)
+            also = [f"--{other}" for other, ours in _SAME.items() if ours == name]
+            group.add_argument(f"--{name}", *also, metavar=type_text(_HINTS[name]), help=help_text, **values)
     return parser
 
 

@@ -46,14 +46,6 @@ def _changed(config: TrainConfig, *names: str) -> list[str]:
     return [name for name in names if getattr(config, name) != getattr(DEFAULTS, name)]
 
 
-def _launch_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.world_size != c.nproc_per_node and -1 not in (c.world_size, c.nproc_per_node):
-        yield (
-            f"--world_size is {c.world_size} and --nproc_per_node is {c.nproc_per_node}, but both are the "
-            "number of processes on this machine. Give one of them."
-        )
-
-
 def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
     given = _changed(c, "quant_storage", "allow_unquantized")
@@ -263,7 +255,6 @@ def _flags(names: list[str]) -> str:
 
 _RULES = (
     _text_errors,
-    _launch_conflicts,
     _model_conflicts,
     _quantization_conflicts,
     _adapter_conflicts,

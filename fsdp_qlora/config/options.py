@@ -44,11 +44,9 @@ class TrainConfig:
     """Options of one training run."""
 
     # == launch ==
-    world_size: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
-    """Processes on this machine when started as one process; -1 is one per visible GPU, one on a CPU."""
     nproc_per_node: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
-    """The same as world_size under torchrun's name; 1 keeps a run to one process on a machine with several
-    GPUs."""
+    """Processes on this machine when started as one process; -1 is one per visible GPU, one on a CPU, and 1 keeps a run
+    to one process on a machine with several GPUs. world_size is the same."""
     master_addr: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "localhost"
     """Address where the processes meet when the program starts them itself; under torchrun, torchrun's."""
     master_port: Annotated[int, between(0, 65535), MAY_DIFFER, PER_NODE] = 0
@@ -435,11 +433,6 @@ class TrainConfig:
     def model(self) -> str:
         """Name or folder of the model: `llama_pro_path` where it is given."""
         return self.llama_pro_path or self.model_name
-
-    @property
-    def requested_processes(self) -> int:
-        """Requested processes on this machine, -1 for one per visible GPU."""
-        return max(self.nproc_per_node, self.world_size)
 
     def pick(self, cls: type[Group], *, prefix: str = "", **given: Any) -> Group:
         """The options that belong together, as the dataclass that a library function takes.

@@ -60,7 +60,7 @@ class Machine:
             return cls(ranks.device, ranks.world_size, ranks)
         asked = int(os.environ.get("WORLD_SIZE") or 1)
         if asked <= 1:
-            asked = config.requested_processes
+            asked = config.nproc_per_node
         if asked < 1:
             asked = 1 if config.device == "cpu" else max(1, torch.cuda.device_count())
         is_elsewhere = config.device != "cpu" and ranks.device.type == "cpu"

@@ -139,8 +139,8 @@ def test_a_number_given_to_torchrun_is_kept(torchrun, variables, entry, environm
 @pytest.mark.parametrize(
     ("gpus", "options", "processes"),
     [
-        *((0, {}, 1), (1, {}, 1), (4, {}, 4), (4, {"world_size": 1}, 1), (4, {"nproc_per_node": 1}, 1)),
-        *((2, {"device": "cpu"}, 1), (2, {"device": "cpu", "world_size": 4}, 4)),
+        *((0, {}, 1), (1, {}, 1), (4, {}, 4), (4, {"nproc_per_node": 1}, 1)),
+        *((2, {"device": "cpu"}, 1), (2, {"device": "cpu", "nproc_per_node": 4}, 4)),
     ],
 )
 def test_one_process_per_visible_gpu_unless_on_the_cpu(gpus, options, processes, monkeypatch):
@@ -151,9 +151,9 @@ def test_one_process_per_visible_gpu_unless_on_the_cpu(gpus, options, processes,
 def test_more_processes_than_gpus_and_a_foreign_address_are_refused(monkeypatch):
     monkeypatch.setattr(launch, "_visible_gpus", lambda: 2)
     with pytest.raises(UserError, match="4 processes are requested, but 2 GPUs are visible"):
-        launch.relaunch_if_needed(TrainConfig(world_size=4), [])
+        launch.relaunch_if_needed(TrainConfig(nproc_per_node=4), [])
     with pytest.raises(UserError, match=r"192\.0\.2\.1.*cannot meet there"):
-        launch.relaunch_if_needed(TrainConfig(world_size=2, master_addr="192.0.2.1"), [])
+        launch.relaunch_if_needed(TrainConfig(nproc_per_node=2, master_addr="192.0.2.1"), [])
 
 
 def listening() -> dict[int, str]:

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.cli import make_train_config, parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
 from fsdp_qlora.config.other_programs import OTHER_NAMES, advise
@@ -73,7 +73,11 @@ def test_the_resolved_options_are_accepted_back(yaml_file):
     text = resolved_yaml(config)
     assert all(f"\n{name}: " in f"\n{text}" or f"\n{name}:\n" in f"\n{text}" for name in NAMES)
     assert parse_train_config(["--config", yaml_file(text)]) == config
-    # Of an earlier release: what was off is passed over, and what was on is refused.
+    # Of an earlier release: another name is taken, what was off is passed over, and what was on is refused.
+    before = text.replace("nproc_per_node: -1\n", "world_size: 2\nnproc_per_node: -1\n")
+    assert parse_train_config(["--config", yaml_file(before)]).nproc_per_node == 2
+    assert parse_train_config(["--world_size", "3", "--config", yaml_file(before)]).nproc_per_node == 3
+    assert make_train_config(None, {"world_size": 4}).nproc_per_node == 4
     assert parse_train_config(["--config", yaml_file(f"{text}compile: false\n")]) == config
     assert 'unknown key "compile"' in error_of("--config", yaml_file(f"{text}compile: true\n"))
 
@@ -123,7 +127,6 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--precision fp16 --quant_storage bf16", "the model computes in fp16"),
         ("--train_type hqq_lora --n_bits 5", "--n_bits must be 8, 4, 3 or 2, but is 5"),
         ("--train_type hqq_lora --group_size 48", "--group_size must be a multiple of 32, but is 48"),
-        ("--world_size 2 --nproc_per_node 3", "Give one of them"),
         ("--eval_fraction 0.1 --eval_dataset x.json", "Give one"),
         ("--eval_steps 5", "--eval_steps needs rows"),
         ("--max_cost_usd 3", "--max_cost_usd and --price_per_hour are needed together"),

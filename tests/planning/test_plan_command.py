@@ -86,7 +86,7 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: py
     lines = [line for line in said.splitlines() if "fsdp-qlora train" not in line]
     assert max(map(len, lines)) <= 80
     [settings] = [line for line in said.splitlines() if "fsdp-qlora train" in line]
-    assert "--use_cpu_offload true" in settings and "--world_size 2" in settings
+    assert "--use_cpu_offload true" in settings and "--nproc_per_node 2" in settings
 
 
 def test_a_gpu_of_another_name_is_planned_as_the_nearest_one_that_is_as_new() -> None:
