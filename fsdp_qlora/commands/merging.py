@@ -137,6 +137,9 @@ class Changes:
 
     Args:
         model: of the base, on the meta device; PEFT's layers are put into it.
+    Attributes:
+        layers: weight to which something is added -> path of PEFT's layer in the file, and that layer.
+        replaced: weight -> what takes its place.
     Raises:
         UserError: tensors of the adapter are missing, unknown, or do not fit this base.
     """
@@ -150,25 +153,18 @@ class Changes:
             except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
                 raise UserError(f"--adapter {adapter.path} does not fit this base: {error}") from error
             expected = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-        self._layers = dict(_lora_layers(wrapped, adapter))
-        self._replaced = _replacements(adapter, shapes, expected.keys())
-        own = {change.name for change in self._replaced.values()}  # which may have other shapes, and none in `expected`
+        self.layers = dict(_lora_layers(wrapped, adapter))
+        self.replaced = _replacements(adapter, shapes, expected.keys())
+        own = {change.name for change in self.replaced.values()}  # which may have other shapes, and none in `expected`
         found = {name: adapter.files.shape(name) for name in adapter.files.files if name not in own}
         wanted = {name: tensor.shape for name, tensor in expected.items() if name not in own}
         if problems := "; ".join(tensor_differences(found, wanted)):
             path = adapter.path
             raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
 
-    def names(self, *, low_rank: bool = False) -> set[str]:
-        """The weights that change. low_rank: those to which something is added."""
-        return set(self._layers) | (set() if low_rank else set(self._replaced))
-
     def low_rank(self, weight: str) -> LowRank | None:
         """What is added to a weight, or to what replaces it; read from the adapter's file."""
-        return _low_rank(*self._layers[weight], self._adapter) if weight in self._layers else None
-
-    def replaced(self, weight: str) -> Replacement | None:
-        return self._replaced.get(weight)
+        return _low_rank(*self.layers[weight], self._adapter) if weight in self.layers else None
 
 
 def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:
@@ -280,18 +276,18 @@ class MergedModel:
 
     def shape(self, name: str) -> torch.Size:
         """The shape of a merged parameter: embeddings may have been resized."""
-        change = self.changes.replaced(name)
+        change = self.changes.replaced.get(name)
         return change.shape if change else self.parameters[name]
 
     def _parts(self, name: str) -> list[TensorSlice]:
         """The tensors of the merged files that make up a parameter."""
         whole = TensorSlice(name if name in self.copies else self._source(name), 0, self.shape(name).numel())
-        is_new = name in self.copies or self.weights.packed or self.changes.replaced(name)
+        is_new = name in self.copies or self.weights.packed or name in self.changes.replaced
         return [whole] if is_new else self.weights.files.parts(self._source(name))
 
     def _changed(self, name: str) -> Iterator[tuple[str, int, torch.Tensor]]:
         """(tensor of the files, start, values) of the pieces of one parameter."""
-        change, replaced = self.changes.low_rank(name), self.changes.replaced(name)
+        change, replaced = self.changes.low_rank(name), self.changes.replaced.get(name)
         if self.is_reduced and change:
             change = change.trained()
         dequantize = None if replaced else self.dequantize
@@ -329,5 +325,5 @@ def split_ends(model: PreTrainedModel, changes: Changes) -> dict[str, str]:
         if id(module) in ends:
             ends[id(module)] = f"{path}.weight"
     embeddings, head = ends.values()
-    own = [change.is_copy for name in (embeddings, head) if (change := changes.replaced(name))]
-    return {head: embeddings} if any(own) or changes.names(low_rank=True) & {embeddings, head} else {}
+    own = [change.is_copy for name in (embeddings, head) if (change := changes.replaced.get(name))]
+    return {head: embeddings} if any(own) or changes.layers.keys() & {embeddings, head} else {}
