@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def profiling(config: TrainConfig, *, rank: int) -> Iterator[Callable[[], None]]
     profiler = profile(
         activities=activities,
         schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=config.repeat),
-        on_trace_ready=_writer(output, rank, config.export_trace, config.export_memory_timeline),
+        on_trace_ready=partial(_write, output, rank, config),
         with_stack=config.with_stack or config.export_memory_timeline,
         record_shapes=config.with_shapes or config.export_memory_timeline,
         profile_memory=config.export_memory_timeline,
@@ -77,19 +78,16 @@ def profiling(config: TrainConfig, *, rank: int) -> Iterator[Callable[[], None]]
             log.warning("Nothing was profiled: the run was shorter than one cycle (--profiling_frequency).")
 
 
-def _writer(output: Path, rank: int, trace: bool, memory: bool) -> Callable[[profile], None]:
-    def write(profiler: profile) -> None:
-        stem = output / f"rank{rank}_step{profiler.step_num}"
-        summary = summarize(profiler.events() or (), f"Profile of rank {rank} to step {profiler.step_num}")
-        Path(f"{stem}.summary.txt").write_text(summary + "\n")
-        log.info("%s", summary)
-        if trace:
-            profiler.export_chrome_trace(f"{stem}.trace.json")
-        if memory:
-            profiler.export_memory_timeline(f"{stem}.memory.json.gz")
-        log.info("Profile written: %s.*", stem)
-
-    return write
+def _write(output: Path, rank: int, config: TrainConfig, profiler: profile) -> None:
+    stem = output / f"rank{rank}_step{profiler.step_num}"
+    summary = summarize(profiler.events() or (), f"Profile of rank {rank} to step {profiler.step_num}")
+    Path(f"{stem}.summary.txt").write_text(summary + "\n")
+    log.info("%s", summary)
+    if config.export_trace:
+        profiler.export_chrome_trace(f"{stem}.trace.json")
+    if config.export_memory_timeline:
+        profiler.export_memory_timeline(f"{stem}.memory.json.gz")
+    log.info("Profile written: %s.*", stem)
 
 
 # --- ten lines about a cycle: where a step's time goes, and the largest operations ---
