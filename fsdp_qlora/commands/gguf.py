@@ -13,6 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,7 +166,7 @@ def write_model(folder: Path, out: Path, kind: str) -> None:
     architecture, files = _Architecture(folder), WeightFiles(folder)
     config, (wanted, file_type) = architecture.config, TYPES[kind]
     tensors = {
-        name: _Tensor(values.shape, GGMLQuantizationType.F32, lambda values=values: values)  # type: ignore[misc]
+        name: _Tensor(values.shape, GGMLQuantizationType.F32, partial(np.asarray, values))
         for name, values in architecture.rope_factors().items()
     }
 
@@ -176,11 +177,7 @@ def write_model(folder: Path, out: Path, kind: str) -> None:
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         shape = tuple(files.shape(name))
-        tensors[architecture.tensor_name(name)] = _Tensor(
-            shape,
-            _kind_of(shape, wanted),
-            lambda name=name: read(name),  # type: ignore[misc]
-        )
+        tensors[architecture.tensor_name(name)] = _Tensor(shape, _kind_of(shape, wanted), partial(read, name))
 
     def add_keys(writer: GGUFWriter) -> None:
         writer.add_type(gguf.GGUFType.MODEL)
