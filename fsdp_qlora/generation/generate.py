@@ -96,7 +96,7 @@ class TextGenerator:
     def __init__(
         self, model: PreTrainedModel, ranks: Ranks, precision: Precision, stops: Stops, options: SamplingOptions
     ) -> None:
-        self._model, self._ranks, self._precision = model, ranks, precision
+        self._model, self.ranks, self._precision = model, ranks, precision
         self.stops, self._options = stops, options
         self._skips = can_skip_logits(model)
 
@@ -117,12 +117,12 @@ class TextGenerator:
         was_training = self._model.training
         self._model.eval()
         generators = [self._options.generator(answer.number) for answer in answers]
-        state = _Batch(answers, self._ranks.device, self._model.config) if answers else None
+        state = _Batch(answers, self.ranks.device, self._model.config) if answers else None
         try:
             for _ in range(self._options.max_new_tokens):
                 beat()
                 is_active = any(not answer.is_done for answer in answers)
-                if not gather_numbers([float(is_active)], self._ranks.device).any():
+                if not gather_numbers([float(is_active)], self.ranks.device).any():
                     break
                 logits = self._forward(state if is_active else None)
                 for index, answer in enumerate(answers):
@@ -136,7 +136,7 @@ class TextGenerator:
 
     def _forward(self, state: "_Batch | None") -> torch.Tensor:
         """The logits of the last position, [B, vocabulary]; without a state this rank only helps to gather weights."""
-        device = self._ranks.device
+        device = self.ranks.device
         inputs = state.inputs() if state else {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device=device)}
         last = {"logits_to_keep": 1} if self._skips else {}
         with torch.autocast(device.type, dtype=self._precision.compute_dtype, enabled=self._precision.autocast):
@@ -183,14 +183,9 @@ class Samples:
     """Answers the same prompts at each evaluation of a training run, and keeps the answers in a file of its folder."""
 
     def __init__(
-        self,
-        questions: Sequence[Question],
-        prompt_format: PromptFormat,
-        generator: TextGenerator,
-        ranks: Ranks,
-        folder: Path,
+        self, questions: Sequence[Question], prompt_format: PromptFormat, generator: TextGenerator, folder: Path
     ) -> None:
-        self._questions, self._generator, self._ranks = questions, generator, ranks
+        self._questions, self._generator = questions, generator
         self._prompts = [prompt_format.ids(asked) for asked in questions]
         self._path = folder / SAMPLES_FILE
 
@@ -200,17 +195,18 @@ class Samples:
         Args:
             beat: called for each token.
         """
-        mine = range(self._ranks.rank, len(self._prompts), self._ranks.world_size)
-        most = -(-len(self._prompts) // self._ranks.world_size)
+        ranks = self._generator.ranks
+        mine = range(ranks.rank, len(self._prompts), ranks.world_size)
+        most = -(-len(self._prompts) // ranks.world_size)
         answers = [Answer(number, self._prompts[number]) for number in mine]
         for turn in range(most):  # one at a time: the memory is that of the training
             self._generator.generate(answers[turn : turn + 1], beat=beat)
-        texts = gather_answers(answers, self._generator.stops.text_of, self._ranks.device)
+        texts = gather_answers(answers, self._generator.stops.text_of, ranks.device)
         records = [
             {"step": step, "prompt": asked.messages[-1]["content"], "text": text}
             for asked, text in zip(self._questions, texts, strict=True)
         ]
-        if self._ranks.is_rank_0:
+        if ranks.is_rank_0:
             self._keep(step, redact_values(records))
 
     def _keep(self, step: int, records: list[dict[str, Any]]) -> None:

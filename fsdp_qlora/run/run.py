@@ -210,6 +210,6 @@ def open_samples(config: TrainConfig, plan: Plan, trainer: Trainer, folder: Path
     stops = Stops(tokenizer, model, prompt_format.stop_text)
     sampling = SamplingOptions(max_new_tokens=SAMPLE_TOKENS)
     generator = TextGenerator(model, trainer.ranks, plan.model.precision, stops, sampling)
-    samples = Samples(plan.questions, prompt_format, generator, trainer.ranks, folder)
+    samples = Samples(plan.questions, prompt_format, generator, folder)
     prompt_format.close()
     return samples

@@ -169,7 +169,7 @@ def test_unicode_separators_end_no_line_of_prompts_and_samples(tmp_path: Path) -
     path.write_text("\ufeff" + json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
     [(row, asked)] = read_questions(path)
     assert row["prompt"] == asked.messages[-1]["content"] == text
-    samples = Samples([], None, None, None, tmp_path)  # type: ignore[arg-type]
+    samples = Samples([], None, None, tmp_path)  # type: ignore[arg-type]
     for step in (2, 4):
         samples._keep(step, [{"step": step, "prompt": text, "text": text}])
     assert [(row["step"], row["text"]) for row in read_records(tmp_path / "samples.jsonl")] == [(2, text), (4, text)]
