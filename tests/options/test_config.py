@@ -273,16 +273,11 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
     from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 
     hints = option_types()
-
-    def choices(name: str) -> set[str]:
-        return set(get_args(hints[name])) - {"auto"}
-
-    assert choices("train_type") == set(TRAIN_TYPES)
-    assert choices("precision") == set(PRECISIONS)
-    assert choices("sharding_strategy") == set(SHARDING_STRATEGIES)
-    assert choices("optimizer") == set(OPTIMIZERS)
-    assert choices("lr_scheduler") == set(SCHEDULES)
-    assert choices("dataset_format") == set(FORMATS)
+    tables = {"train_type": TRAIN_TYPES, "precision": PRECISIONS, "sharding_strategy": SHARDING_STRATEGIES}
+    tables |= {"optimizer": OPTIMIZERS, "lr_scheduler": SCHEDULES, "dataset_format": FORMATS}
+    assert {name: set(get_args(hints[name])) - {"auto"} for name in tables} == {
+        name: set(table) for name, table in tables.items()
+    }
     assert set(get_args(get_args(hints["log_to"])[0])) == set(SINKS)
 
 
