@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fsdp_qlora.cli import plan, train
 from fsdp_qlora.cli.launch import relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config, run_options, trained_model_options
-from fsdp_qlora.config.conflicts import adapter_folder
+from fsdp_qlora.config.conflicts import NEEDS_LM_EVAL, adapter_folder
 from fsdp_qlora.config.options import TrainConfig, option_types
 from fsdp_qlora.config.text import describe_config, shipped_configs
 from fsdp_qlora.errors import UserError
@@ -256,7 +256,7 @@ def _evaluate(args: argparse.Namespace) -> int | None:
     if not args.dataset and not args.tasks:
         raise UserError("Give --dataset ROWS, --tasks NAMES, or both.")
     if args.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError('--tasks needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"')
+        raise UserError(f"--tasks {NEEDS_LM_EVAL}")
     args.training_options += ["--dataset", *args.dataset] if args.dataset else []
 
     def show(config: TrainConfig, ranks: Any, folder: Path | None) -> None:

@@ -1,12 +1,10 @@
 """Measures a model as it was trained, sharded in the same way: its loss on rows, and tasks of lm-eval."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pandas
-import torch
 
 from fsdp_qlora.commands.generate import load_trained
 from fsdp_qlora.config.objectives import OBJECTIVES
@@ -14,10 +12,10 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.data.sources import parse_eval_names
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.hub import first_line
+from fsdp_qlora.generation.generate import Tasks
 from fsdp_qlora.planning.plan import PlacedModel
 from fsdp_qlora.planning.run_plan import Plan, data_options, make_schedule
-from fsdp_qlora.ranks.distributed import Ranks, gather_texts
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.run.load_model import build_trainer
 
 
@@ -31,7 +29,7 @@ def measure(
     """
     if OBJECTIVES[config.objective].has_reference:
         raise UserError(f"--objective {config.objective} compares with the start of a run: see its own --eval_dataset.")
-    manager = load_tasks(tasks) if tasks else None
+    loaded = Tasks(tasks) if tasks else None
     sets: dict[str, RunData] = {}
 
     def read(plan: PlacedModel) -> None:
@@ -48,48 +46,10 @@ def measure(
         trainer = build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks)
         result = trainer.evaluate(0, data.train, data.train_rows) or {}
         found[name] = {"loss": result.pop("eval_loss"), **result, "rows": len(data.train)}
-    if tasks:
-        found |= run_tasks(plan, ranks, tasks, task_manager=manager, batch_size=config.batch_size, **options)
+    if loaded:
+        model, tokenizer, size = plan.meta.model, plan.tokenizer, config.batch_size
+        found |= loaded.measure(model, tokenizer, plan.precision, ranks, batch_size=size, **options)
     return found
-
-
-def load_tasks(names: list[str]) -> Any:
-    """lm-eval's index, with tasks (names, or YAML files) and their rows loaded. Raises UserError if one cannot be."""
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_defaults=not all(Path(name).is_file() for name in names))  # 15 s for 14,000 of them
-    try:
-        manager.load(names)
-    except Exception as error:  # what it raises is not documented
-        raise UserError(f"lm-eval cannot load the tasks {', '.join(names)}: {first_line(error)}.") from error
-    return manager
-
-
-def run_tasks(plan: PlacedModel, ranks: Ranks, names: list[str], *, batch_size: int, **options: Any) -> dict[str, Any]:
-    """The metrics of each task and group of lm-eval, on rank 0. Called on every rank. options: as for lm-eval."""
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
-    class ShardedLM(HFLM):  # type: ignore[misc]  # the library has no types
-        """Every rank is asked everything, and all run through the model equally often, each for as many requests."""
-
-        def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **options: Any) -> list[Any]:
-            dealt = [*requests, *requests[:1] * (-len(requests) % ranks.world_size)][ranks.rank :: ranks.world_size]
-            own = super()._loglikelihood_tokens(dealt, disable_tqdm=not ranks.is_rank_0, **options)
-            parts = map(json.loads, gather_texts(json.dumps(own), torch.device("cpu")))
-            return [tuple(answer) for turn in zip(*parts, strict=True) for answer in turn][: len(requests)]
-
-    autocast = plan.precision.compute_dtype if plan.precision.autocast else None
-    model, dtypes = plan.meta.model, {"softmax_dtype": torch.float32, "mixed_precision_dtype": autocast}
-    # A cache of logits would make the number of batches depend on a rank's requests.
-    lm = ShardedLM(model, "causal", tokenizer=plan.tokenizer, batch_size=batch_size, logits_cache=False, **dtypes)
-    lm._device = ranks.device  # offloaded weights are elsewhere
-    until_all_end = {"synced_gpus": True}  # all ranks write all answers, which may differ by rounding
-    found = simple_evaluate(lm, tasks=names, gen_kwargs=until_all_end, log_samples=False, **options)
-    return {
-        task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
-        for task, metrics in ({**found["results"], **found.get("groups", {})} if found else {}).items()
-    }
 
 
 def describe(results: dict[str, Any]) -> str:

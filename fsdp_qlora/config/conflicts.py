@@ -17,6 +17,8 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import folder_error, is_repository, mirror_error
 
+NEEDS_LM_EVAL = 'needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"'
+
 
 def check(config: TrainConfig) -> list[str]:
     """What is wrong with the values of the options and with their combination; all of it."""
@@ -199,10 +201,13 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--packing true puts rows into one row without padding: leave out --padding true, or --packing true."
     if c.eval_dataset and c.eval_fraction > 0:
         yield "--eval_dataset and --eval_fraction both say which rows measure the held-out loss. Give one."
-    if c.eval_steps > 0 and not c.eval_dataset and c.eval_fraction == 0:
-        yield "--eval_steps needs rows to measure on: give --eval_fraction (such as 0.05) or --eval_dataset."
-    if c.sample_prompts and not c.eval_dataset and c.eval_fraction == 0:
-        yield "--sample_prompts are answered at each evaluation: give --eval_fraction (such as 0.05) or --eval_dataset."
+    need_rows = {"eval_steps": "needs rows to measure on", "sample_prompts": "are answered at each evaluation"}
+    need_rows |= {"eval_tasks": "are measured at each evaluation"}
+    for name, reason in need_rows.items():
+        if getattr(c, name) and not c.eval_dataset and c.eval_fraction == 0:
+            yield f"--{name} {reason}: give --eval_fraction (such as 0.05) or --eval_dataset."
+    if c.eval_tasks and not importlib.util.find_spec("lm_eval"):
+        yield f"--eval_tasks {NEEDS_LM_EVAL}"
     if c.early_stopping and not c.eval_steps:
         yield "--early_stopping counts the evaluations during training: it needs --eval_steps (such as 50)."
     if not c.streaming and _changed(c, "shuffle_buffer"):

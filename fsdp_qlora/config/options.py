@@ -290,6 +290,8 @@ class TrainConfig:
     sample_prompts: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """File of prompts, .jsonl or one in each line, that are answered at each evaluation; the answers are in
     samples.jsonl."""
+    eval_tasks: Annotated[tuple[str, ...], MAY_DIFFER] = ()
+    """Tasks of lm-eval, by name or as YAML files, that the sharded model is measured on at each evaluation."""
 
     # == output ==
     save_model: Annotated[bool, MAY_DIFFER] = True

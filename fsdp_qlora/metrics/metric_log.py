@@ -95,7 +95,7 @@ class MetricLog:
             )
 
     def evaluation(self, record: Record) -> None:
-        """Log one evaluation: step, epoch, eval_loss, perplexity, num_target_tokens, and eval_sets by name."""
+        """Log one evaluation: step, epoch, eval_loss, perplexity, num_target_tokens; eval_sets, eval_tasks by name."""
         if not self._sinks:
             return
         record, self._has_evaluated = plain(record), True
@@ -104,6 +104,8 @@ class MetricLog:
         log.info(_line(record, ("step", *EVALUATION_COLUMNS)))
         for name, result in record.get("eval_sets", {}).items():
             log.info(f"  {name}: {_line(result, EVALUATION_COLUMNS)}")
+        if numbers := numbers_in(record.get("eval_tasks", {})):
+            log.info("  " + "  ".join(f"{name} {number:.4f}" for name, number in numbers.items()))
 
     def flush(self) -> None:
         """Make every record so far durable: a checkpoint must not outlive the records before it."""

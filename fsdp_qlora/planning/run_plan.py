@@ -22,6 +22,7 @@ from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.tokenization import sample_line
+from fsdp_qlora.generation.generate import Tasks
 from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import check_output
@@ -47,6 +48,8 @@ class Plan:
     warmup_steps: int
     questions: tuple[Question, ...] = ()
     """Of --sample_prompts."""
+    tasks: Tasks | None = None
+    """Of --eval_tasks."""
     chosen: Mapping[str, Any] = field(default_factory=dict)
     """Options that --auto replaces."""
 
@@ -63,6 +66,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     if config.profile:
         check_output(config.profiling_output)
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
+    tasks = Tasks(config.eval_tasks) if config.eval_tasks else None
     devices = describe.describe_device(machine.device, machine.world_size)
     describe.tell(config, f"Devices: {devices}", *needless_lines(config))
     model = plan_model(config, machine, store)
@@ -80,7 +84,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     asked = tuple(question for _, question in questions)
     placed = place(config, model, longest(config), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
-    plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, chosen)
+    plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, tasks, chosen)
     describe.tell(config, *_describe(plan, devices))
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,11 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     samples = open_samples(config, plan, trainer, folder)
     with guard.recording(state, identity, samples, total_steps=plan.schedule.total_steps) as recorder:
         progress = restore(state, guard)
+        if plan.tasks:
+            recorder.measure_tasks = partial(
+                plan.tasks.measure, trainer.model, plan.model.tokenizer, plan.model.precision, ranks,
+                batch_size=config.batch_size, bootstrap_iters=0,
+            )  # fmt: skip
         try:
             with recorder.watching():
                 if ranks.device.type == "cuda":

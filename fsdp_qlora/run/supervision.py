@@ -168,6 +168,7 @@ class Recorder:
         self.config, self.control, self.facts = guard.config, guard.control, guard.facts
         self.control.is_writing = lambda: saver.is_writing
         self.measured: Measured | None = None  # on a GPU
+        self.measure_tasks: Callable[..., dict[str, Any]] | None = None  # of --eval_tasks
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -192,9 +193,10 @@ class Recorder:
         self._keep_status(progress)
 
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
-        self.metrics.evaluation(record)
+        beat = partial(self.control.heartbeat.beat, progress.step, "evaluate")
+        tasks = {"eval_tasks": self.measure_tasks(beat=beat)} if self.measure_tasks else {}
+        self.metrics.evaluation(record | tasks)
         if self.samples:
-            beat = partial(self.control.heartbeat.beat, progress.step, "evaluate")
             self.samples.write(progress.step, beat)
         self.facts.mark("evaluation")
 

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 
 from fsdp_qlora.cli.main import main
 from fsdp_qlora.commands.evaluate import describe
+from fsdp_qlora.metrics.sinks import read_records
 from tests.reference import batch_loss, encode, load_base, load_decoded_base, peft_model
-from tests.tiny import flags, make_rows, on_ranks, write_rows
+from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
 
 Models = Callable[..., Path]
 LENGTH = 6
@@ -117,10 +118,8 @@ def test_tasks_of_lm_eval_score_as_one_process_of_transformers_does(
     for number, (first, *choices) in enumerate(zip(words[:11], words[5:16], words[12:23], strict=True)):
         question = f"{first} is"
         answer = generated(model, tokenizer, question) + "!" * (number == 4)  # one that no model gives
-        docs.append(
-            {"question": question, "choices": [f" {word}" for word in choices], "label": number % 2}
-            | {"answer": answer}
-        )
+        choices = [f" {word}" for word in choices]
+        docs.append({"question": question, "choices": choices, "label": number % 2, "answer": answer})
     rows = write_rows(tmp_path / "docs.jsonl", docs)
     common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}}, "test_split": "test"}
     common |= {"doc_to_text": "question"}
@@ -135,9 +134,18 @@ def test_tasks_of_lm_eval_score_as_one_process_of_transformers_does(
     assert 0 < right < len(docs)
     questions = [doc["question"] for doc in docs]
     logps = [logp(model, [0, *tokenizer(question)["input_ids"]], 1) for question in questions]
-    for ranks in (1, 2):
-        tasks = ",".join(f"{tmp_path}/{name}.yaml" for name in ("choice", "text", "whole"))
-        found = measured(ranks, tmp_path / str(ranks), adapter=adapter, tasks=tasks)
+    tasks = ",".join(f"{tmp_path}/{name}.yaml" for name in ("choice", "text", "whole"))
+    results = [measured(ranks, tmp_path / str(ranks), adapter=adapter, tasks=tasks) for ranks in (1, 2)]
+    # A run that goes on with the adapter measures it before the first step, and learns what it learns without tasks.
+    common = {"model_name": models(), "adapter": adapter, "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12))}
+    common |= {"train_type": "lora", "precision": "fp32", "lr": 3e-3, "eval_fraction": 0.25, "max_steps": 2}
+    output = train_ok(2, tmp_path / "with", eval_tasks=tasks, **common)
+    train_ok(2, tmp_path / "without", **common)
+    for name in ("adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes(), name
+    before, after = (row["eval_tasks"] for row in read_records(tmp_path / "with/metrics.jsonl") if "eval_tasks" in row)
+    assert before["whole"] != after["whole"] and "  whole/byte_perplexity " in output
+    for found in (*results, before):
         assert found["choice"]["acc"] == pytest.approx(right / len(docs))
         assert found["text"]["exact_match"] == pytest.approx(10 / 11)
         perplexity = math.exp(-sum(logps) / len("".join(questions)))
@@ -172,9 +180,13 @@ def test_unknown_tasks_and_a_missing_package_are_refused_at_once(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["evaluate", *flags(model_name=models(), tasks="arc_easy")]) == 2
     assert 'pip install "fsdp_qlora[lm-eval]"' in capsys.readouterr().err
+    assert main(["train", *flags(eval_tasks="arc_easy", eval_fraction=0.1)]) == 2
+    assert '--eval_tasks needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"' in capsys.readouterr().err
     monkeypatch.undo()
     pytest.importorskip("lm_eval")
     source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "none.jsonl")}}}
     (tmp_path / "broken.yaml").write_text(json.dumps({"task": "broken", "test_split": "test"} | source))
     own = {"model_name": tmp_path / "none", "tasks": tmp_path / "broken.yaml", "nproc_per_node": 1}
     assert main(["evaluate", *flags(**own)]) == 2 and "lm-eval cannot load" in capsys.readouterr().err
+    own = {"model_name": models(), "eval_tasks": tmp_path / "broken.yaml", "eval_fraction": 0.1, "dry_run": True}
+    assert main(["train", *flags(**own)]) == 2 and "lm-eval cannot load" in capsys.readouterr().err

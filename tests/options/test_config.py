@@ -129,6 +129,7 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--train_type hqq_lora --group_size 48", "--group_size must be a multiple of 32, but is 48"),
         ("--eval_fraction 0.1 --eval_dataset x.json", "Give one"),
         ("--eval_steps 5", "--eval_steps needs rows"),
+        ("--eval_tasks arc_easy", "--eval_tasks are measured at each evaluation: give --eval_fraction"),
         ("--max_cost_usd 3", "--max_cost_usd and --price_per_hour are needed together"),
         ("--use_activation_cpu_offload true --use_gradient_checkpointing false", "it needs"),
         ("--use_activation_cpu_offload true --recompute 0", "it needs --recompute all"),
