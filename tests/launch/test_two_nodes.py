@@ -74,7 +74,7 @@ def test_two_nodes_have_the_losses_of_one_and_send_what_the_plan_says(
 
 def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(nodes: Nodes, tmp_path: Path) -> None:
     fill(nodes)
-    steps = 40
+    steps = 12
     argv = flags(**options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", save_steps=1, **ON_NODES)
     nodes.start(argv)
     wait_for_step(nodes, 3)
@@ -92,21 +92,26 @@ def test_a_cut_link_ends_both_nodes_in_a_minute_and_the_run_resumes(nodes: Nodes
     assert read_metrics(nodes.disks[0] / "out") == pytest.approx(on_one_node(nodes, tmp_path / "one", steps), rel=1e-6)
 
 
-def test_a_killed_node_is_replaced_and_the_run_goes_on(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_the_run_goes_on_with_another_node_or_with_fewer(
+    is_replaced: bool, nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(nodes)
-    steps = 40
+    steps = 12
     argv = flags(**options(nodes.disk, steps, "full_shard"), output_dir=nodes.disk / "out", save_steps=1, **ON_NODES)
     # torch 2.13: a node that stays does not tell a new one the address of the store that it shares.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
     nodes.torchrun = ["--nnodes", "1:2", "--max-restarts", "3"]
     nodes.rendezvous = ",last_call_timeout=5,keep_alive_interval=1"
     nodes.start(argv)
     wait_for_step(nodes, 3)
-    nodes.replace(1, argv)
-    assert nodes.wait(SECONDS) == [0, 0], nodes.output(0) + nodes.output(1)
-    assert nodes.output(0).count("Devices: 2 ranks") == 2 and "Resuming at step" in nodes.output(0)
+    nodes.kill(1)
+    if is_replaced:
+        nodes.start_again(1, argv)
+    assert nodes.wait(SECONDS) == [0, 0 if is_replaced else -9], nodes.output(0) + nodes.output(1)
+    starts = re.findall(r"; (\d) ranks? on the CPU|(Resuming) at step", nodes.output(0))
+    assert starts == [("2", ""), (str(1 + is_replaced), ""), ("", "Resuming")], nodes.output(0)
     assert read_metrics(nodes.disks[0] / "out") == pytest.approx(on_one_node(nodes, tmp_path / "one", steps), rel=1e-6)
 
 

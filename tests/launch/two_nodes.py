@@ -20,7 +20,7 @@ from tests.tiny import ROOT
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 29400
-_MBIT = 100
+_MBIT, _MILLISECONDS = 100, 20
 
 
 def why_not() -> str | None:
@@ -50,13 +50,15 @@ class Nodes:
         self.spaces = [f"fq{os.getpid()}n{node}" for node in range(2)]
         self.logs = [path / "log" for path in self.disks]
         self.agents: list[subprocess.Popen[bytes]] = []
+        self.link: subprocess.Popen[bytes] | None = None
         self.torchrun, self.rendezvous = ["--nnodes", "2"], ""
 
     def up(self) -> None:
-        first, second = self.spaces
         for space in self.spaces:
             _run("ip", "netns", "add", space)
-        _run("ip", "link", "add", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0", "netns", second)
+        words = [sys.executable, str(Path(__file__).with_name("delayed_link.py")), *self.spaces, str(_MILLISECONDS)]
+        self.link = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert self.link.stdout is not None and self.link.stdout.readline()  # when it is there
         for space, address in zip(self.spaces, ADDRESSES, strict=True):
             _run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
             _run("ip", "-n", space, "link", "set", "lo", "up")
@@ -81,9 +83,7 @@ class Nodes:
         """Start torchrun on both nodes."""
         self.agents = [self._start(node, argv, per_node) for node in range(2)]
 
-    def replace(self, node: int, argv: Sequence[str]) -> None:
-        """Kill all of a node's processes, and start torchrun there again."""
-        self._kill(node)
+    def start_again(self, node: int, argv: Sequence[str]) -> None:
         self.agents[node] = self._start(node, argv, 1)
 
     def _start(self, node: int, argv: Sequence[str], per_node: int) -> "subprocess.Popen[bytes]":
@@ -110,7 +110,7 @@ class Nodes:
     def output(self, node: int) -> str:
         return self.logs[node].read_text(errors="replace")
 
-    def _kill(self, node: int) -> None:
+    def kill(self, node: int) -> None:
         agent = self.agents[node]
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
@@ -119,7 +119,10 @@ class Nodes:
 
     def down(self) -> None:
         for node in range(len(self.agents)):
-            self._kill(node)
+            self.kill(node)
+        if self.link:
+            self.link.kill()
+            self.link.wait()
         for space in self.spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
