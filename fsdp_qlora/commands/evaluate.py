@@ -12,7 +12,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData, prepare_data
 from fsdp_qlora.data.sources import parse_eval_names
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.generation.generate import Tasks
+from fsdp_qlora.generation.tasks import Tasks
 from fsdp_qlora.planning.plan import PlacedModel
 from fsdp_qlora.planning.run_plan import Plan, data_options, make_schedule
 from fsdp_qlora.ranks.distributed import Ranks

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from fsdp_qlora.errors import UserError
-
 
 class TrainType(NamedTuple):
     """adapter: kind of adapter. quantizer: how the base is stored. trains: all, adapter or new_blocks."""
@@ -19,14 +17,6 @@ class TrainType(NamedTuple):
     @property
     def trains_new_blocks(self) -> bool:
         return self.trains == "new_blocks"
-
-    def check_takes_4bit(self, name: str, model_name: str) -> None:
-        """Refuse a train type, called `name`, that needs weights which a 4-bit checkpoint no longer has."""
-        if self.quantizer != "bnb_4bit" or self.trains_new_blocks:
-            raise UserError(
-                f"model_name {model_name} is quantized to 4 bits, which train_type {name} cannot train. "
-                "Use --train_type qlora, or give the model with 16- or 32-bit weights."
-            )
 
 
 TRAIN_TYPES: dict[str, TrainType] = {

@@ -200,7 +200,11 @@ def resolve_layers(
         notes.append(stored.describe_use(quantizes=train_type.quantizer is not None))
     prequantized = bnb_4bit.take_settings(model_config, config.model)
     if prequantized:
-        train_type.check_takes_4bit(config.train_type, config.model)
+        if train_type.quantizer != "bnb_4bit" or train_type.trains_new_blocks:
+            raise UserError(
+                f"model_name {config.model} is quantized to 4 bits, which train_type {config.train_type} cannot train. "
+                "Use --train_type qlora, or give the model with 16- or 32-bit weights."
+            )
         notes.append(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
     layers = LayerOptions(
         lora=config.pick(

@@ -22,8 +22,8 @@ from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.data.tokenization import sample_line
-from fsdp_qlora.generation.generate import Tasks
 from fsdp_qlora.generation.prompts import Question, read_questions
+from fsdp_qlora.generation.tasks import Tasks
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import check_output
 from fsdp_qlora.model import models
