@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ PARTIAL = ".partial"
 _HEAD_BYTES = 2**20  # holds the names, types and shapes of all tensors of a usual file
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _CHUNK_BYTES = 2**22
+_LEFT_SECONDS = 3600.0  # after which nobody writes to a partial file any more
 _URLS = ("s3", "gcs", "gs", "az", "sftp")  # of those that fsspec opens, which can be written to
 
 
@@ -59,13 +61,13 @@ def flush_files(folder: Path) -> None:
 def staged_file(path: Path) -> Iterator[Path]:
     """A path to write to. When the block has ended it replaces `path`: a reader sees the old file or the new one.
 
-    After a failure nothing of it is left; what a kill has left its next writer removes. The last of several writers
-    wins: each has a name of its own.
+    After a failure nothing of it is left; what a kill has left a writer removes an hour later. The last of several
+    writers wins: each has a name of its own (of earlier versions a fixed one).
     """
     with contextlib.suppress(OSError):
-        for name in os.listdir(path.parent):
-            if is_partial(name, path.name):  # earlier versions gave it one fixed name
-                path.with_name(name).unlink(missing_ok=True)
+        for left in path.parent.iterdir():
+            if is_partial(left.name, path.name) and left.stat().st_mtime < time.time() - _LEFT_SECONDS:
+                left.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         yield partial

@@ -1,5 +1,6 @@
 """Files and folders that are staged: whole or not there, whatever was there before."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,18 @@ def test_a_staged_file_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_staged_file_has_a_name_of_its_own_and_follows_killed_writers(tmp_path: Path) -> None:
+def test_writers_of_one_file_leave_each_other_alone_and_remove_what_killed_ones_left(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     for name in (".run.json.partial", ".run.json.0123456789abcdef.partial"):  # of earlier versions, and of this one
         (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
     (tmp_path / ".other.json.partial").write_text("another's")
-    names = set()
-    for _ in range(2):
-        with staged_file(path) as partial:
-            names.add(partial.name)
-            partial.write_text("new")
-    assert len(names) == 2 and path.read_text() == "new"
+    with staged_file(path) as slow:
+        slow.write_text("slow")
+        with staged_file(path) as fast:
+            fast.write_text("fast")
+        assert path.read_text() == "fast"
+    assert path.read_text() == "slow"
     assert sorted(file.name for file in tmp_path.iterdir()) == [".other.json.partial", "run.json"]
 
 
