@@ -32,7 +32,7 @@ MOST = {
     "folders of the library": 21,
     "files at the package's root": 5,
     "options": 120,
-    "lines of tests": 20_945,
+    "lines of tests": 20_960,
 }
 
 

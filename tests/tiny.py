@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,13 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
 def read_metrics(output_dir: Path, key: str = "loss") -> list[float]:
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     return [record[key] for record in records if key in record]
+
+
+def all_slow_but(quick: str, cases: Iterable[str]) -> list[Any]:
+    """The cases of a test, all but one for --slow alone."""
+    import pytest  # not in every rank
+
+    return [pytest.param(case, marks=[] if case == quick else pytest.mark.slow) for case in cases]
 
 
 def flags(**options: object) -> list[str]:

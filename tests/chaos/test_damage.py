@@ -18,6 +18,8 @@ from tests.chaos.conftest import Reference
 from tests.chaos.harness import KILLED, Job, Same, at_step, ended, finish, numbers, run, wait_for
 from tests.tiny import make_model, make_rows, write_rows
 
+pytestmark = pytest.mark.slow
+
 DIE_AT_14 = partial(at_step, 14, KILLED)
 
 

@@ -43,6 +43,8 @@ from tests.chaos.harness import (
     write_slowly,
 )
 
+pytestmark = pytest.mark.slow
+
 # --- the disk ---
 
 

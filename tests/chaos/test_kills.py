@@ -43,7 +43,7 @@ from tests.chaos.harness import (
     wait_for,
     write_slowly,
 )
-from tests.tiny import make_rows, write_rows
+from tests.tiny import all_slow_but, make_rows, write_rows
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27  # Linux's; Python has no names for them
 
@@ -183,6 +183,7 @@ def die_at(call: str, count: int) -> None:
 PHASES = [("fsync", 6), ("fsync", 7), ("fsync", 8), ("fsync", 9), ("rename", 2), ("fsync", 10), ("rename", 5)]
 
 
+@pytest.mark.slow
 def test_a_kill_in_any_phase_of_a_save_leaves_whole_checkpoints_only(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
@@ -210,12 +211,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-SLOW_KINDS = ("bnb_llama_pro", "int8_lora")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW_KINDS else []) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", all_slow_but("full", KINDS))
 def test_every_kind_of_training_resumes_to_the_same_bytes(kind: str, reference: Reference, tmp_path: Path) -> None:
     options = {**reference.options, "num_epochs": 1, "eval_fraction": 0, "eval_steps": 0, **KINDS[kind]}
     train_type = TRAIN_TYPES[str(options.get("train_type", "qlora"))]

@@ -57,6 +57,7 @@ def wait_for_step(output_dir: Path, step: int, process: subprocess.Popen[bytes],
     wait_for(reached)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_the_death_of_torchrun_ends_the_workers_and_meanwhile_nobody_else_may_wr
     assert_same(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_launcher_is_passed_on_and_its_exit_status_is_the_documented_one(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:

@@ -20,6 +20,8 @@ from tests.chaos.harness import Job, ended, steps_done, wait_for
 from tests.chaos.wandb_server import Run, WandbServer
 from tests.tiny import ROOT
 
+pytestmark = pytest.mark.slow
+
 KEY = "0123456789abcdef0123456789abcdef01234567"
 HANG_SECONDS = 600  # protects these tests against a hang; nothing is measured
 

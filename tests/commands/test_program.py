@@ -162,6 +162,7 @@ def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
     assert main(["doctor"]) == 0
 
 
+@pytest.mark.slow
 def test_doctor_names_what_goes_wrong_between_two_ranks() -> None:
     assert doctor.problem_between_ranks(False) == ""
     assert "no-link" in doctor.problem_between_ranks(False, GLOO_SOCKET_IFNAME="no-link")

@@ -40,6 +40,8 @@ from fsdp_qlora.run.run import open_weights
 from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz
 from tests.tiny import flags, make_rows, train_ok, write_rows
 
+pytestmark = pytest.mark.slow
+
 ALONE = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 Models = Callable[..., Path]
 

@@ -220,6 +220,7 @@ def run_in_turn(hub: Hub, folder: Path, cases: list[dict[str, object]]) -> tuple
     return [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("STATUS")], done.stdout
 
 
+@pytest.mark.slow
 def test_what_can_be_refused_without_weights_is_refused_before_they_are_asked_for(
     hub: Hub, models: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from fsdp_qlora.loading.quant_cache import cache_key
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.storage.files import file_identity
 from tests.parity.test_experts import FAMILIES
-from tests.tiny import flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
+from tests.tiny import all_slow_but, flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
 Run = Callable[..., tuple[str, list[float]]]
@@ -109,7 +109,7 @@ def options_of(case: str, models: Models) -> dict[str, object]:
     return {**options, "model_name": models(family, **sizes)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", all_slow_but("nf4", CASES))
 def test_a_cache_written_on_2_ranks_gives_the_same_losses_on_any_number(
     case: str, runs: Runs, run: Run, models: Models, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from tests.card import answer_as_a_card
 from tests.parity.test_combinations import train_each
-from tests.tiny import _free_port, flags, make_rows, on_ranks, write_rows
+from tests.tiny import _free_port, all_slow_but, flags, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]
 # Every row of TRAIN_TYPES once, by its first name.
@@ -63,7 +63,7 @@ def _train_then_on_a_card(honest: list[list[str]], on_card: list[list[str]], por
     return train_each(on_card, ports[len(honest) :])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", all_slow_but("qlora", CASES))
 def test_a_sharded_run_is_the_same_on_a_card(case: str, models: Models, tmp_path: Path) -> None:
     model, options = models("llama"), CASES[case]
     if TRAIN_TYPES[options["train_type"]].trains_new_blocks:

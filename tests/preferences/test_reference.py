@@ -62,6 +62,7 @@ def numbers(output: Path) -> list[dict[str, float]]:
     return [{key: record[key] for key in record if key in kept or "/" in key} for record in records(output)]
 
 
+@pytest.mark.slow
 def test_steps_do_not_depend_on_ranks_micro_batches_and_layout(models: Models, tmp_path: Path) -> None:
     run = options(models("llama"), tmp_path, train_type="qlora")
     train_ok(2, tmp_path / "plain", **run, batch_size=3)

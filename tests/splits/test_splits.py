@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from tests.tiny import make_rows, read_metrics, train_ok, write_rows
+from tests.tiny import all_slow_but, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
 ROWS_PER_STEP, NUM_ROWS = 12, 30  # two whole steps, and one of 6 rows
@@ -53,7 +53,7 @@ def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     return losses_and_norms
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", all_slow_but("qlora", CASES))
 def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable[..., list[float]]) -> None:
     first, *others = [train(case, *split) for split in SPLITS]
     assert len(set(first)) == 6
@@ -62,7 +62,7 @@ def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable
     assert others == [pytest.approx(first, rel=tolerance)] * len(others)
 
 
-@pytest.mark.parametrize("case", ["qlora", "lora", "full"])
+@pytest.mark.parametrize("case", all_slow_but("qlora", ["qlora", "lora", "full"]))
 def test_losses_do_not_depend_on_the_size_of_micro_batches(case: str, train: Callable[..., list[float]]) -> None:
     first, *others = [train(case, *split) for split in [(1, 1), (1, 2), (2, 1), (4, 3)]]
     assert others == [pytest.approx(first, rel=1e-5)] * len(others)
