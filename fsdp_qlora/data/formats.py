@@ -230,8 +230,7 @@ ALIASES: tuple[tuple[str, dict[str, str]], ...] = (
     ("preference", {"chosen_messages": "chosen", "rejected_messages": "rejected"}),
     ("preference", {"chosen_response": "chosen", "rejected_response": "rejected"}),  # argilla's UltraFeedback
     ("preference", {"response_j": "chosen", "response_k": "rejected"}),  # StackExchange's
-    ("rating", {"score": "rating"}),
-    ("rating", {"overall_score": "rating"}),
+    *(("rating", {name: "rating"}) for name in preferences.RATINGS[1:]),
     ("text", {"response": "text"}),  # ms-swift, for pretraining
 )
 
