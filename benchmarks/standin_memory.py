@@ -100,7 +100,7 @@ CASES: dict[str, dict[str, Any]] = {
     "7b": {"shape": "7b", "ranks": 2, "batch_size": 4, **SHARD},
     "7b_ddp": {"shape": "7b", "ranks": 2, "batch_size": 8, "sharding_strategy": "ddp"},
     "7b_full": {"shape": "7b", "ranks": 8, "train_type": "full", **SHARD},
-    "7b_full_offload": {"shape": "7b", "ranks": 4, "train_type": "full", **OFFLOAD},
+    "7b_full_offload": {"shape": "7b", "ranks": 8, "train_type": "full", **OFFLOAD},
     "14b": {"shape": "14b", "ranks": 2, **SHARD},
     "14b_1_card": {"shape": "14b", "batch_size": 1},
     "32b": {"shape": "32b", "ranks": 2, **SHARD},
