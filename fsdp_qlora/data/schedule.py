@@ -119,6 +119,11 @@ class Schedule:
         found = lengths[micro_batch]
         return int(len(found) * found.max() if self.padding else found.sum())
 
+    def lengths_computed(self, micro_batch: np.ndarray, lengths: np.ndarray) -> list[int]:
+        """Tokens of a micro-batch's rows as they are computed, padding included."""
+        found: list[int] = lengths[micro_batch].tolist()
+        return [max(found, default=0)] * len(found) if self.padding else found
+
     def longest_micro_batch(
         self, train_rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray
     ) -> tuple[np.ndarray, int]:
@@ -149,12 +154,14 @@ class Schedule:
         useful = sum(int(lengths[piece].sum()) for piece in pieces)
         return useful / sum(computed), useful / sum(self.world_size * max(turn) for turn in turns)
 
-    def first_useful_shares(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
-        """The mean of `useful_shares` over the first steps; of a stream only its first rows are known."""
+    def first_micro_batches(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[np.ndarray]]:
+        """The micro-batches of each of the first steps; of a stream only its first rows are known."""
         steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
-        shares = [
-            self.useful_shares(self.micro_batches(of_step, lengths), lengths) for _, of_step in steps if len(of_step)
-        ]
+        return [self.micro_batches(of_step, lengths) for _, of_step in steps if len(of_step)]
+
+    def first_useful_shares(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
+        """The mean of `useful_shares` over the first steps."""
+        shares = [self.useful_shares(pieces, lengths) for pieces in self.first_micro_batches(rows, lengths)]
         of_computed, of_lock_step = np.mean(shares, axis=0).tolist()
         return of_computed, of_lock_step
 

@@ -15,7 +15,7 @@ from fsdp_qlora.config.text import value_text
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.checks import host_memory_free
-from fsdp_qlora.planning.gpus import gpu_like
+from fsdp_qlora.planning.gpus import gpu_like, gpu_of
 from fsdp_qlora.planning.outlook import Planner, Request
 from fsdp_qlora.planning.plan import ModelPlan, least_free
 from fsdp_qlora.ranks import distributed
@@ -47,10 +47,10 @@ def choose_settings(
         )
     chosen: dict[str, Any] = {}
     if ranks.is_rank_0 and not (chosen := settings_of_run(config, machine.world_size)):
-        card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
-        known = (card.total_memory / GIB, card.name, 10 * card.major + card.minor) if card else (free / GIB,)
         host = host_memory_free(distributed.ranks_per_node(ranks, machine.world_size)) * machine.world_size
-        gpu = gpu_like(*known)._replace(usable=1.0)  # what is free is what CUDA gives
+        card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
+        gpu = gpu_of(card) if card else gpu_like(free / GIB)
+        gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
         beside = sum(gpu.beside_torch(machine.world_size).values())
         request = Request(gpu._replace(memory_gib=(free + beside) / GIB), machine.world_size, host / GIB)
         best = Planner(config, request, model, lengths).fastest()[0]

@@ -11,9 +11,11 @@ from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.output.environment import describe_environment
 from fsdp_qlora.output.text import GIB
+from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.plan import PlacedModel
 from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.planning.speed import micro_batch_seconds, size_of
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -22,19 +24,28 @@ _FAR, _FAR_GIB = 0.05, 0.25  # of what is planned, and at least: what a small mo
 
 
 class Measured:
-    """The GPU memory of the fullest rank and the speed as they are, beside the plan; warns once if it was far off."""
+    """The GPU memory of the fullest rank and the speed as they are, beside the plan; warns once of far more memory.
 
-    def __init__(self, plan: PlacedModel) -> None:
-        self._plan, self._memory, self._has_warned = plan, plan.memory, False
+    Speed is planned on `gpu` for the lengths of the first steps' rows, and measured in all steps of this start: rows
+    come in random order, so both are of the same work.
+    """
+
+    def __init__(self, plan: Plan, gpu: Gpu) -> None:
+        self._plan, self._gpu, self._model, self._has_warned = plan, gpu, plan.model, False
+        self._planned_speed = self._tokens = self._seconds = 0.0
 
     def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The facts after a step, for the report. record: from `Trainer.train_step`."""
-        number = record.get("recompute", self._memory.recomputing)
-        if number != self._memory.recomputing:
-            step = dataclasses.replace(self._plan.step, recomputing=number)
-            self._memory = estimate_memory(self._plan.meta.parts, self._plan.blocks, step)
+        model, number = self._model, record.get("recompute", self._model.memory.recomputing)
+        if number != model.memory.recomputing:
+            step = dataclasses.replace(model.step, recomputing=number)
+            memory = estimate_memory(model.meta.parts, model.blocks, step)
+            self._model, self._planned_speed = dataclasses.replace(model, memory=memory), 0.0
+        self._planned_speed = self._planned_speed or planned_speed(self._plan, self._model, self._gpu)
+        self._tokens += record["num_tokens"]
+        self._seconds += record["step_seconds"]
         measured = {name: max(record["memory_gib"][name]) for name in ("allocated", "reserved")}
-        planned = {name: round(getattr(self._memory, name) / GIB, 3) for name in measured}
+        planned = {name: round(getattr(self._model.memory, name) / GIB, 3) for name in measured}
         off = measured["reserved"] - planned["reserved"]  # less is no fault: of a stream the longest rows are not known
         if off > max(_FAR * planned["reserved"], _FAR_GIB) and not self._has_warned:
             self._has_warned = True
@@ -44,7 +55,17 @@ class Measured:
                 planned["reserved"], measured["reserved"],
             )  # fmt: skip
         found = {"planned_gib": planned, "measured_gib": measured, "recompute": number}
-        return {"measured": {**found, "tokens_per_second": round(record["tokens_per_second"], 1)}}
+        speeds = {"planned_tokens_per_second": self._planned_speed, "tokens_per_second": self._tokens / self._seconds}
+        return {"measured": {**found, **{name: round(speed, 1) for name, speed in speeds.items()}}}
+
+
+def planned_speed(plan: Plan, model: PlacedModel, gpu: Gpu) -> float:
+    """Tokens per second of the run's first steps, each turn as long as its longest micro-batch, which comes first."""
+    schedule, lengths, size = plan.schedule, plan.data.train.lengths, size_of(model.meta.parts)
+    pieces = schedule.first_micro_batches(plan.data.train_rows, lengths)
+    longest = [schedule.lengths_computed(piece, lengths) for step in pieces for piece in step[:: schedule.world_size]]
+    seconds = sum(micro_batch_seconds(model, size, each, gpu) for each in longest)
+    return sum(int(lengths[piece].sum()) for step in pieces for piece in step) / seconds
 
 
 def run_facts(plan: Plan) -> dict[str, Any]:

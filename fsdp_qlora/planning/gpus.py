@@ -2,7 +2,7 @@
 
 import difflib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -72,6 +72,11 @@ def gpu_like(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
     as_new = [gpu for gpu in GPUS.values() if gpu.capability == capability] or [GPUS["RTX 3090"]]
     nearest = min(as_new, key=lambda gpu: abs(gpu.memory_gib - memory_gib))
     return nearest._replace(name=f"a GPU like an {nearest.name}", memory_gib=memory_gib)
+
+
+def gpu_of(card: Any) -> Gpu:
+    """The GPU that torch.cuda.get_device_properties describes."""
+    return gpu_like(card.total_memory / GIB, card.name, 10 * card.major + card.minor)
 
 
 def _plain(name: str) -> str:

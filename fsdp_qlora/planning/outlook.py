@@ -14,8 +14,8 @@ from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.placement import with_margin
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
-from fsdp_qlora.planning.speed import count_work, seconds, size_of
-from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES, Ranks
+from fsdp_qlora.planning.speed import micro_batch_seconds, size_of
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.model_parts import Offload
 
 _FEW_ROWS = 16  # in a micro-batch; more save little time
@@ -125,15 +125,8 @@ class Planner:
         config = dataclasses.replace(self.config, **changes)
         lengths, blocks = self._measure(config)
         plan = place(config, self.model, lengths, blocks=blocks)
-        work = count_work(
-            self._size,
-            lengths,
-            num_shards=plan.num_shards,
-            recomputed_share=plan.memory.recomputing / self.num_blocks,
-            host_share=plan.placement.offload.blocks / self.num_blocks,
-            frees_blocks=SHARDING_STRATEGIES[plan.placement.sharding_strategy][1],
-        )
-        rate = self.request.num_gpus * sum(lengths) / seconds(work, self.request.gpu)
+        seconds = micro_batch_seconds(plan, self._size, lengths, self.request.gpu)
+        rate = self.request.num_gpus * sum(lengths) / seconds
         return Outlook(config, plan, self.request, rate)
 
     def _measure(self, config: TrainConfig) -> tuple[Sequence[int], list[BlockBytes]]:

@@ -161,5 +161,4 @@ def longest_of_run(config: TrainConfig, data: RunData, world_size: int) -> list[
 def longest_lengths(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> list[int]:
     """Tokens of the rows in the run's longest micro-batch, padding included."""
     longest, _ = schedule.longest_micro_batch(rows, lengths, lengths)
-    found: list[int] = lengths[longest].tolist()
-    return [max(found)] * len(found) if schedule.padding else found
+    return schedule.lengths_computed(longest, lengths)

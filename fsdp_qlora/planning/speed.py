@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from fsdp_qlora.model.attention import head_size
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
+from fsdp_qlora.planning.plan import PlacedModel
+from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.sharding.model_parts import ModelParts
 
 # Fitted to the published runs together with `Gpu.achieved`.
@@ -80,6 +82,19 @@ def seconds(work: Work, gpu: Gpu) -> float:
     computing += work.memory / (gpu.bandwidth * 1e9 * _MEMORY_SHARE)
     communicating = work.link / (gpu.link * 1e9)
     return computing + communicating - _OVERLAP * min(computing, communicating)
+
+
+def micro_batch_seconds(plan: PlacedModel, size: Size, lengths: Sequence[int], gpu: Gpu) -> float:
+    """Time of a micro-batch of rows with these lengths, of a model in its place. size: of its parts."""
+    work = count_work(
+        size,
+        lengths,
+        num_shards=plan.num_shards,
+        recomputed_share=plan.memory.recomputing / size.blocks,
+        host_share=plan.placement.offload.blocks / size.blocks,
+        frees_blocks=SHARDING_STRATEGIES[plan.placement.sharding_strategy][1],
+    )
+    return seconds(work, gpu)
 
 
 def size_of(parts: ModelParts) -> Size:

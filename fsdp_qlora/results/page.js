@@ -210,6 +210,7 @@ function summary() {
     ["perplexity", (run) => { const loss = last(run.evaluations.eval_loss); return isNumber(loss) ? short(Math.exp(loss)) : null; }],
     ["tokens", (run) => short(run.totals.tokens)],
     ["tokens/s", (run) => short(run.totals.tokens_per_second)],
+    ["planned tokens/s", (run) => { const planned = run.facts.measured?.planned_tokens_per_second; return isNumber(planned) ? short(planned) : null; }],
     ["time in steps", (run) => time(run.totals.seconds)],
     ["peak memory", (run) => { const peak = highest(memoryColumns().flatMap(([column]) => run.steps[column] || [])); return isNumber(peak) ? `${short(peak)} GiB` : null; }],
     ["planned memory", (run) => { const planned = run.facts.measured?.planned_gib?.reserved; return isNumber(planned) ? `${short(planned)} GiB` : null; }],

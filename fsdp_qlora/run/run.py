@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fsdp_qlora.adapters.first_values import start_values
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.progress import Progress
@@ -31,6 +33,7 @@ from fsdp_qlora.loading.weight_files import Weights, open_weight_files
 from fsdp_qlora.model import models
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import Measured, run_facts
+from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, check_resources
 from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan
 from fsdp_qlora.ranks import distributed
@@ -152,7 +155,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         try:
             with recorder.watching():
                 if ranks.device.type == "cuda":
-                    recorder.measured = Measured(plan.model)
+                    recorder.measured = Measured(plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
                     try_memory(config, plan, trainer, start)
                 train(trainer, plan.data, progress, recorder)
         except (RunStopped, NotFinite) as error:

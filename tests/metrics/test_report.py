@@ -1,12 +1,13 @@
 """The report: it shows what a run has left, whatever that is, and nothing in it is more than text."""
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdp_qlora.commands.plan import make_planner
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.planning.facts import Measured, data_facts
+from fsdp_qlora.planning.facts import Measured, data_facts, planned_speed
+from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import Memory
+from fsdp_qlora.planning.outlook import Request
 from fsdp_qlora.results.report import make_page, read_run, write_at_end, write_report
 from tests.tiny import flags, make_rows, run_ranks, train_ok, write_rows
 
@@ -181,28 +186,47 @@ def test_a_browser_draws_it_without_errors(tmp_path: Path) -> None:
     assert len(re.findall("<script", done.stdout)) == 2 and "<img" not in done.stdout
 
 
-def test_memory_beside_the_plan_is_a_fact_and_a_warning_if_far_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_and_speed_are_facts_beside_the_plan_with_a_warning_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     gib = 2**30
     memory = Memory(
         weights={}, resident={"weights": 8 * gib}, phases={"backward": {"inputs": gib}}, host={}, recomputing=4,
         block=1, overhead=gib,
     )  # fmt: skip
-    plan: Any = SimpleNamespace(memory=memory)
-    measured = Measured(plan)
+    config = TrainConfig(model_name="qwen3-0.6b", batch_size=2, context_length=512, recompute=4)
+    found = make_planner(config, Request(GPUS["RTX 3090"], 2)).outlook()
+    model = dataclasses.replace(found.plan, memory=memory)
 
-    def stepped(reserved: float) -> dict[str, Any]:
+    def planned(lengths: Sequence[int], *, padding: bool = False) -> Any:
+        schedule = Schedule(
+            num_rows=len(lengths), batch_size=2, gradient_accumulation_steps=1, world_size=2, num_epochs=1,
+            max_steps=-1, seed=0, padding=padding,
+        )  # fmt: skip
+        data = SimpleNamespace(train=SimpleNamespace(lengths=np.array(lengths)), train_rows=np.arange(len(lengths)))
+        return SimpleNamespace(model=model, data=data, schedule=schedule)
+
+    speeds = [
+        planned_speed(plan, model, GPUS["RTX 3090"])
+        for plan in (planned([512] * 8), planned([512, *[64] * 7]), planned([512, *[64] * 7], padding=True))
+    ]
+    assert speeds[0] == pytest.approx(found.tokens_per_second) and speeds == sorted(speeds, reverse=True)
+    measured = Measured(planned([512] * 8), GPUS["RTX 3090"])
+
+    def stepped(reserved: float, seconds: float) -> dict[str, Any]:
         gathered = {"allocated": [8.0, 9.1], "reserved": [9.0, reserved]}
-        facts: dict[str, Any] = measured.stepped({"tokens_per_second": 200.04, "memory_gib": gathered})["measured"]
+        record = {"num_tokens": 1000, "step_seconds": seconds, "memory_gib": gathered}
+        facts: dict[str, Any] = measured.stepped(record)["measured"]
         return facts
 
-    assert stepped(10.4) == {
+    assert stepped(9.0, seconds=6.0)["tokens_per_second"] == 166.7
+    assert stepped(10.4, seconds=4.0) == {
         "planned_gib": {"allocated": 9.0, "reserved": 10.0},
         "measured_gib": {"allocated": 9.1, "reserved": 10.4},
         "recompute": 4,
+        "planned_tokens_per_second": round(found.tokens_per_second, 1),
         "tokens_per_second": 200.0,
     }
     assert not caplog.records
     for _ in range(2):
-        stepped(10.6)
+        stepped(10.6, seconds=4.0)
     [record] = caplog.records
     assert "The plan said 10.0 GiB" in record.getMessage() and "reserved 10.6" in record.getMessage()
