@@ -45,7 +45,8 @@ def planned(row: dict[str, Any], achieved: float) -> float:
     """Seconds of a row."""
     work = count_work(
         size_of(row),
-        [row["context_length"]] * row["batch_size"],
+        row["batch_size"] * row["context_length"],
+        row["batch_size"] * row["context_length"] ** 2,
         num_shards=1 if row["strategy"] == "ddp" else row["gpus"],
         recomputed_share=1.0,
         host_share=float(row["cpu_offload"]),

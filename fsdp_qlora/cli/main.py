@@ -6,6 +6,7 @@ import errno
 import logging
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 from fsdp_qlora.cli.commands import COMMANDS, Command
 from fsdp_qlora.config.cli import Parser, with_underscores
@@ -65,7 +66,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
         args.words, args.training_options = words, others
         if others and not command.takes_training_options:
             raise UserError(f"Unknown option {others[0]}. See --help.")
-        with _logging_to_stdout():
+        with _logging_to(sys.stderr if getattr(args, "json", False) else sys.stdout):
             return int(command.run(args) or 0)
     except (UserError, TrainingError, LostRank) as error:
         print_error(error)
@@ -75,8 +76,8 @@ def _run(name: str, command: Command, words: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _logging_to_stdout() -> Iterator[None]:
-    handler = logging.StreamHandler(sys.stdout)
+def _logging_to(stream: TextIO) -> Iterator[None]:
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(PrintableFormatter("%(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu_memory_gib", type=float, metavar="GIB", help="of a GPU that has no name here")
     parser.add_argument("--num_gpus", type=int, default=1, metavar="N", help="on one machine (default: 1)")
     parser.add_argument("--host_ram_gib", type=float, metavar="GIB", help="host memory of the machine")
-    parser.add_argument("--million_tokens", type=float, default=10.0, help="to train on, in all epochs (default: 10)")
+    parser.add_argument("--million_tokens", type=float, help="in all epochs (default: those of --dataset, or 10)")
     parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
     parser.add_argument("--explain", action="store_true", help="name the ten largest things at the peak")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the memory of each phase beside the card's")
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan a run on GPUs that may be elsewhere: whether it fits, with which settings, how fast, for how much. It takes
     the options of training; --model_name may be a folder, a config.json, a well-known name such as llama-2-70b, or a
     model on the hub. --auto finds the fastest settings with the same global batch. Memory is that of the longest rows
-    that the options allow, counted from the model without weights; speed is estimated from published runs of another
-    program. The exit status is 1 if nothing fits.
+    of --dataset, or without it that the options allow, counted from the model without weights; speed is estimated from
+    published runs of another program. The exit status is 1 if nothing fits.
     """
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
     config, searches = dataclasses.replace(config, auto=False), config.auto
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from fsdp_qlora.commands import plan
     from fsdp_qlora.planning.outlook import Request
 
-    request = Request(gpu, args.num_gpus, args.host_ram_gib, args.million_tokens * 1e6, args.price_per_hour)
+    request = Request(gpu, args.num_gpus, args.host_ram_gib, _tokens(args), args.price_per_hour)
     planner = plan.make_planner(config, request)
     # With auto a run finds how many blocks recompute by probing; without a search all do here.
     changes = {"recompute": "all"} if config.blocks_to_recompute == "auto" else {}
@@ -76,11 +76,15 @@ def _compare(args: argparse.Namespace, config: TrainConfig) -> int:
     from fsdp_qlora.commands import compare, plan
 
     path = Path(args.compare).expanduser() if args.compare else compare.EXAMPLE
-    date, requests = compare.read_offers(path, args.million_tokens * 1e6)
+    date, requests = compare.read_offers(path, _tokens(args))
     found = compare.compare(plan.make_planner(config, requests[0]), requests, by_time=args.sort == "time")
     table = json.dumps([plan.as_json(each) for each in found], indent=1) if args.json else ""
     print(table or "\n".join(compare.describe(date, found)))
     return 0 if found[0].fits_with_margin else 1
+
+
+def _tokens(args: argparse.Namespace) -> float | None:
+    return args.million_tokens and args.million_tokens * 1e6
 
 
 def _load() -> None:

@@ -9,6 +9,7 @@ import yaml
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB
+from fsdp_qlora.planning.describe import format_count
 from fsdp_qlora.planning.gpus import find_gpu
 from fsdp_qlora.planning.outlook import Outlook, Planner, Request
 
@@ -25,8 +26,8 @@ class Offer(NamedTuple):
     where: str = ""
 
 
-def read_offers(path: Path, tokens: float) -> tuple[str, list[Request]]:
-    """The date of a price table, and its offers, to train on so many tokens.
+def read_offers(path: Path, tokens: float | None) -> tuple[str, list[Request]]:
+    """The date of a price table, and its offers, to train on so many tokens if not those of the rows.
 
     Raises:
         UserError: it cannot be read, has no offers, or one of a GPU that is not known.
@@ -57,7 +58,7 @@ def compare(planner: Planner, requests: Sequence[Request], *, by_time: bool) -> 
 def describe(date: str, found: Sequence[Outlook]) -> Iterator[str]:
     """The table in lines of at most 80 columns."""
     config, rows = found[0].config, found[0].config.batch_size * found[0].config.gradient_accumulation_steps
-    yield f"{config.model}, {config.train_type}, {found[0].request.tokens / 1e6:,.1f} million tokens"
+    yield f"{config.model}, {config.train_type}, {format_count(found[0].tokens)} tokens"
     yield f"{rows} x {config.context_length} tokens per GPU and step; prices of {date}"
     yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
     for each in found:

@@ -1,24 +1,29 @@
 """Plans a run on GPUs that may be elsewhere: whether it fits, with which settings, how long, for how much."""
 
+import functools
 import html
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import PretrainedConfig
 
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig
 from fsdp_qlora.config.text import value_text
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
-from fsdp_qlora.model.models import load_config
+from fsdp_qlora.model.models import load_config, load_tokenizer
 from fsdp_qlora.output.text import GIB
+from fsdp_qlora.planning.describe import format_count
 from fsdp_qlora.planning.known_models import close_names, known_config
 from fsdp_qlora.planning.outlook import Outlook, Planner, Request
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.sharding.model_parts import count_parameters
+
+log = logging.getLogger("fsdp_qlora")
 
 _LARGEST = 10  # things that --explain names
 _BAR = 34  # columns
@@ -26,8 +31,10 @@ _PHASE, _PLOT = 130.0, 640.0  # pixels: where the bars begin, and the longest
 _SEARCHED = ("batch_size", "sharding_strategy", "use_cpu_offload", "recompute")
 
 
-def find_config(name: str, *, trust_remote_code: bool) -> PretrainedConfig:
-    """The configuration of a model: of a folder, a config.json, a well-known name, or from the hub.
+def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig, Path | None]:
+    """The configuration of a model, and its folder: a folder, a config.json, a well-known name, or from the hub.
+
+    A well-known model has a folder if it is in the hub's cache.
 
     Raises:
         UserError: there is none.
@@ -35,24 +42,50 @@ def find_config(name: str, *, trust_remote_code: bool) -> PretrainedConfig:
     path = Path(name).expanduser()
     if path.name.endswith(".json") and path.is_file():
         path = path.parent
-    if path.is_dir():
-        return load_config(path, name, trust_remote_code=trust_remote_code)
-    if (known := known_config(name)) is not None:
-        return known
+    known = None if path.is_dir() else known_config(name)
+    if known is not None:
+        cached = try_to_load_from_cache(name, "config.json") if hub.is_hub_name(name) else None
+        if not isinstance(cached, str):
+            return known, None
+        path = Path(cached).parent
     try:
-        folder = hub.find_model_folder(name, with_weights=False, with_code=trust_remote_code, is_preview=True)
+        if not path.is_dir():
+            path = hub.find_model_folder(name, with_weights=False, with_code=trust_remote_code, is_preview=True)
     except UserError as error:
         near = close_names(name)
         hint = f" Sizes that come along and are named like it: {', '.join(near)}." if near else ""
         raise UserError(f"{error}{hint}") from error
-    return load_config(folder, name, trust_remote_code=trust_remote_code)
+    return load_config(path, name, trust_remote_code=trust_remote_code), path
 
 
 def make_planner(config: TrainConfig, request: Request) -> Planner:
-    """Of a run on the request's GPUs, its model built without weights."""
-    model_config = find_config(config.model, trust_remote_code=config.trust_remote_code)
-    tokenizer: Any = SimpleNamespace(eos_token_id=0)
-    return Planner(config, request, build_plan(config, request.machine, Path(config.model), model_config, tokenizer))
+    """Of a run on the request's GPUs, its model built without weights, and for its rows if a dataset can be read."""
+    model_config, folder = find_model(config.model, trust_remote_code=config.trust_remote_code)
+    tokenizer = _find_tokenizer(config, folder)
+    model = build_plan(config, request.machine, folder or Path(config.model), model_config, tokenizer)
+    if tokenizer is None:
+        return Planner(config, request, model)
+    from fsdp_qlora.planning.run_plan import read_rows, rows_of_run  # most plans need no rows, and this takes a while
+
+    data = read_rows(config, model)
+    planner = Planner(config, request, model, functools.partial(rows_of_run, data=data))
+    rows, longest = planner.rows(config), int(data.train.lengths[data.train_rows].max())
+    number, tokens = data.rows_per_epoch or len(data.train_rows), format_count(rows.tokens)
+    log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", tokens)
+    return planner
+
+
+def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
+    """The model's tokenizer, for the rows; None if no dataset is given, or there is no tokenizer, as a line says."""
+    if config.dataset == DEFAULTS.dataset:
+        return None
+    try:
+        if folder is None:
+            raise UserError(f"{config.model} comes along without a tokenizer.")
+        return load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    except UserError as error:
+        log.info("Planned without the rows of --dataset: %s", error)
+        return None
 
 
 # --- words ---
@@ -113,7 +146,7 @@ def _speed_lines(found: Outlook) -> Iterator[str]:
     cost = f", {found.cost:,.2f} US dollars" if request.price else ""
     yield (
         f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours for "
-        f"{request.tokens / 1e6:,.1f} million tokens{cost}"
+        f"{format_count(found.tokens)} tokens{cost}"
     )
 
 
@@ -140,6 +173,7 @@ def as_json(found: Outlook) -> Mapping[str, Any]:
         "host_bytes": found.host_bytes,
         "resident": memory.resident,
         "phases": memory.phases,
+        "tokens": round(found.tokens),
         "tokens_per_second": round(found.tokens_per_second, 1),
         "hours": round(found.hours, 3),
         "price_per_hour": request.price,

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.gpus import gpu_like, gpu_of
-from fsdp_qlora.planning.outlook import Planner, Request
+from fsdp_qlora.planning.outlook import Planner, Request, Rows
 from fsdp_qlora.planning.plan import ModelPlan, least_free
 from fsdp_qlora.ranks import distributed
 
@@ -27,14 +27,14 @@ _CHOSEN = ("batch_size", "gradient_accumulation_steps", "sharding_strategy", "us
 
 
 def choose_settings(
-    config: TrainConfig, model: ModelPlan, lengths: Callable[[TrainConfig], Sequence[int]], store: dist.Store | None
+    config: TrainConfig, model: ModelPlan, rows: Callable[[TrainConfig, int], Rows], store: dist.Store | None
 ) -> dict[str, Any]:
     """The options that --auto replaces, the same on all ranks: rank 0 searches, for the GPU with the least free memory.
 
     How many blocks recompute is left to probing, which corrects the plan.
 
     Args:
-        lengths: tokens of the rows in the longest micro-batch that some options make.
+        rows: of the run with some options on so many ranks.
     Raises:
         UserError: there is no GPU.
     """
@@ -53,7 +53,7 @@ def choose_settings(
         gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
         beside = sum(gpu.beside_torch(machine.world_size).values())
         request = Request(gpu._replace(memory_gib=(free + beside) / GIB), machine.world_size, host / GIB)
-        best = Planner(config, request, model, lengths).fastest()[0]
+        best = Planner(config, request, model, rows).fastest()[0]
         chosen = {name: getattr(best.config, name) for name in _CHOSEN}
     if store is not None:
         chosen = json.loads(distributed.values_of_ranks(json.dumps(chosen), "the settings of --auto", ranks, store)[0])

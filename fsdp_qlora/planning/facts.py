@@ -15,7 +15,7 @@ from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.plan import PlacedModel
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.planning.speed import micro_batch_seconds, size_of
+from fsdp_qlora.planning.speed import mean_turn, size_of, tokens_per_second
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -60,12 +60,9 @@ class Measured:
 
 
 def planned_speed(plan: Plan, model: PlacedModel, gpu: Gpu) -> float:
-    """Tokens per second of the run's first steps, each turn as long as its longest micro-batch, which comes first."""
-    schedule, lengths, size = plan.schedule, plan.data.train.lengths, size_of(model.meta.parts)
-    pieces = schedule.first_micro_batches(plan.data.train_rows, lengths)
-    longest = [schedule.lengths_computed(piece, lengths) for step in pieces for piece in step[:: schedule.world_size]]
-    seconds = sum(micro_batch_seconds(model, size, each, gpu) for each in longest)
-    return sum(int(lengths[piece].sum()) for step in pieces for piece in step) / seconds
+    """Tokens per second of the run's first steps."""
+    turn = mean_turn(plan.schedule, plan.data.train_rows, plan.data.train.lengths)
+    return tokens_per_second(model, size_of(model.meta.parts), turn, gpu)
 
 
 def run_facts(plan: Plan) -> dict[str, Any]:

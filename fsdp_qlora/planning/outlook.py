@@ -14,22 +14,24 @@ from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.placement import with_margin
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
-from fsdp_qlora.planning.speed import micro_batch_seconds, size_of
+from fsdp_qlora.planning.speed import Turn, size_of, tokens_per_second
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.model_parts import Offload
 
 _FEW_ROWS = 16  # in a micro-batch; more save little time
+_TOKENS = 10e6  # to train on, where no dataset is known
 
 
 class Request(NamedTuple):
-    """The GPUs, and what is to be told. tokens: to train on, in all epochs. price: US dollars per hour of all GPUs.
-    where: they are offered.
+    """The GPUs, and what is to be told.
+
+    tokens: to train on, if not those of the rows. price: US dollars per hour of all GPUs. where: they are offered.
     """
 
     gpu: Gpu
     num_gpus: int
     host_ram_gib: float | None = None
-    tokens: float = 0.0
+    tokens: float | None = None
     price: float | None = None
     where: str = ""
 
@@ -50,12 +52,28 @@ class Request(NamedTuple):
         return Machine(torch.device("cuda"), self.num_gpus, ranks, self.free)
 
 
+class Rows(NamedTuple):
+    """A run's rows. longest: tokens of those in the longest micro-batch. turn: the mean one. tokens: in all epochs."""
+
+    longest: Sequence[int]
+    turn: Turn
+    tokens: float
+
+
+def allowed_rows(config: TrainConfig, world_size: int) -> Rows:
+    """As many and as long rows as the options allow."""
+    longest = longest_allowed(config)
+    tokens, squares = sum(longest), sum(length**2 for length in longest)
+    return Rows(longest, Turn(tokens, squares, world_size * tokens), _TOKENS)
+
+
 class Outlook(NamedTuple):
-    """A planned run: where it fits and how fast it is."""
+    """A planned run: where it fits and how fast it is. tokens: to train on, in all epochs."""
 
     config: TrainConfig
     plan: PlacedModel
     request: Request
+    tokens: float
     tokens_per_second: float
 
     @property
@@ -83,7 +101,7 @@ class Outlook(NamedTuple):
 
     @property
     def hours(self) -> float:
-        return self.request.tokens / self.tokens_per_second / 3600
+        return self.tokens / self.tokens_per_second / 3600
 
     @property
     def cost(self) -> float:
@@ -96,7 +114,7 @@ class Planner:
 
     Args:
         model: built with options that differ from the variants' in the placement and the micro-batch alone.
-        lengths: tokens of the rows in the longest micro-batch that some options make.
+        rows: of the run with some options on so many ranks.
     """
 
     def __init__(
@@ -104,11 +122,12 @@ class Planner:
         config: TrainConfig,
         request: Request,
         model: ModelPlan,
-        lengths: Callable[[TrainConfig], Sequence[int]] = longest_allowed,
+        rows: Callable[[TrainConfig, int], Rows] = allowed_rows,
     ) -> None:
         self.config, self.request, self.model = config, request, model
-        self._lengths, self._size = lengths, size_of(model.meta.parts)
-        self._measured: dict[tuple[int, ...], tuple[Sequence[int], list[BlockBytes]]] = {}
+        self._find_rows, self._size = rows, size_of(model.meta.parts)
+        self._rows: dict[tuple[int, ...], Rows] = {}
+        self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
 
     def on(self, request: Request) -> "Planner":
         """Of the same run on other GPUs, with what has been built and measured."""
@@ -123,20 +142,25 @@ class Planner:
     def outlook(self, **changes: Any) -> Outlook:
         """The run with other options."""
         config = dataclasses.replace(self.config, **changes)
-        lengths, blocks = self._measure(config)
-        plan = place(config, self.model, lengths, blocks=blocks)
-        seconds = micro_batch_seconds(plan, self._size, lengths, self.request.gpu)
-        rate = self.request.num_gpus * sum(lengths) / seconds
-        return Outlook(config, plan, self.request, rate)
+        rows = self.rows(config)
+        plan = place(config, self.model, rows.longest, blocks=self._measure(rows.longest))
+        rate = tokens_per_second(plan, self._size, rows.turn, self.request.gpu)
+        return Outlook(config, plan, self.request, self.request.tokens or rows.tokens, rate)
 
-    def _measure(self, config: TrainConfig) -> tuple[Sequence[int], list[BlockBytes]]:
-        """Tokens of the rows in the longest micro-batch, and what blocks keep and need for it."""
-        key = (config.batch_size, config.gradient_accumulation_steps, config.context_length)
-        if key not in self._measured:
-            lengths, model = self._lengths(config), self.model
-            blocks = measure_blocks(model.meta.parts, model.precision, lengths, model.documents)
-            self._measured[key] = lengths, blocks
-        return self._measured[key]
+    def rows(self, config: TrainConfig) -> Rows:
+        """The rows of the run with other options."""
+        sizes = (config.batch_size, config.gradient_accumulation_steps, config.context_length)
+        key = (*sizes, self.request.num_gpus)
+        if key not in self._rows:
+            self._rows[key] = self._find_rows(config, self.request.num_gpus)
+        return self._rows[key]
+
+    def _measure(self, lengths: Sequence[int]) -> list[BlockBytes]:
+        """What blocks keep and need for a micro-batch of rows with these lengths."""
+        key, model = tuple(lengths), self.model
+        if key not in self._blocks:
+            self._blocks[key] = measure_blocks(model.meta.parts, model.precision, lengths, model.documents)
+        return self._blocks[key]
 
     # --- what would make it fit ---
 

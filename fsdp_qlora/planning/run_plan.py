@@ -20,7 +20,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
-from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.data.schedule import Schedule, epoch_order
 from fsdp_qlora.data.tokenization import sample_line
 from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.generation.tasks import Tasks
@@ -31,7 +31,9 @@ from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
 from fsdp_qlora.output.text import fit
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.auto import choose_settings
-from fsdp_qlora.planning.plan import Machine, PlacedModel, longest_allowed, place, plan_model
+from fsdp_qlora.planning.outlook import Rows
+from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, longest_allowed, place, plan_model
+from fsdp_qlora.planning.speed import mean_turn
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.files import read_json
 
@@ -70,25 +72,28 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     devices = describe.describe_device(machine.device, machine.world_size)
     describe.tell(config, f"Devices: {devices}", *needless_lines(config))
     model = plan_model(config, machine, store)
-    # Before the process group starts, so that no collective waits for the tokenizer.
-    vocab_size = model.meta.model.get_input_embeddings().num_embeddings
-    options = data_options(config, model.folder, model.tokenizer)
-    data = prepare_data(model.tokenizer, options, vocab_size=vocab_size)
+    data = read_rows(config, model)  # before the process group starts, so that no collective waits for the tokenizer
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         describe.tell(config, prompts)
-    longest = functools.partial(longest_of_run, data=data, world_size=machine.world_size)
-    chosen = choose_settings(config, model, longest, store) if config.auto else {}
+    rows = functools.partial(rows_of_run, data=data)
+    chosen = choose_settings(config, model, rows, store) if config.auto else {}
     config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, machine.world_size)
     asked = tuple(question for _, question in questions)
-    placed = place(config, model, longest(config), store)
+    placed = place(config, model, rows(config, machine.world_size).longest, store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
     plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, tasks, chosen)
     describe.tell(config, *_describe(plan, devices))
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))
     return plan
+
+
+def read_rows(config: TrainConfig, model: ModelPlan) -> RunData:
+    """The run's rows in the model's tokens. Raises UserError as `prepare_data` does."""
+    vocab_size = model.meta.model.get_input_embeddings().num_embeddings
+    return prepare_data(model.tokenizer, data_options(config, model.folder, model.tokenizer), vocab_size=vocab_size)
 
 
 def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> DataOptions:
@@ -151,11 +156,15 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
     return plan
 
 
-def longest_of_run(config: TrainConfig, data: RunData, world_size: int) -> list[int]:
-    """Tokens of the rows in the run's longest micro-batch; of a stream, whose rows are unknown, the most possible."""
-    if data.rows_per_epoch is None:
-        return longest_allowed(config)
-    return longest_lengths(make_schedule(config, data, world_size), data.train_rows, data.train.lengths)
+def rows_of_run(config: TrainConfig, world_size: int, data: RunData) -> Rows:
+    """What a plan needs of a run's rows; of a stream they are as long as the options allow, on average as its first."""
+    schedule, rows = make_schedule(config, data, world_size), data.train_rows
+    lengths = np.minimum(data.train.lengths, schedule.context_length)  # a plan may try a shorter context
+    is_known = data.rows_per_epoch is not None
+    longest = longest_lengths(schedule, rows, lengths) if is_known else longest_allowed(config)
+    of_epoch = lengths[epoch_order(rows, seed=config.seed, epoch=0, mixture=data.mixture)]
+    number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
+    return Rows(longest, mean_turn(schedule, rows, lengths), float(number * of_epoch.mean()))
 
 
 def longest_lengths(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> list[int]:

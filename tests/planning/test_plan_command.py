@@ -2,26 +2,29 @@
 
 import itertools
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks import published_runs
 from fsdp_qlora.checkpointing.run_folder import RUN_KEYS
 from fsdp_qlora.cli.main import main
 from fsdp_qlora.commands import compare
-from fsdp_qlora.commands.plan import make_planner
+from fsdp_qlora.commands.plan import find_model, make_planner
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.auto import choose_settings, settings_of_run
 from fsdp_qlora.planning.gpus import GPUS, find_gpu, gpu_like
 from fsdp_qlora.planning.known_models import known_config
-from fsdp_qlora.planning.outlook import Request
-from fsdp_qlora.planning.plan import longest_allowed
-from tests.tiny import flags
+from fsdp_qlora.planning.outlook import Request, allowed_rows
+from tests.tiny import SIZES, WORDS, flags
 
 pytestmark = pytest.mark.quick
 
@@ -60,8 +63,8 @@ def _plan(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> tup
 
 
 def _json(capsys: pytest.CaptureFixture[str], *argv: str, **options: Any) -> Any:
-    _, said = _plan(capsys, "--json", *argv, **options)
-    return json.loads(said[said.index("[" if {"--auto", "--compare"} & {*argv} else "{") :])
+    main(["plan", "--json", *argv, *flags(**options)])
+    return json.loads(capsys.readouterr().out)
 
 
 def test_an_8b_fits_one_card_and_a_70b_two_with_its_base_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +99,50 @@ def test_a_gpu_of_another_name_is_planned_as_the_nearest_one_that_is_as_new() ->
     assert gpu_like(24.0).name == "a GPU like an RTX 3090"
 
 
+def test_memory_time_and_tokens_are_those_of_the_dataset_if_there_is_a_tokenizer(
+    models: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    texts = [" ".join(WORDS[:number]) for number in (1, 2, 3, 4, 5, 6, 7, 16)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    folder = models()
+    lengths = [len(each) + 1 for each in AutoTokenizer.from_pretrained(folder)(texts).input_ids]
+    options = {"model_name": folder, "dataset": rows, "num_epochs": 3, "context_length": 256, "dataset_format": "text"}
+    gpu = ("--gpu", "RTX 3060")
+    found, [first, *_] = _json(capsys, *gpu, **options), _json(capsys, *gpu, "--auto", **options)
+    assert found["tokens"] == first["tokens"] == 3 * sum(lengths)
+    # The longest row is memory's, the mean one time's.
+    whole = _json(capsys, *gpu, **options | {"dataset": "alpaca_sample"})
+    alike = _json(capsys, *gpu, **options | {"dataset": "alpaca_sample", "context_length": max(lengths)})
+    assert found["phases"] == alike["phases"] and found["needed_bytes"] < whole["needed_bytes"]
+    assert found["tokens_per_second"] < alike["tokens_per_second"] and whole["tokens"] == 10_000_000
+    assert _json(capsys, *gpu, "--million_tokens", "2", **options)["tokens"] == 2_000_000
+    of_steps = _json(capsys, *gpu, **options, max_steps=4)["tokens"]
+    assert of_steps == pytest.approx(4 * sum(lengths) / len(lengths), abs=1)
+    _, said = _plan(capsys, "--compare", **options)
+    [line] = [line for line in said.splitlines() if line.startswith("The dataset")]
+    tokens = describe.format_count(3 * sum(lengths))
+    assert line == f"The dataset: 8 rows of at most {max(lengths)} tokens, {tokens} in all epochs."
+    assert f", {tokens} tokens\n" in said
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    for name in ("qwen3-0.6b", tmp_path / "config.json"):
+        _, said = _plan(capsys, *gpu, **options | {"model_name": name})
+        assert "Planned without the rows of --dataset: " in said and "10.0M tokens" in said
+
+
+def test_a_well_known_model_in_the_cache_of_the_hub_is_planned_with_its_tokenizer(
+    models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert find_model("Qwen/Qwen3-8B", trust_remote_code=False)[1] is None
+    snapshot, refs = tmp_path / "models--Qwen--Qwen3-8B/snapshots/abc", tmp_path / "models--Qwen--Qwen3-8B/refs"
+    shutil.copytree(models("qwen3"), snapshot)
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    found, folder = find_model("Qwen/Qwen3-8B", trust_remote_code=False)
+    assert folder == snapshot and found.vocab_size == SIZES["vocab_size"]
+
+
 def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"model_name": "qwen3-0.6b", "batch_size": 4, "gradient_accumulation_steps": 2, "context_length": 4096}
     found = _json(capsys, "--auto", "--gpu_memory_gib", "5.5", **options)
@@ -116,18 +163,18 @@ def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Pat
         model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
     )
     planner = make_planner(config, Request(gpu_like(6.0), 2))
-    chosen = choose_settings(config, planner.model, longest_allowed, None)
+    chosen = choose_settings(config, planner.model, allowed_rows, None)
     best = vars(planner.fastest()[0].config)
     assert chosen == {name: best[name] for name in chosen} and chosen["batch_size"] < 8 and len(chosen) == 4
     run = dict.fromkeys(RUN_KEYS) | {"options": vars(config) | chosen | {"use_cpu_offload": 7}, "world_size": 2}
     (tmp_path / "run.json").write_text(json.dumps(run))
-    assert choose_settings(config, planner.model, longest_allowed, None) == chosen | {"use_cpu_offload": 7}
+    assert choose_settings(config, planner.model, allowed_rows, None) == chosen | {"use_cpu_offload": 7}
     # What is given now is kept, and of a run that was started without it, or on other ranks, nothing is.
     given = replace(config, use_cpu_offload=True)
     assert "use_cpu_offload" not in settings_of_run(given, 2) and settings_of_run(config, 4) == {}
     with pytest.raises(UserError, match="none is visible"):
         elsewhere = replace(planner.model, machine=replace(planner.model.machine, free=None))
-        choose_settings(config, elsewhere, longest_allowed, None)
+        choose_settings(config, elsewhere, allowed_rows, None)
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
@@ -206,6 +253,7 @@ def test_a_drawing_has_a_rectangle_for_each_quantity_of_each_phase(
         (["--gpu", "RTX 3090", "--model_name", "qwen3-8b", "--recompute", "99"], "36 decoder blocks"),
         (["--gpu", "RTX 3090", "--train_type", "qlora", "--n_bits", "3"], "hqq_lora"),
         (["--gpu", "RTX 3090", "--model_name", "qwen3-0.6b", "--plot", "{empty}"], "--plot"),
+        (["--gpu", "RTX 3090", "--model_name", "{model}", "--dataset", "none.jsonl"], "none.jsonl"),
         (["--compare", "--gpu", "RTX 3090"], "leave out --gpu"),
         (["--compare", "{empty}/none.yaml"], "No such file"),
         (["--compare", "{prices}"], "price_per_hour"),
@@ -213,14 +261,19 @@ def test_a_drawing_has_a_rectangle_for_each_quantity_of_each_phase(
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    argv: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    models: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "empty").mkdir()
     (tmp_path / "prices.yaml").write_text("date: 1\noffers:\n- {gpu: T4, num_gpus: 1}\n")
     (tmp_path / "none.yaml").write_text("date: 1\noffers: []\n")
-    places = {"empty": tmp_path / "empty", "prices": tmp_path / "prices.yaml"}
+    places = {"empty": tmp_path / "empty", "prices": tmp_path / "prices.yaml", "model": models()}
     status = main(["plan", *(word.format(**places) for word in argv)])
     captured = capsys.readouterr()
     assert status == 2 and said in captured.err and "Traceback" not in captured.err
