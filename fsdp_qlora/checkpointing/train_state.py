@@ -107,7 +107,6 @@ class TrainState:
             "is_sharded": is_sharded,
             "shapes": {name: list(parameter.shape) for name, parameter in self.parameters.items()},
             "layout": layout,
-            "groups": self.optimizer.group_values(),
         }
         index = shard_rank(self.mesh) if is_sharded else 0
         values = {
@@ -200,9 +199,6 @@ class TrainState:
         """
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         _check_shapes(folder, description["shapes"], shapes)
-        own, groups = self.optimizer.group_values(), description["groups"]
-        if len(own) != len(groups) or not all(map(_fits, own, groups)):
-            raise UserError(f"{folder} belongs to an optimizer with other settings: {json.dumps(groups)[:200]}.")
         if _has_local(description["layout"]) and description["files"] != shard_size(self.mesh):
             raise UserError(
                 f"{folder} holds optimizer state that can be resumed on {description['files']} ranks only, and this "
@@ -228,7 +224,6 @@ class TrainState:
                     for key, entry in layout[name].items()
                 }
                 self._put(parameter, values)
-        self.optimizer.set_group_values(description["groups"])
 
     def _fill_from_rank_0(self, files: Sequence[Any], name: str, key: str, entry: Mapping[str, Any]) -> torch.Tensor:
         device, is_rows = self.ranks.device, entry["kind"] == "rows"
@@ -316,11 +311,6 @@ def _check_shapes(folder: Path, stored: Mapping[str, Any], own: Mapping[str, Any
             f"{folder} belongs to a model with other trainable parameters: {', '.join(other[:4])}"
             f"{', ...' if len(other) > 4 else ''} differ."
         )
-
-
-def _fits(own: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
-    """Whether a group's settings may replace others: text by text, a number by a number."""
-    return all(isinstance(own[name], str) == isinstance(stored[name], str) for name in own.keys() & stored.keys())
 
 
 def _describe(value: Any, local: torch.Tensor) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Optimizers over a rank's own shards, and the learning rate of each step."""
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import bitsandbytes
@@ -210,20 +208,3 @@ class ShardedOptimizer:
         number = 1 if "lion" in self.name else 2
         sizes = [(int(OPTIMIZER_STATES[self.name] / number * p.numel()), p.device) for p in self._local.values()]
         return [torch.empty(size, dtype=torch.float32, device=device) for size, device in number * sizes if size]
-
-    def _groups_by_rate(self) -> list[list[dict[str, Any]]]:
-        """The parameter groups, those of one learning rate together: they differ in their device only."""
-        return [list(groups) for _, groups in itertools.groupby(self._groups, key=itemgetter("lr_scale"))]
-
-    def group_values(self) -> list[dict[str, Any]]:
-        """The optimizer's values that are not per parameter, for each learning rate."""
-        return [
-            {name: value for name, value in groups[0].items() if isinstance(value, (bool, int, float, str))}
-            for groups in self._groups_by_rate()
-        ]
-
-    def set_group_values(self, stored: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the result of `group_values`. Which kernels update which parameters is this run's choice."""
-        for groups, values in zip(self._groups_by_rate(), stored, strict=self.optimizer is not None):
-            for group in groups:
-                group.update({name: value for name, value in values.items() if name != "fused"})

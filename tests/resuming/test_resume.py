@@ -34,7 +34,7 @@ ABOUT: dict[str, Any] = {"options": OPTIONS, "facts": dict.fromkeys(FACTS, "x")}
 ABOUT |= {"world_size": 1, "global_batch_size": 1, "versions": {"torch": "2.13.0"}}
 TENSORS, ROWS = "state_00000.safetensors", {"kind": "rows", "dtype": "F32", "dims": [3]}
 DESCRIPTION: dict[str, Any] = {
-    **{"files": 1, "is_sharded": False, "shapes": {"w": [2, 3]}, "groups": [{"lr": 0.1}]},
+    **{"files": 1, "is_sharded": False, "shapes": {"w": [2, 3]}},
     "layout": {"w": {"parameter": ROWS, "exp_avg": ROWS}},
 }
 

@@ -28,7 +28,6 @@ def main() -> None:
                 saved_model, saved = make(name, before)
                 take_step(saved_model, saved)
                 model, optimizer = make(name, after)
-                optimizer.set_group_values(saved.group_values())
                 for old, parameter in zip(saved_model.parameters(), model.parameters(), strict=True):
                     optimizer.set_state(parameter, saved.state_of(old))
                 take_step(model, optimizer)  # torch refuses a count of steps that is on another device
