@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.checkpointing.run_folder import Status
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.watchdog import Watchdog
 from fsdp_qlora.errors import (
@@ -44,8 +43,8 @@ _HOST_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) mem
 
 
 @contextlib.contextmanager
-def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
-    """Report a failure in the block at once: in status.json, to the other ranks and to the user.
+def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[None]:
+    """Report a failure in the block at once: to its presence's `on_end`, to the other ranks and to the user.
 
     Put it directly around the training. Closing what is further out may take minutes; by then the other ranks would
     have reported this one as lost, and torchrun would have killed it without a message.
@@ -58,13 +57,13 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
     try:
         yield
     except RunStopped as stopped:
-        status.end(stopped.ending.state, str(stopped))
+        watchdog.presence.on_end(stopped.ending.state, str(stopped))
         raise
     except (UserError, TrainingError) as error:
         if isinstance(error, RankError):
             watchdog.presence.abort_or_exit(str(error))
             print_error(error)
-        status.end("bad_input" if isinstance(error, UserError) else "failed", str(error))
+        watchdog.presence.on_end("bad_input" if isinstance(error, UserError) else "failed", str(error))
         raise
     except Exception as error:
         if kind := exhausted_memory(error):
@@ -86,7 +85,7 @@ def reporting_failures(status: Status, watchdog: Watchdog, *, memory_settings: s
             watchdog.presence.abort_or_exit(str(failure))
             write_line("".join(traceback.format_exception(error)).rstrip())
             print_error(failure)
-        status.end(how_it_ends(failure).state, str(failure))
+        watchdog.presence.on_end(how_it_ends(failure).state, str(failure))
         raise failure from error
 
 

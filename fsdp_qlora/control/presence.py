@@ -72,7 +72,7 @@ class Presence:
         hang_minutes: how long a rank may be missing before training begins, 5 at most (and for 0).
     Attributes:
         is_starting: False from the first step on.
-        on_end: called with a key of errors.ENDINGS and the reason before a thread ends this process.
+        on_end: called with a key of errors.ENDINGS and the reason before this process ends by a failure or a stop.
         where: words for messages: the point that this rank has reached.
         watch: called twice a second by this object's thread.
     """

@@ -123,7 +123,7 @@ class Guard:
             saved_step=self.start.saved_step,
             max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),
         )
-        reporting = exits.reporting_failures(self.status, self.watchdog, memory_settings=self.memory_settings)
+        reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)
         with self.control.catching_signals(), contextlib.ExitStack() as closed_last, reporting:
             self._continue_metrics()
             metrics = closed_last.enter_context(open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0))

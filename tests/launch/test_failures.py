@@ -1,13 +1,11 @@
 """What an error in a collective is taken for: the words are those of torch 2.11 and NCCL 2.28."""
 
 import errno
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_qlora.checkpointing.run_folder import Status
 from fsdp_qlora.control.exits import exhausted_memory, loading_explained, reporting_failures
 from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory, TrainingError
 
@@ -40,6 +38,9 @@ class _Alone:
     def exit_if_aborted(self, seconds: float) -> None:
         """Nobody asks."""
 
+    def on_end(self, state: str, reason: str) -> None:
+        """There is no status.json."""
+
 
 @pytest.mark.parametrize(
     ("error", "failure", "words"),
@@ -56,11 +57,8 @@ class _Alone:
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), LostRank, "was lost"),
     ],
 )
-def test_only_a_closed_connection_is_a_lost_rank(
-    error: Exception, failure: type[Exception], words: str, tmp_path: Path
-) -> None:
-    status = Status(tmp_path, is_rank_0=True, state="running", step=6)
-    with pytest.raises(failure, match=words), reporting_failures(status, _Alone(), memory_settings=""):  # type: ignore[arg-type]
+def test_only_a_closed_connection_is_a_lost_rank(error: Exception, failure: type[Exception], words: str) -> None:
+    with pytest.raises(failure, match=words), reporting_failures(_Alone(), memory_settings=""):  # type: ignore[arg-type]
         raise error
 
 
