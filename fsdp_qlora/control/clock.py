@@ -1,10 +1,17 @@
-"""The clocks of a run, and its heartbeat. No clock is the time of day, which people and NTP change."""
+"""The clocks of a run, its heartbeat, and calls that end. No clock is the time of day, which people and NTP change."""
 
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux has it
 # In their order within a step: the others wait for a rank in an earlier phase.
 PHASES = ("rows", "compute", "exchange", "update", "evaluate", "save")
+_SLICE_SECONDS = 0.5  # of a wait
 _FAR = 10.0  # a duration so many times the second longest includes a pause
 
 
@@ -16,6 +23,30 @@ def elapsed() -> float:
 def awake() -> float:
     """Seconds in which the machine was awake: to measure work and to detect hangs."""
     return time.monotonic()
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """Call `function` in a daemon thread and wait for its result at most `seconds`.
+
+    In slices: while this process or machine stands still none goes by.
+
+    Raises:
+        TimeoutError: it is still running; its result is lost.
+        Exception: raised by `function`.
+    """
+    result: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # a SystemExit too: wandb.teardown raises one
+            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    threading.Thread(target=call, name="bounded-call", daemon=True).start()
+    for _ in range(max(1, round(seconds / _SLICE_SECONDS))):
+        if wait([result], _SLICE_SECONDS).done:
+            return result.result()
+    raise TimeoutError(f"no answer within {seconds:g} s")
 
 
 class Longest:

@@ -6,18 +6,18 @@ and watches one other, and the first one that fails tells all why.
 """
 
 import contextlib
-import functools
 import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from fsdp_qlora.control.clock import within
 from fsdp_qlora.errors import ENDINGS, note_reason, write_line
 from fsdp_qlora.ranks.distributed import MAX_WAIT_MINUTES, Ranks
 
@@ -27,41 +27,23 @@ _PULSE_SECONDS = 2.0  # between heartbeats
 _SILENT_SECONDS = 30.0  # without a heartbeat a rank counts as dead; NCCL alone would wait for many minutes
 _OWN_REASON_SECONDS = 3.0  # before training most ranks fail for the same reason, and have words of their own for it
 _ABORT = "abort"
-_SLICE_SECONDS = 0.5  # of a request to the store
 _STARTING, _TRAINING, _DONE = b"starting", b"training", b"done"
 
 
 class BoundedStore:
     """A store whose requests end. torch's wait for as long as a host that is stopped, or lost, does not answer.
 
-    Args:
-        seconds: for an answer, in slices: while this process or machine stands still none goes by.
     Raises:
-        TimeoutError: by a request that is not answered in time.
+        TimeoutError: by a request that is not answered in `seconds`.
         Exception: raised by the store.
     """
 
     def __init__(self, store: dist.Store, *, seconds: float) -> None:
-        self._store, self._slices = store, max(1, round(seconds / _SLICE_SECONDS))
+        self._store, self._seconds = store, seconds
 
     def __getattr__(self, request: str) -> Callable[..., Any]:
         """A request of the store: set, get, check, compare_set."""
-        return functools.partial(self._ask, getattr(self._store, request))
-
-    def _ask(self, request: Callable[..., Any], *arguments: Any) -> Any:
-        answer: Future[Any] = Future()
-        threading.Thread(target=_answer, args=(answer, request, arguments), name="store", daemon=True).start()
-        for _ in range(self._slices):
-            if wait([answer], _SLICE_SECONDS).done:
-                return answer.result()
-        raise TimeoutError("the store has not answered")
-
-
-def _answer(answer: "Future[Any]", request: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        answer.set_result(request(*arguments))
-    except Exception as error:
-        answer.set_exception(error)
+        return lambda *arguments: within(self._seconds, partial(getattr(self._store, request), *arguments))
 
 
 class Presence:

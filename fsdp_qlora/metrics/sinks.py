@@ -9,17 +9,15 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
+from fsdp_qlora.control.clock import within
 from fsdp_qlora.output.redact import redact
 
 log = logging.getLogger("fsdp_qlora")
-
-T = TypeVar("T")
 
 Record = Mapping[str, Any]
 
@@ -201,29 +199,6 @@ class TensorBoardSink(QueuedSink):
 
     def finish(self, exit_code: int) -> None:
         self.client.close()
-
-
-def within(seconds: float, function: Callable[[], T]) -> T:
-    """Call `function` in a daemon thread and wait for its result at most `seconds`.
-
-    Raises:
-        TimeoutError: it is still running; its result is lost.
-        Exception: raised by `function`.
-    """
-    result: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # a SystemExit too: wandb.teardown raises one
-            result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-
-    thread = threading.Thread(target=call, name="bounded-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    return result.result()
 
 
 def reason(error: Exception | str) -> str:

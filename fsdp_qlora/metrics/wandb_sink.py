@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
+from fsdp_qlora.control.clock import within
 from fsdp_qlora.metrics.sinks import (
     QueuedSink,
     Record,
@@ -22,7 +23,6 @@ from fsdp_qlora.metrics.sinks import (
     named_numbers,
     plain,
     reason,
-    within,
 )
 
 log = logging.getLogger("fsdp_qlora")
