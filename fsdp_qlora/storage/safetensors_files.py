@@ -4,11 +4,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from fsdp_qlora.storage.files import FileRecord, flush
 
@@ -97,10 +98,14 @@ class PackedFiles:
         self._sizes: dict[Path, int] = {}
         self._places: dict[str, _Place] = {}
         self.folder, self.forms = folder, forms
-        groups = list(_by_file(forms))
-        for number, names in enumerate(groups, 1):
-            name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
-            self._lay_out(folder / name, names)
+        self._split = split_state_dict_into_shards_factory(
+            dict(forms),
+            get_storage_size=lambda form: form.num_bytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=_FILE_BYTES,
+        )
+        for name, tensors in self._split.filename_to_tensors.items():
+            self._lay_out(folder / name, tensors)
 
     def _lay_out(self, path: Path, names: list[str]) -> None:
         # Wide types first, as in safetensors itself: every tensor is then aligned.
@@ -120,10 +125,9 @@ class PackedFiles:
             with path.open("wb") as file:
                 file.write(header)
                 file.truncate(self._sizes[path])
-        if len(self._headers) > 1:
-            weight_map = {name: place.path.name for name, place in sorted(self._places.items())}
-            total = sum(form.num_bytes for form in self.forms.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        if self._split.is_sharded:
+            weight_map = dict(sorted(self._split.tensor_to_filename.items()))
+            index = {"metadata": self._split.metadata, "weight_map": weight_map}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
@@ -149,16 +153,3 @@ class PackedFiles:
         if path not in self._descriptors:
             self._descriptors[path] = os.open(path, os.O_WRONLY)
         return self._descriptors[path]
-
-
-def _by_file(forms: Mapping[str, TensorForm]) -> Iterator[list[str]]:
-    """The tensors in their order, in groups of at most _FILE_BYTES."""
-    names: list[str] = []
-    size = 0
-    for name, form in forms.items():
-        if names and size + form.num_bytes > _FILE_BYTES:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += form.num_bytes
-    yield names
