@@ -19,7 +19,7 @@ from typing import Any
 from safetensors import safe_open
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.storage.files import FileRecord, publish_folder, read_file, record_of, write_hashed_json
+from fsdp_qlora.storage.files import FileRecord, publish_folder, record_of, write_hashed_json
 
 FORMAT_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -138,7 +138,7 @@ def verify(folder: Path) -> dict[str, Any]:
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
     try:
-        manifest = json.loads(read_file(path))
+        manifest = json.loads(path.read_bytes())
         if manifest.pop("sha256") != _manifest_hash(manifest):
             raise ValueError("its hash differs")
         version = manifest["format"]

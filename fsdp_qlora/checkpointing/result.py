@@ -13,7 +13,7 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint, check_files, 
 from fsdp_qlora.checkpointing.run_folder import CARD, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import delete_oldest, is_full
 from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.storage.files import FileRecord, flush, flush_files, read_file
+from fsdp_qlora.storage.files import FileRecord, flush, flush_files
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -98,7 +98,7 @@ def result_error(output_dir: Path, only: Collection[str] | None = None) -> str |
         OSError: a file cannot be read now.
     """
     try:
-        content: dict[str, Any] = json.loads(read_file(output_dir / RESULT))
+        content: dict[str, Any] = json.loads((output_dir / RESULT).read_bytes())
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
     except FileNotFoundError:
         return None if only is not None or _has_weights(output_dir) else f"none of {', '.join(_WEIGHTS)} is there"

@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
 from fsdp_qlora.output.redact import lost_output
-from fsdp_qlora.storage.files import is_partial, read_file, why_not_writable, write_json
+from fsdp_qlora.storage.files import is_partial, why_not_writable, write_json
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -61,7 +61,7 @@ def read_status(output_dir: Path) -> dict[str, Any]:
 
 def _read(path: Path, required: Collection[str], advice: str) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads(read_file(path))
+        content: dict[str, Any] = json.loads(path.read_bytes())
         if absent := [key for key in required if key not in content]:
             raise ValueError(f"{absent[0]} is not in it")
     except FileNotFoundError:

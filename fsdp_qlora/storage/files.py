@@ -1,7 +1,6 @@
 """Files and folders written atomically, also across a power cut; free disk space; fingerprints; what is a folder."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -121,22 +120,6 @@ def write_hashed_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
     path.write_bytes(text)
     flush(path)
     return FileRecord(len(text), hashlib.sha256(text).hexdigest())
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: something else is in its place.
-        OSError: it cannot be read now, which says nothing about its content.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.ELOOP):
-            raise ValueError(error.strerror) from error
-        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:
