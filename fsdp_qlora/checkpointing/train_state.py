@@ -50,11 +50,10 @@ START = "start.safetensors"  # the factors that were subtracted from the base on
 
 
 class Tensors(NamedTuple):
-    """The content of a safetensors file: the tensors' forms, the tensors in that order, and its metadata."""
+    """The content of a safetensors file: the tensors' forms, and the tensors in that order."""
 
     forms: Mapping[str, TensorForm]
     values: Iterable[torch.Tensor]
-    metadata: Mapping[str, str]
 
     def copied(self) -> "Tensors":
         return self._replace(values=list(self.values))
@@ -119,11 +118,10 @@ class TrainState:
             for _ in on_host:  # gathering is a collective
                 pass
             return {}, description
-        metadata = {"format": "pt", "shard": str(index), "shards": str(description["files"])}
-        contents = {_file(index): Tensors({name: _form(*own) for name, own in values.items()}, on_host, metadata)}
+        contents = {_file(index): Tensors({name: _form(*own) for name, own in values.items()}, on_host)}
         if self.start:
             forms = {name: _form(value) for name, value in self.start.items()}
-            contents[START] = Tensors(forms, self.start.values(), {"format": "pt"})
+            contents[START] = Tensors(forms, self.start.values())
         return contents, description
 
     def write(self, folder: Path, contents: Mapping[str, Tensors]) -> dict[str, FileRecord]:

@@ -35,9 +35,9 @@ class TensorForm(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def layout(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, dict[str, int]]:
     """The beginning of a file of these tensors, in order, and the offset of each tensor's bytes in the file."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name, form in forms.items():
         starts[name], end = end, end + form.num_bytes
@@ -47,9 +47,7 @@ def layout(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> tupl
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}
 
 
-def write_tensors(
-    path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor], metadata: Mapping[str, str]
-) -> FileRecord:
+def write_tensors(path: Path, forms: Mapping[str, TensorForm], values: Iterable[torch.Tensor]) -> FileRecord:
     """Write and flush a file, a tensor at a time.
 
     Args:
@@ -58,7 +56,7 @@ def write_tensors(
     Raises:
         OSError: the file could not be written; `values` has been consumed.
     """
-    header, _ = layout(forms, metadata)
+    header, _ = layout(forms)
     digest = hashlib.sha256(header)
     values = iter(values)
     try:
@@ -110,7 +108,7 @@ class PackedFiles:
     def _lay_out(self, path: Path, names: list[str]) -> None:
         # Wide types first, as in safetensors itself: every tensor is then aligned.
         forms = {name: self.forms[name] for name in sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)}
-        self._headers[path], starts = layout(forms, {"format": "pt"})
+        self._headers[path], starts = layout(forms)
         self._sizes[path] = len(self._headers[path]) + sum(form.num_bytes for form in forms.values())
         self._places |= {name: _Place(path, start) for name, start in starts.items()}
 

@@ -82,13 +82,13 @@ def fill_disk(folder: Path, most: int) -> None:
 
     original = train_state.write_tensors
 
-    def write_tensors(path: Path, forms: Any, values: Any, metadata: Any) -> Any:
+    def write_tensors(path: Path, forms: Any, values: Any) -> Any:
         if len(list(folder.glob("*/state_*.safetensors"))) >= most:
             for _ in values:
                 pass
             print(INJECTED, flush=True)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return original(path, forms, values, metadata)
+        return original(path, forms, values)
 
     train_state.write_tensors = write_tensors
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fsdp_qlora.checkpointing import checkpoint, run_folder
 from fsdp_qlora.checkpointing.mirror import open_store
@@ -21,8 +20,7 @@ from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.ranks.distributed import read_ranks
-from fsdp_qlora.storage.files import write_hashed_json, write_json
-from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
+from fsdp_qlora.storage.files import write_json
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 
 
@@ -149,19 +147,6 @@ def test_a_folder_in_place_of_a_file_is_refused(run: Path) -> None:
     claim = RunFolder(run, read_ranks(), StartRequest(OPTIONS)).claimed()
     with pytest.raises(UserError, match=r"metrics\.jsonl is a folder, where a run writes a file"), claim:
         pass
-
-
-def test_a_file_of_another_shard_is_damage(run: Path) -> None:
-    staging = checkpoint.staging_folder(run / run_folder.CHECKPOINTS, 7)
-    staging.mkdir()
-    form = {"w/parameter": TensorForm(torch.float32, (2, 3))}
-    files = {TENSORS: write_tensors(staging / TENSORS, form, [torch.zeros(2, 3)], {"shard": "1"})}
-    files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, {})
-    newest = checkpoint.step_folder(staging.parent, 7)
-    checkpoint.publish_checkpoint(staging, newest, files)
-    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"state_00000\.safetensors holds the rows of shard 1"):
-        checkpoint.verify(newest)
-    assert begin(run).step == 5
 
 
 def test_json_nested_100_000_deep_is_one_sentence_and_renames_nothing(run: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def add_step(run: Path, step: int, run_id: str) -> Path:
     staging = checkpoint.staging_folder(root, step)
     staging.mkdir(parents=True)
     forms = {name: TensorForm(torch.float32, (2, 3)) for name in ("w/parameter", "w/exp_avg")}
-    files = {TENSORS: write_tensors(staging / TENSORS, forms, [torch.zeros(2, 3)] * 2, {})}
+    files = {TENSORS: write_tensors(staging / TENSORS, forms, [torch.zeros(2, 3)] * 2)}
     state = {"about": {**ABOUT, "run_id": run_id}, "progress": {"step": step}, "tensors": DESCRIPTION}
     files[checkpoint.STATE] = write_hashed_json(staging / checkpoint.STATE, state)
     checkpoint.publish_checkpoint(staging, checkpoint.step_folder(root, step), files)

@@ -67,7 +67,7 @@ def save(folder: Path) -> int:
         if ranks.is_rank_0:
             write_hashed_json(place / "description.json", description)
             form = TensorForm(torch.float32, tuple(result.shape))
-            write_tensors(place / "result.safetensors", {"result": form}, [result], {})
+            write_tensors(place / "result.safetensors", {"result": form}, [result])
     return 0
 
 
