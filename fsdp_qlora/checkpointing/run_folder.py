@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
-from fsdp_qlora.metrics.sinks import METRICS_FILE, SAMPLES_FILE
 from fsdp_qlora.output.redact import lost_output
 from fsdp_qlora.storage.files import is_partial, why_not_writable, write_json
 
@@ -138,11 +137,6 @@ def check_usable(path: Path, *, overwrite: bool) -> None:
     """
     if reason := why_not_writable(path):
         raise UserError(f"output_dir {path}: {reason}. Give another folder.")
-    for name in (RUN, STATUS, METRICS_FILE, SAMPLES_FILE):
-        if (path / name).is_dir():
-            raise UserError(
-                f"{path / name} is a folder, where a run writes a file. Move it, or give another output_dir."
-            )
     names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     results = {name for name in names - _LEFTOVERS if not is_partial(name, RUN) and not is_partial(name, STATUS)}
     if not list((path / CHECKPOINTS).glob("step_*")):

@@ -142,13 +142,6 @@ def test_a_mirror_that_was_cut_off_in_its_first_copy_is_no_lost_disk(run: Path, 
     assert begin(tmp_path / "box", mirror=mirror).step == 0
 
 
-def test_a_folder_in_place_of_a_file_is_refused(run: Path) -> None:
-    (run / "metrics.jsonl").mkdir()
-    claim = RunFolder(run, read_ranks(), StartRequest(OPTIONS)).claimed()
-    with pytest.raises(UserError, match=r"metrics\.jsonl is a folder, where a run writes a file"), claim:
-        pass
-
-
 def test_json_nested_100_000_deep_is_one_sentence_and_renames_nothing(run: Path, tmp_path: Path) -> None:
     mirror, cache = open_store(str(tmp_path / "mirror")), tmp_path / "cache" / "entry"
     mirror.update(run)
