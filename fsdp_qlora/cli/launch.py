@@ -5,7 +5,6 @@ becomes a launcher: it starts the workers through torchrun's own agent and waits
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import secrets
@@ -77,7 +76,7 @@ def relaunch_if_needed(config: TrainConfig, argv: list[str], worker: Sequence[st
         processes, reason = _processes_wanted(config)
         if processes > 1:
             return _start(processes, reason, [*worker, *argv], config).status
-    _end_with_launcher()
+    _end_with_parent()
     return None
 
 
@@ -240,13 +239,12 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
 
 def _prepare_environment() -> None:
     """Set up the environment that the workers inherit."""
-    # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer agent kills us.
-    is_nested = "TORCHELASTIC_RUN_ID" in os.environ
-    if is_nested:
-        _ask_for_signal_on_death_of_parent()
+    os.environ.pop(_LAUNCHER_PID, None)  # of a worker that has started this launcher
+    _end_with_parent()
     if is_restart():
         os.environ[AUTO_RESTART] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if is_nested else "600")
+    # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer agent kills us.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "20" if "TORCHELASTIC_RUN_ID" in os.environ else "600")
     for name in filter(is_from_an_agent, list(os.environ)):
         del os.environ[name]
     os.environ[_LAUNCHER_PID] = str(os.getpid())
@@ -298,27 +296,20 @@ def _report_failure(rank: int, exit_code: int, reason: str) -> int:
     return status
 
 
-# --- the workers ---
+# --- the end of what an agent has started ---
 
 
-def _end_with_launcher() -> None:
-    """End this worker soon after its launcher or torchrun has died without ending it, as by SIGKILL."""
+def _end_with_parent() -> None:
+    """End this process soon after its launcher or torchrun has died without ending it, as by SIGKILL."""
     parent = os.environ.get(_LAUNCHER_PID)
     if parent is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    _ask_for_signal_on_death_of_parent()
     threading.Thread(target=_watch, args=(int(parent or os.getppid()),), daemon=True).start()
 
 
-def _ask_for_signal_on_death_of_parent() -> None:
-    """Let Linux send SIGTERM, which saves and ends, at once; on other systems `_watch` does so within a second."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1  # linux/prctl.h
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def _watch(launcher: int) -> None:
-    while os.getppid() == launcher:
+def _watch(parent: int) -> None:
+    """Send this process SIGTERM, which saves and ends, within a second; end it if that takes long."""
+    while os.getppid() == parent:
         time.sleep(1)
     with contextlib.suppress(OSError):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -231,7 +231,7 @@ def test_a_final_end_keeps_torchrun_from_restarting(monkeypatch):
         raise ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "")})
 
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: fail)
-    monkeypatch.setattr(launch, "_ask_for_signal_on_death_of_parent", lambda: None)
+    monkeypatch.setattr(launch, "_end_with_parent", lambda: None)
     for attempt, message in enumerate(["killed", "loss is NaN"]):
         with launch._listen("localhost", 0) as meeting_point:
             assert launch._run_workers(2, [], "localhost", meeting_point).status == 1
