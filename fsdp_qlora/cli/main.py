@@ -12,7 +12,7 @@ from fsdp_qlora.cli.commands import COMMANDS, Command
 from fsdp_qlora.config.cli import Parser, with_underscores
 from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, print_error
 from fsdp_qlora.output.redact import guard_output, lost_output
-from fsdp_qlora.output.text import PrintableFormatter, quiet_libraries
+from fsdp_qlora.output.text import LineHandler, quiet_libraries
 from fsdp_qlora.version import VERSION
 
 log = logging.getLogger("fsdp_qlora")
@@ -77,8 +77,7 @@ def _run(name: str, command: Command, words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _logging_to(stream: TextIO) -> Iterator[None]:
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(PrintableFormatter("%(message)s"))
+    handler = LineHandler(stream)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:

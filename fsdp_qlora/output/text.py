@@ -31,15 +31,11 @@ def warn_from_any_rank(text: str) -> None:
         print(f"[rank {rank}] {printable(text)}", file=sys.stderr, flush=True)
 
 
-class PrintableFormatter(logging.Formatter):
-    """The message of a log record, made printable."""
+class LineHandler(logging.StreamHandler[Any]):
+    """Writes printable lines; clears the progress bar for each and redraws it below."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-class LineHandler(logging.StreamHandler[Any]):
-    """Clears the progress bar for each line and redraws it below."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with tqdm.external_write_mode(file=self.stream):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.errors import LostRank, RunStopped, UserError
-from fsdp_qlora.output.text import LineHandler, PrintableFormatter
+from fsdp_qlora.output.text import LineHandler
 from fsdp_qlora.ranks.device import choose_device
 
 log = logging.getLogger("fsdp_qlora")
@@ -86,9 +86,7 @@ def set_up_logging(ranks: Ranks, *, verbose: bool, stream: TextIO | None = None)
     log.setLevel(logging.DEBUG if verbose else logging.INFO)
     log.propagate = False
     log.handlers.clear()
-    handler = LineHandler(stream or sys.stdout) if ranks.is_rank_0 else logging.NullHandler()
-    handler.setFormatter(PrintableFormatter("%(message)s"))
-    log.addHandler(handler)
+    log.addHandler(LineHandler(stream or sys.stdout) if ranks.is_rank_0 else logging.NullHandler())
 
 
 def connect(ranks: Ranks, *, timeout_minutes: float = 30.0, wait_minutes: float = MAX_WAIT_MINUTES) -> dist.Store:
