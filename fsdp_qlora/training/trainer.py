@@ -157,7 +157,7 @@ class Trainer:
         self.optimizer.take_gradients()
         sums, grad_norm, memory = self._exchange(step, measured)
         self.heartbeat.beat(step, "update")
-        lr, is_finite = self.options.learning_rate(step), self._is_finite(step, rows, measured, sums[0], grad_norm)
+        lr, is_finite = self.options.learning_rate(step), self._is_finite(step, pieces, measured, sums[0], grad_norm)
         if is_finite and math.isfinite(grad_norm):
             self._clip_and_unscale(grad_norm)
             self.optimizer.step(lr)
@@ -404,7 +404,7 @@ class Trainer:
         return torch.autocast(self.ranks.device.type, dtype=precision.compute_dtype, enabled=precision.autocast)
 
     def _is_finite(
-        self, step: int, rows: np.ndarray, measured: list[torch.Tensor], loss_sum: float, grad_norm: float
+        self, step: int, pieces: list[np.ndarray], measured: list[torch.Tensor], loss_sum: float, grad_norm: float
     ) -> bool:
         """Whether the step's numbers are finite; a gradient's overflow that a smaller loss scale avoids is no fault.
 
@@ -420,14 +420,12 @@ class Trainer:
             log.info("Step %d is skipped: its gradients overflowed at a loss scale of %g, now halved.", step + 1, scale)
             return True
         losses = gather_numbers([numbers[0] for numbers in measured], self.ranks.device)
-        bad_rows: list[int] = []
-        for rank, index in (~losses.isfinite()).nonzero().tolist():
-            bad_rows += self.schedule.micro_batches(rows, self.data.lengths)[
-                index * self.ranks.world_size + rank
-            ].tolist()
+        turns = self._turns(pieces)
+        bad = [turns[index][rank] for rank, index in (~losses.isfinite()).nonzero().tolist()]
+        samples = self.sample_numbers(np.concatenate(bad or pieces))
         message = (
-            f"Step {step + 1}: the {'loss' if bad_rows else 'gradient'} is not finite (gradient norm {grad_norm}), "
-            f"with samples {self.sample_numbers(bad_rows or rows)} of the dataset. No weight was updated in this step."
+            f"Step {step + 1}: the {'loss' if bad else 'gradient'} is not finite (gradient norm {grad_norm}), "
+            f"with samples {samples} of the dataset. No weight was updated in this step."
         )
         if self.options.on_nonfinite == "halt":
             raise NotFinite(
@@ -437,7 +435,7 @@ class Trainer:
         log.warning("%s It is skipped.", message)
         return False
 
-    def sample_numbers(self, rows: Sequence[int] | np.ndarray) -> str:
+    def sample_numbers(self, rows: np.ndarray) -> str:
         """The rows' numbers in the dataset, as text."""
         numbers = sorted(self.data.row_numbers[rows].tolist())
         return f"{', '.join(map(str, numbers[:32]))}{', ...' if len(numbers) > 32 else ''}"
