@@ -107,21 +107,19 @@ class ResultForm:
         A failure is only logged, because the checkpoints contain everything.
         """
         folders = checkpoint.published(output_dir / CHECKPOINTS)
-        wanted = {output_dir: max(folders, default=None)} if newest else {}
-        if (step := best_step(folders)) is not None:
-            wanted[output_dir / BEST] = step
+        wanted = {output_dir: max(folders, default=None) if newest else None, output_dir / BEST: best_step(folders)}
         for target, step in wanted.items():
             if step is None:
                 continue
+            is_best = target != output_dir
             try:
                 # The newest one has just been written; the best may have been there for days.
-                is_old = target != output_dir
-                state = checkpoint.verify(folders[step]) if is_old else read_json(folders[step] / checkpoint.STATE)
+                state = checkpoint.verify(folders[step]) if is_best else read_json(folders[step] / checkpoint.STATE)
                 self.save_checkpoint(folders[step], state, target)
             except (OSError, KeyError, ValueError, TrainingError) as error:
                 log.warning("The adapter of step %d was not saved in %s: %s", step, target, error)
             else:
-                loss = state["progress"]["eval_loss"] if target.name == BEST else None
+                loss = state["progress"]["eval_loss"] if is_best else None
                 what = f", the lowest held-out loss ({loss:.4f})" if loss is not None else ""
                 log.info("Adapter of step %d%s: %s", step, what, target)
 
