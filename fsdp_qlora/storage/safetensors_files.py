@@ -77,13 +77,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-class _Place(NamedTuple):
-    """Where a tensor's bytes start."""
-
-    path: Path
-    offset: int
-
-
 class PackedFiles:
     """A set of safetensors files for the given tensors.
 
@@ -94,7 +87,7 @@ class PackedFiles:
         self._descriptors: dict[Path, int] = {}
         self._headers: dict[Path, bytes] = {}
         self._sizes: dict[Path, int] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, tuple[Path, int]] = {}  # tensor -> its file, and where its bytes start
         self.folder, self.forms = folder, forms
         self._split = split_state_dict_into_shards_factory(
             dict(forms),
@@ -110,7 +103,7 @@ class PackedFiles:
         forms = {name: self.forms[name] for name in sorted(names, key=lambda name: -self.forms[name].dtype.itemsize)}
         self._headers[path], starts = layout(forms)
         self._sizes[path] = len(self._headers[path]) + sum(form.num_bytes for form in forms.values())
-        self._places |= {name: _Place(path, start) for name, start in starts.items()}
+        self._places |= {name: (path, start) for name, start in starts.items()}
 
     @property
     def num_bytes(self) -> int:
