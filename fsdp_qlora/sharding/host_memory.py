@@ -8,11 +8,10 @@ torch's own allocator does without rounding only since 2.13 (`pinned_max_round_t
 Registering has not run on a GPU yet; on a CPU the same arena is used without it.
 """
 
-import contextlib
 import logging
 import mmap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -81,19 +80,15 @@ class SideStream:
         self.stream = torch.cuda.Stream(device) if on_gpu else None
         self.compute = torch.cuda.current_stream(device) if on_gpu else None
 
-    @contextlib.contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """What is issued in this block runs here, after all that the compute stream has been given so far."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
+        """Copy here, after all that the compute stream has been given so far; returns the end of the copy."""
         if self.stream is None or self.compute is None:
-            yield
-            return
+            target.copy_(source)
+            return None
         self.stream.wait_stream(self.compute)
         with torch.cuda.stream(self.stream):
-            yield
-
-    def event(self) -> torch.cuda.Event | None:
-        """The end of what has been issued here so far."""
-        return None if self.stream is None else self.stream.record_event()
+            target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
 
     def finish(self) -> None:
         """Let the host wait for all copies."""
@@ -163,9 +158,7 @@ class _Kept:
         self.like = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
         self.device = tensor.device
         self.on_device: torch.Tensor | None = tensor
-        with self.side.after_compute():
-            self._on_host().copy_(tensor, non_blocking=True)
-        self.copied = self.side.event()
+        self.copied = self.side.copy(self._on_host(), tensor)
 
     def _on_host(self) -> torch.Tensor:
         used = self.memory[: self.like.numel() * self.like.element_size()]
@@ -180,9 +173,7 @@ class _Kept:
         """The tensor on the device, which the compute stream may use after `copied`."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.like, device=self.device)
-            with self.side.after_compute():
-                self.on_device.copy_(self._on_host(), non_blocking=True)
-            self.copied = self.side.event()
+            self.copied = self.side.copy(self.on_device, self._on_host())
         return self.on_device
 
     def __del__(self) -> None:

@@ -282,9 +282,7 @@ class SharedHead(_Rows):
             return
         self._side = self._side or SideStream(self.device)
         there = torch.empty_like(rows, device=self.device)
-        with self._side.after_compute():
-            there.copy_(rows, non_blocking=True)
-        self._copied = there, self._side.event()
+        self._copied = there, self._side.copy(there, rows)
 
     @torch.no_grad()
     def _gather(self, *_: Any) -> None:

@@ -54,7 +54,6 @@ class _WeightStream:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         side = SideStream(device)
         self.parts = [_Part(module, side, device) for module in modules]
-        self.at: int | None = None
 
     def enter(self, index: int) -> None:
         """Have the weights of a module on the device, and those of the next on their way."""
@@ -65,7 +64,6 @@ class _WeightStream:
         part = self.parts[index]
         part.come()
         part.use()
-        self.at = index
         self.parts[following].come()
 
     def _following(self, index: int) -> int:
@@ -97,9 +95,7 @@ class _Part:
         if self.on_device is not None:
             return
         self.on_device = torch.empty_like(self.whole, device=self.device)
-        with self.side.after_compute():
-            self.on_device.copy_(self.whole, non_blocking=True)
-        self.copied = self.side.event()
+        self.copied = self.side.copy(self.on_device, self.whole)
 
     def use(self) -> None:
         """Let the module compute with what is on the device, once it has arrived."""
