@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,6 +22,7 @@ from fsdp_qlora.ranks.device import to_device
 from fsdp_qlora.ranks.distributed import (
     all_gather,
     gather_numbers,
+    gather_rows,
     local_part,
     own_rows,
     reduce_scatter,
@@ -141,7 +143,7 @@ class _Rows:
     """A module of which a rank has some rows, and that computes with others in its forward pass."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.module = module
+        self.module, self.mesh = module, mesh
         self.group: dist.ProcessGroup = mesh["shard"].get_group()
         self.rank, self.size = shard_rank(mesh), shard_size(mesh)
         self._shared: nn.Parameter | None = None
@@ -236,13 +238,9 @@ class Lookup(_Rows):
         if self.size == 1:
             return [ids.flatten().cpu()]
         counts = gather_numbers([ids.numel()], ids.device, self.group).flatten().int().tolist()
-        padded = torch.zeros(max(counts), dtype=ids.dtype)
-        padded[: ids.numel()] = ids.flatten().cpu()
-        padded = padded.to(ids.device)
-        everyone = padded.new_empty(len(counts) * len(padded))
-        all_gather(everyone, padded, group=self.group)
-        parts = zip(everyone.view(len(counts), -1).cpu(), counts, strict=True)
-        return [part[:count] for part, count in parts]
+        padded = F.pad(ids.flatten(), (0, max(counts) - ids.numel()))
+        rows = gather_rows(padded, len(counts) * len(padded), self.mesh).view(len(counts), -1).cpu()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 class SharedHead(_Rows):
@@ -286,11 +284,7 @@ class SharedHead(_Rows):
 
     @torch.no_grad()
     def _gather(self, *_: Any) -> None:
-        rows = self.rows()
-        longest = shard_bounds(self.vocabulary, rank=0, size=self.size)[1]
-        if len(rows) < longest:
-            rows = torch.cat([rows, rows.new_zeros(longest - len(rows), rows.shape[1])])
-        self._replace(self.all_gather(rows)[: self.vocabulary])
+        self._replace(gather_rows(self.rows(), self.vocabulary, self.mesh))
 
     # What ranks tell each other in `chunked_loss`, for as many tokens of each rank.
 
