@@ -74,7 +74,6 @@ TYPES = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
 }
-_STORED_AS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 _PIECE = 2**24  # elements quantized at a time
 
 
@@ -292,12 +291,9 @@ def _write(out: Path, arch: str, add_keys: Callable[[GGUFWriter], None], tensors
         with staged_file(out) as partial:
             writer = GGUFWriter(str(partial), arch)
             add_keys(writer)
-            for name, tensor in tensors.items():
-                shape = tensor.shape
-                if tensor.kind == GGMLQuantizationType.Q8_0:
-                    shape = gguf.quant_shape_to_byte_shape(shape, tensor.kind)
-                dtype = np.dtype(_STORED_AS.get(tensor.kind, np.uint8))
-                writer.add_tensor_info(name, shape, dtype, math.prod(shape) * dtype.itemsize, raw_dtype=tensor.kind)
+            for name, (shape, kind, _) in tensors.items():
+                size = math.prod(gguf.quant_shape_to_byte_shape(shape, kind))
+                writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
