@@ -24,9 +24,7 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, Sp
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 
-from fsdp_qlora.adapters.peft_folder import PREFIX
-from fsdp_qlora.adapters.targets import find_pattern
-from fsdp_qlora.commands.merging import PeftFolder, open_fitting_adapter
+from fsdp_qlora.commands.merging import Changes
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.loading.weight_files import WeightFiles
@@ -225,44 +223,34 @@ def write_adapter(folder: Path, base: Path, out: Path) -> None:
     Raises:
         UserError: the adapter is not plain LoRA on linear layers, or the file cannot be written.
     """
-    architecture, adapter = _Architecture(base), open_fitting_adapter(folder, base)
-    names = [name for name in adapter.files.files if name.endswith(".lora_A.weight")]
-    pairs = {name: name.replace(".lora_A.", ".lora_B.") for name in names}
-    others = adapter.files.files.keys() - pairs.keys() - set(pairs.values())
-    if others or adapter.config.use_dora or adapter.config.target_parameters:
-        what = "DoRA" if adapter.config.use_dora else next(iter(sorted(others)), "LoRA of experts")
+    architecture, changes = _Architecture(base), Changes.of_folders(folder, base)
+    config, files = changes.adapter.config, changes.adapter.files
+    others = [name for name in files.files if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
+    if others or config.use_dora or config.target_parameters:
+        what = "DoRA" if config.use_dora else min(others, default="LoRA of experts")
         raise UserError(f"--adapter {folder} has {what}, which llama.cpp does not apply. Merge it: merge, then gguf.")
+
+    def read(weight: str, which: str) -> np.ndarray:
+        change = changes.low_rank(weight)
+        assert change is not None
+        if which == "A":
+            return change.right[0].numpy()
+        scale = np.float32(change.scaling * change.right.shape[1] / config.lora_alpha)
+        return architecture.convert(weight, change.left[0].numpy() * scale)
+
     tensors: dict[str, _Tensor] = {}
-
-    def add(target: str, name: str, read: Callable[[], np.ndarray]) -> None:
-        tensors[target] = _Tensor(tuple(adapter.files.shape(name)), GGMLQuantizationType.F32, read)
-
-    for name_A, name_B in pairs.items():
-        path = name_A.removeprefix(PREFIX).removesuffix(".lora_A.weight")
-        scale = np.float32(_scaling(adapter, path, adapter.files.shape(name_A)[0]))
-
-        def read_B(name: str = name_B, path: str = path, scale: np.float32 = scale) -> np.ndarray:
-            return architecture.convert(path, adapter.read(name).numpy() * scale)
-
-        target = architecture.tensor_name(f"{path}.weight")
-        add(f"{target}.lora_a", name_A, lambda name=name_A: adapter.read(name).numpy())  # type: ignore[misc]
-        add(f"{target}.lora_b", name_B, read_B)
+    for weight, (path, _) in changes.layers.items():
+        for which in "AB":
+            shape, target = tuple(files.shape(f"{path}.lora_{which}.weight")), architecture.tensor_name(weight)
+            kind = GGMLQuantizationType.F32
+            tensors[f"{target}.lora_{which.lower()}"] = _Tensor(shape, kind, partial(read, weight, which))
 
     def add_keys(writer: GGUFWriter) -> None:
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(adapter.config.lora_alpha))
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(config.lora_alpha))
 
     _write(out, architecture.arch_name, add_keys, tensors)
-
-
-def _scaling(adapter: PeftFolder, path: str, rank: int) -> float:
-    """What B is multiplied by, so that alpha / rank is the adapter's own scale."""
-    config = adapter.config
-    key = find_pattern(config.alpha_pattern or {}, path)
-    alpha = config.lora_alpha if key is None else config.alpha_pattern[key]
-    own = alpha / (rank**0.5 if config.use_rslora else rank)
-    return float(own * rank / config.lora_alpha)
 
 
 def _kind_of(shape: tuple[int, ...], wanted: GGMLQuantizationType) -> GGMLQuantizationType:

@@ -62,17 +62,6 @@ def open_adapter(path: Path) -> PeftFolder:
     return PeftFolder(path, config, WeightFiles(path, file=weights.name))
 
 
-def open_fitting_adapter(path: Path, base: Path) -> PeftFolder:
-    """Open an adapter's folder, and check that it fits a base, of which only config.json is read.
-
-    Raises:
-        UserError: as `open_adapter`, or it does not fit.
-    """
-    adapter = open_adapter(path)
-    Changes(build_plain_model(load_config(base, str(base)), torch.float32), adapter)
-    return adapter
-
-
 @dataclass(frozen=True)
 class LowRank:
     """W + s L R for each matrix of a weight; with a magnitude its rows are scaled to that length (DoRA).
@@ -145,7 +134,7 @@ class Changes:
     """
 
     def __init__(self, model: PreTrainedModel, adapter: PeftFolder) -> None:
-        self._adapter = adapter
+        self.adapter = adapter
         shapes = {canonical_name(name): tensor.shape for name, tensor in model.named_parameters(remove_duplicate=False)}
         with warnings.catch_warnings(action="ignore"):
             try:
@@ -162,9 +151,14 @@ class Changes:
             path = adapter.path
             raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
 
+    @classmethod
+    def of_folders(cls, adapter: Path, base: Path) -> "Changes":
+        """Those of an adapter's folder to a base, of which only config.json is read. Raises as `open_adapter` too."""
+        return cls(build_plain_model(load_config(base, str(base)), torch.float32), open_adapter(adapter))
+
     def low_rank(self, weight: str) -> LowRank | None:
         """What is added to a weight, or to what replaces it; read from the adapter's file."""
-        return _low_rank(*self.layers[weight], self._adapter) if weight in self.layers else None
+        return _low_rank(*self.layers[weight], self.adapter) if weight in self.layers else None
 
 
 def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:
