@@ -89,13 +89,13 @@ def result_bytes(model: nn.Module, *, dtype: torch.dtype, reduces_base: bool) ->
     Args:
         reduces_base: the adapter is saved in twice its rank, see `first_values.saved_parameters`.
     """
-    parameters = each_parameter(model)
-    if in_adapters := [counted for counted in parameters if counted.in_adapter]:
-        trainable = sum(4 * counted.num_weights for counted in parameters if counted.category == "trainable")
-        again = sum(4 * counted.num_weights for counted in in_adapters)
+    kinds = each_parameter(model).values()
+    if in_adapters := [kind for kind in kinds if kind.in_adapter]:
+        trainable = sum(4 * kind.num_weights for kind in kinds if kind.category == "trainable")
+        again = sum(4 * kind.num_weights for kind in in_adapters)
         return trainable + again * reduces_base
     # Of block expansion the quantized base is saved with its original weights.
-    return sum(counted.num_weights for counted in parameters) * dtype.itemsize
+    return sum(kind.num_weights for kind in kinds) * dtype.itemsize
 
 
 def host_memory_free(ranks_on_host: int) -> int:

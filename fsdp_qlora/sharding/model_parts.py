@@ -83,7 +83,11 @@ class ModelParts:
 
 
 class Kind(NamedTuple):
-    """What parameters have in common; the fields are those of `Counted` and the parameter's own."""
+    """What parameters have in common.
+
+    category: codes (quantized weights), statistics (of these), frozen (other frozen weights) or trainable.
+    num_weights: number of the model's weights in it: a quantized layer's for its codes, none for statistics.
+    """
 
     category: str
     shape: tuple[int, ...]
@@ -112,29 +116,17 @@ class CategoryBytes(NamedTuple):
     largest_shard: int
 
 
-class Counted(NamedTuple):
-    """A parameter and its category.
-
-    category: codes (quantized weights), statistics (of these), frozen (other frozen weights) or trainable.
-    num_weights: number of the model's weights in it: a quantized layer's for its codes, none for statistics.
-    """
-
-    parameter: nn.Parameter
-    category: str
-    num_weights: int
-    in_adapter: bool
-
-
-def each_parameter(model: nn.Module) -> list[Counted]:
-    """Every parameter of a model, sharded or on the meta device; tied parameters once."""
+def each_parameter(model: nn.Module) -> dict[nn.Parameter, Kind]:
+    """Every parameter of a model, sharded or on the meta device, and its kind; tied parameters once."""
     adapters = {parameter for adapter in adapter_modules(model) for parameter in adapter.parameters()}
-    found: dict[nn.Parameter, Counted] = {}
+    found: dict[nn.Parameter, Kind] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in found:
                 category, num_weights = _classify(module, name, parameter)
-                found[parameter] = Counted(parameter, category, num_weights, parameter in adapters)
-    return list(found.values())
+                own = tuple(parameter.shape), parameter.dtype
+                found[parameter] = Kind(category, *own, num_weights, parameter in adapters)
+    return found
 
 
 def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[str, int]:
@@ -150,23 +142,20 @@ def _classify(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[st
 def count_parameters(parts: ModelParts) -> dict[str, int]:
     """Number of parameters: total (the base model's), in_blocks (those frozen there), quantized, trainable."""
     in_blocks = {*parts.blocks.parameters()}
-    parameters = each_parameter(parts.model)
-    base = [counted for counted in parameters if not counted.in_adapter]
-    frozen = [counted for counted in base if counted.category != "trainable"]
+    kinds = each_parameter(parts.model)
+    base = {parameter: kind for parameter, kind in kinds.items() if not kind.in_adapter}
+    frozen = {parameter: kind for parameter, kind in base.items() if kind.category != "trainable"}
     return {
-        "total": sum(counted.num_weights for counted in base),
-        "in_blocks": sum(counted.num_weights for counted in frozen if counted.parameter in in_blocks),
-        "quantized": sum(counted.num_weights for counted in base if counted.category == "codes"),
-        "trainable": sum(counted.num_weights for counted in parameters if counted.category == "trainable"),
+        "total": sum(kind.num_weights for kind in base.values()),
+        "in_blocks": sum(kind.num_weights for parameter, kind in frozen.items() if parameter in in_blocks),
+        "quantized": sum(kind.num_weights for kind in base.values() if kind.category == "codes"),
+        "trainable": sum(kind.num_weights for kind in kinds.values() if kind.category == "trainable"),
     }
 
 
 def kinds_of(module: nn.Module) -> Counter[Kind]:
     """How many parameters of each kind a module has."""
-    return Counter(
-        Kind(category, tuple(parameter.shape), parameter.dtype, num_weights, in_adapter)
-        for parameter, category, num_weights, in_adapter in each_parameter(module)
-    )
+    return Counter(each_parameter(module).values())
 
 
 def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, CategoryBytes]:
@@ -181,10 +170,10 @@ def count_bytes(kinds: Mapping[Kind, int], num_shards: int) -> dict[str, Categor
 
 def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
     """The shapes of a module's matrices, adapters' apart, quantized ones as they are decoded."""
-    parameters = [each for each in each_parameter(module) if not each.in_adapter]
-    plain = [each.parameter.shape for each in parameters if each.category in ("frozen", "trainable")]
+    base = [kind for kind in each_parameter(module).values() if not kind.in_adapter]
+    plain = [kind.shape for kind in base if kind.category in ("frozen", "trainable")]
     quantized = [part.shape for part in module.modules() if isinstance(part, QuantizedWeight)]
-    return [tuple(shape) for shape in (*quantized, *plain) if len(shape) > 1]
+    return [shape for shape in (*quantized, *plain) if len(shape) > 1]
 
 
 @torch.no_grad()

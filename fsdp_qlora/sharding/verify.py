@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -17,7 +18,7 @@ from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.ranks.distributed import gather_numbers, local_part, shard_size, whole_weights
-from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter, kinds_of
+from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -30,13 +31,13 @@ def check_byte_account(model: nn.Module, mesh: DeviceMesh) -> str:
     Raises:
         RuntimeError: the shards do not add up to one copy, or one rank holds more than its part.
     """
-    parameters = [counted.parameter for counted in each_parameter(model)]
+    parameters = each_parameter(model)
     total = sum(parameter.nbytes for parameter in parameters)
     local = sum(local_part(parameter).nbytes for parameter in parameters)
     size = shard_size(mesh)
     device = torch.device(mesh.device_type)
     held = [int(count) for count in gather_numbers([local], device, mesh["shard"].get_group()).flatten()]
-    counts = count_bytes(kinds_of(model), size)
+    counts = count_bytes(Counter(parameters.values()), size)
     # FSDP2 splits along dim 0, so a tensor with few rows cannot be split evenly. Only that excess is allowed: for
     # adapters, which have few rows and few bytes, all of it; for frozen weights up to 1 MiB.
     uneven = {name: tensors.largest_shard - tensors.total // size for name, tensors in counts.items()}
