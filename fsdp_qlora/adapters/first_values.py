@@ -7,7 +7,7 @@ adapted layer.
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -188,7 +188,7 @@ def set_magnitudes(model: nn.Module, mesh: DeviceMesh) -> None:
                 store_rows(magnitude.weight, squares[first:last].sqrt())
 
 
-# --- A and B from the weight: PiSSA, OLoRA, LoftQ ---
+# --- A and B from the weight ---
 
 
 def pissa(weight: torch.Tensor, rank: int, scaling: float) -> Factors:
@@ -212,19 +212,6 @@ def olora(weight: torch.Tensor, rank: int) -> Factors:
     """The first `rank` columns of Q and rows of R of the weight's QR decomposition (Büyükakyüz 2024)."""
     orthogonal, triangular = torch.linalg.qr(weight)
     return triangular[:rank], orthogonal[:, :rank]
-
-
-def loftq(
-    weight: torch.Tensor, rank: int, scaling: float, *, quantize: Callable[[torch.Tensor], torch.Tensor]
-) -> Factors:
-    """The largest singular values of the quantization error (Li et al. 2023, one iteration, PEFT's default).
-
-    With one iteration the base is the quantized weight itself, which anyone can reproduce.
-
-    Args:
-        quantize: weight -> its quantized values.
-    """
-    return pissa(weight.float() - quantize(weight).float(), rank, scaling)
 
 
 def _split_factors(left: torch.Tensor, values: torch.Tensor, right: torch.Tensor, scaling: float) -> Factors:

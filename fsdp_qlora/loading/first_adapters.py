@@ -71,8 +71,11 @@ def decompose_weights(
 def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> first_values.Factors:
     rank, scaling = layer.lora.lora_A.out_features, layer.lora.scaling
     if init == "loftq":
+        # PiSSA of the quantization error (Li et al. 2023). With one iteration, PEFT's default, the base is the
+        # quantized weight itself, which anyone can reproduce.
         assert isinstance(layer.base_layer, QuantizedWeight)
-        lora_A, lora_B = first_values.loftq(weight, rank, scaling, quantize=layer.base_layer.quantize_whole)
+        error = weight.float() - layer.base_layer.quantize_whole(weight).float()
+        lora_A, lora_B = first_values.pissa(error, rank, scaling)
     elif init == "olora":
         lora_A, lora_B = first_values.olora(weight.float(), rank)
     elif init == "pissa":
