@@ -25,8 +25,9 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.loading.decoded import StoredTensor
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import WeightFiles, _Entry
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks import distributed
@@ -52,11 +53,11 @@ class RandomWeights(WeightFiles):
         self.config, self.made_dtype, self.device, self.std, self.seed = config, dtype, device, std, seed
         super().__init__(Path("random weights"))
 
-    def _index(self) -> dict[str, _Entry]:
+    def _index(self) -> dict[str, StoredTensor]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
         return {
-            name: _Entry(self.folder / name, self.made_dtype, parameter.shape, 0)
+            name: StoredTensor(self.folder / name, self.made_dtype, parameter.shape, 0)
             for name, parameter in model.named_parameters()
         }
 

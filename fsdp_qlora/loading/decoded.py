@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig
@@ -31,13 +31,13 @@ _MXFP4_VALUES = 32  # values that share a scale
 ReadStored = Callable[[str, int, int], torch.Tensor]
 
 
-class StoredTensor(Protocol):
-    """Dtype and shape of a tensor in a file."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file. start: offset of its bytes in the file."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> torch.Size: ...
+    file: Path
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
 
 
 class DecodedTensor:

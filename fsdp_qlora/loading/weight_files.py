@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.decoded import DecodedTensor, RoundedDouble, StoredFormat, find_decoded
+from fsdp_qlora.loading.decoded import DecodedTensor, RoundedDouble, StoredFormat, StoredTensor, find_decoded
 from fsdp_qlora.loading.hub import conversion_advice
 from fsdp_qlora.quantizers.bnb_4bit import PACKED_STATE, PACKED_SUFFIXES
 from fsdp_qlora.storage.safetensors_files import DTYPES, TensorForm
@@ -27,15 +27,6 @@ from fsdp_qlora.storage.safetensors_files import DTYPES, TensorForm
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
 _SMALL_BYTES = 2**16  # smaller buffers come from malloc
 _READERS = 4  # threads; one alone cannot saturate a network disk
-
-
-class _Entry(NamedTuple):
-    """A tensor in a file. start: offset of its bytes in the file."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: torch.Size
-    start: int
 
 
 class TensorSlice(NamedTuple):
@@ -75,14 +66,14 @@ class WeightFiles:
         self._descriptors: dict[Path, int] = {}
         entries = _read_header(folder / file) if file else self._index()
         self._entries = _as_bytes(entries, entries if as_bytes else _packed_names(entries))
-        self._tensors: dict[str, _Entry | DecodedTensor | _Joined] = {**self._entries}
+        self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = {**self._entries}
         self.files = {name: entry.file for name, entry in self._entries.items()}
 
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def _index(self) -> dict[str, _Entry]:
+    def _index(self) -> dict[str, StoredTensor]:
         index = self.folder / "model.safetensors.index.json"
         if not index.is_file():
             single = self.folder / "model.safetensors"
@@ -159,7 +150,7 @@ class WeightFiles:
         tensor = self._tensors[name]
         if isinstance(tensor, _Joined):
             return {origin: file for part in tensor.parts for origin, file in self.origins(part).items()}
-        origins = [name] if isinstance(tensor, _Entry) else tensor.parts
+        origins = [name] if isinstance(tensor, StoredTensor) else tensor.parts
         return {origin: self._entries[origin].file for origin in origins}
 
     def parts(self, name: str) -> list[TensorSlice]:
@@ -243,9 +234,9 @@ def _buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
 
 
-def _merge_headers(files: list[Path]) -> dict[str, _Entry]:
+def _merge_headers(files: list[Path]) -> dict[str, StoredTensor]:
     """The tensors of files without an index."""
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, StoredTensor] = {}
     for path in files:
         for name, entry in _read_header(path).items():
             if name in entries:
@@ -257,7 +248,7 @@ def _merge_headers(files: list[Path]) -> dict[str, _Entry]:
     return entries
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Every tensor of a file, after safetensors itself has found the file complete and consistent."""
     try:
         with safe_open(path, framework="pt"):
@@ -271,8 +262,8 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     if strange := {tensor["dtype"] for tensor in header.values()} - DTYPES.keys():
         raise UserError(f"{path} has tensors of type {', '.join(strange)}, which cannot be read here.")
     return {
-        name: _Entry(path, DTYPES[tensor["dtype"]], torch.Size(tensor["shape"]), 8 + size + tensor["data_offsets"][0])
-        for name, tensor in header.items()
+        name: StoredTensor(path, DTYPES[form["dtype"]], torch.Size(form["shape"]), 8 + size + form["data_offsets"][0])
+        for name, form in header.items()
     }
 
 
@@ -282,7 +273,7 @@ def _packed_names(entries: Iterable[str]) -> set[str]:
     return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in PACKED_SUFFIXES}
 
 
-def _as_bytes(entries: dict[str, _Entry], chosen: Collection[str]) -> dict[str, _Entry]:
+def _as_bytes(entries: dict[str, StoredTensor], chosen: Collection[str]) -> dict[str, StoredTensor]:
     """Present the chosen tensors as flat bytes, whatever dtype they are stored under."""
     return {
         name: entry._replace(dtype=torch.uint8, shape=torch.Size([entry.shape.numel() * entry.dtype.itemsize]))
