@@ -218,7 +218,7 @@ def _is_rms_norm(module: nn.Module, form: str, eps: float) -> bool:
     for dtype in (torch.float32, torch.bfloat16):
         parameter = nn.Parameter(weight.to(dtype), requires_grad=False)
         try:
-            found = clone_with(module, parameters={"weight": parameter})(x.to(dtype))
+            found = _clone_with(module, _parameters={"weight": parameter})(x.to(dtype))
         except (RuntimeError, TypeError, AttributeError):
             return False
         expected = FORMS[form](x.to(dtype), parameter, eps)
@@ -306,23 +306,15 @@ def _is_gated_mlp(module: nn.Module, children: dict[str, nn.Module], roles: Role
             parameter.copy_(torch.randn(parameter.shape, generator=random))
     x = torch.randn(3, _HIDDEN, generator=random)
     try:
-        found = clone_with(module, children=small)(x)
+        found = _clone_with(module, _modules=small)(x)
     except (RuntimeError, TypeError, AttributeError):
         return False
     gate, up, down = (small[name] for name in roles)
     return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
 
 
-def clone_with(
-    module: nn.Module,
-    *,
-    parameters: Mapping[str, nn.Parameter] | None = None,
-    children: Mapping[str, nn.Module] | None = None,
-) -> nn.Module:
-    """A shallow copy of the module whose own parameters, or children, are these."""
-    copied = copy.copy(module)  # which shares its dicts
-    if parameters is not None:
-        copied._parameters = dict(parameters)
-    if children is not None:
-        copied._modules = dict(children)
+def _clone_with(module: nn.Module, **own: Mapping[str, Any]) -> nn.Module:
+    """A shallow copy of the module, which shares its dicts but for these: its `_parameters` or `_modules`."""
+    copied = copy.copy(module)
+    vars(copied).update(own)
     return copied
