@@ -138,8 +138,6 @@ class Part:
     """As in SourceFile."""
     read: Callable[[ChooseColumns, int], NumberedRows]
     """The rows after a number."""
-    count: Callable[[], int | None]
-    """The number of rows; None if it is unknown."""
 
 
 class Entry(NamedTuple):
@@ -171,6 +169,8 @@ class Source:
     fingerprint: Callable[[], str]
     """A hash of the content as it is now."""
     parts: list[Part]
+    num_rows: Callable[[], int | None]
+    """The rows of an epoch; None if their number is unknown."""
     start: int = 0
     """The rows from this one on are used, up to `stop`."""
     stop: int | None = None
@@ -203,10 +203,9 @@ class Source:
         Raises:
             UserError: their number is unknown.
         """
-        counts = [part.count() for part in self.parts]
-        if None in counts:
+        if (found := self.num_rows()) is None:
             raise UserError(f"--streaming true: the number of rows of {self.origin} is unknown. Give --max_steps.")
-        return sum(count for count in counts if count is not None)
+        return found
 
 
 def find_source(dataset: str | DatasetName, *, streamed: bool = False) -> Source:
@@ -262,19 +261,14 @@ def local_source(path: Path, split: str | None = None, *, streamed: bool = False
     """
     if is_saved(path):
         return saved_source(path, split)
-    files = find_files(path, split)
+    files = {file: kind for file in find_files(path, split) if (kind := kind_of(file)) is not None}
     folder = path if path.is_dir() else path.parent
     parts = [
-        Part(
-            file.relative_to(folder).as_posix(),
-            kind.unit,
-            partial(read_file, file, kind),
-            partial(count_rows, file, kind),
-        )
-        for file in files
-        if (kind := kind_of(file)) is not None
+        Part(file.relative_to(folder).as_posix(), kind.unit, partial(read_file, file, kind))
+        for file, kind in files.items()
     ]
-    return Source(str(path), partial(fingerprint_files if streamed else partial(_hash_files, folder), files), parts)
+    fingerprint = partial(fingerprint_files if streamed else partial(_hash_files, folder), files)
+    return Source(str(path), fingerprint, parts, lambda: sum(count_rows(*file) for file in files.items()))
 
 
 def _hash_files(folder: Path, files: Iterable[Path]) -> str:
@@ -308,7 +302,7 @@ def saved_source(path: Path, split: str | None) -> Source:
     except Exception as error:  # what it raises is not documented
         raise UserError(f"dataset: {path} cannot be read as a saved dataset ({first_line(error)}).") from error
     fingerprint = partial(_hash_files, path, sorted(path.glob("*.arrow")))
-    return Source(str(path), fingerprint, [_table_part(table, str(path))])
+    return Source(str(path), fingerprint, [_table_part(table, str(path))], table.__len__)
 
 
 def hub_source(name: str, *, config: str | None = None, split: str = "train", shuffled: bool = False) -> Source:
@@ -348,7 +342,7 @@ def hub_source(name: str, *, config: str | None = None, split: str = "train", sh
     if shuffled:
         table = table.shuffle(seed=_SEED_OF_2024)
     # The fingerprint is a hash of the repository's commit and the split. The library has no public name for it.
-    return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)])
+    return Source(name, lambda: str(table._fingerprint), [_table_part(table, name)], table.__len__)
 
 
 def _table_part(table: Any, name: str) -> Part:
@@ -362,7 +356,7 @@ def _table_part(table: Any, name: str) -> Part:
             yield from number_rows(batch, name, first, table.column_names)
             first += len(batch)
 
-    return Part(name, "row", read, lambda: len(table))
+    return Part(name, "row", read)
 
 
 def hub_stream(name: str, *, config: str | None, split: str) -> Source:
@@ -386,14 +380,8 @@ def hub_stream(name: str, *, config: str | None, split: str) -> Source:
             # No UserError: the other ranks may not have it, and a restart may help.
             raise OSError(f"dataset {name}: its {split} split cannot be read on ({first_line(error)})") from error
 
-    def count(index: int) -> int | None:  # what is known is the number of all rows
-        return known if index == 0 or known is None else 0
-
-    parts = [
-        Part(f"{split} file {index + 1}", "row", partial(read, index), partial(count, index))
-        for index in range(table.num_shards)
-    ]
-    return Source(name, lambda: f"{name} {config} {split} {commit} by files", parts)
+    parts = [Part(f"{split} file {index + 1}", "row", partial(read, index)) for index in range(table.num_shards)]
+    return Source(name, lambda: f"{name} {config} {split} {commit} by files", parts, lambda: known)
 
 
 class HubDataset(NamedTuple):
