@@ -91,7 +91,8 @@ class Stops:
 
 
 class TextGenerator:
-    """Generates with one loaded model. Its mode, gathered weights and torch's random state are as before afterwards."""
+    """Generates with one loaded model. Afterwards it is sharded, and torch's random state is as before; a training step
+    sets the mode itself."""
 
     def __init__(
         self, model: PreTrainedModel, ranks: Ranks, precision: Precision, stops: Stops, options: SamplingOptions
@@ -114,7 +115,6 @@ class TextGenerator:
         Args:
             show: called with an answer after each of its tokens. beat: called for each token of the longest answer.
         """
-        was_training = self._model.training
         self._model.eval()
         generators = [self._options.generator(answer.number) for answer in answers]
         state = _Batch(answers, self.ranks.device, self._model.config) if answers else None
@@ -132,7 +132,6 @@ class TextGenerator:
                         show(answer)
         finally:
             reshard_all(self._model)
-            self._model.train(was_training)
 
     def _forward(self, state: "_Batch | None") -> torch.Tensor:
         """The logits of the last position, [B, vocabulary]; without a state this rank only helps to gather weights."""

@@ -42,7 +42,7 @@ class Tasks:
         beat: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> dict[str, Any]:
-        """The metrics of each task and group, on rank 0. Called on every rank; the model's mode is as before.
+        """The metrics of each task and group, on rank 0. Called on every rank.
 
         Args:
             batch_size: requests that a rank takes at a time. beat: called for each forward pass.
@@ -60,7 +60,7 @@ class Tasks:
                 parts = map(json.loads, gather_texts(json.dumps(own), torch.device("cpu")))
                 return [tuple(answer) for turn in zip(*parts, strict=True) for answer in turn][: len(requests)]
 
-        was_training, beating = model.training, model.register_forward_pre_hook(lambda *_: beat())
+        beating = model.register_forward_pre_hook(lambda *_: beat())
         autocast = precision.compute_dtype if precision.autocast else None
         dtypes = {"softmax_dtype": torch.float32, "mixed_precision_dtype": autocast}
         own_tokenizer = copy.deepcopy(tokenizer)  # it gets a pad token, and the run saves its own
@@ -74,7 +74,6 @@ class Tasks:
         finally:
             beating.remove()
             reshard_all(model)
-            model.train(was_training)
         return {
             task: {name.removesuffix(",none"): value for name, value in metrics.items() if isinstance(value, float)}
             for task, metrics in ({**found["results"], **found.get("groups", {})} if found else {}).items()
