@@ -107,7 +107,7 @@ def _parameters_fsdp_ignores(
     }
     if not offloads_all:
         return found
-    look_up_on_host(parts.embedding, mesh, param_dtype)
+    look_up_on_host(parts, mesh, param_dtype)
     # weight_stream.py copies these from the host, or they stay on the device. FSDP2 copies the others.
     streamed = {parameter for module in parts.in_order for parameter in module.parameters()}
     return {parameter for parameter in found if parameter in streamed or parameter.dim() < 2}

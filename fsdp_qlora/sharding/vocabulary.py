@@ -31,7 +31,7 @@ from fsdp_qlora.ranks.distributed import (
     shard_size,
 )
 from fsdp_qlora.sharding.host_memory import SideStream
-from fsdp_qlora.sharding.model_parts import ModelParts, only_looks_up
+from fsdp_qlora.sharding.model_parts import ModelParts
 
 
 def is_shared(parts: ModelParts, num_shards: int, param_dtype: torch.dtype | None) -> tuple[bool, bool]:
@@ -73,9 +73,10 @@ def share_vocabulary(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dty
     return shared
 
 
-def look_up_on_host(embedding: Any, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+def look_up_on_host(parts: ModelParts, mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
     """Have a rank copy only its tokens' rows of a frozen embedding that it has whole in host memory."""
-    if _has_frozen_rows(embedding, 1, param_dtype) and only_looks_up(embedding):
+    embedding: Any = parts.embedding
+    if _has_frozen_rows(embedding, 1, param_dtype) and parts.looks_up:
         embedding.vocab_shard = Lookup(embedding, mesh)
 
 

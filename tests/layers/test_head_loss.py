@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from fsdp_qlora.model.models import has_tied_embeddings
 from fsdp_qlora.sharding import vocabulary
+from fsdp_qlora.sharding.model_parts import only_looks_up
 from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss, learned_rows
 from tests.layers.shards import LargestTensor
@@ -169,7 +170,7 @@ def test_an_embedding_is_shared_if_a_token_gives_what_follows_from_its_row() -> 
     with torch.device("meta"):
         modules = [nn.Embedding(50, 8, padding_idx=40), Scaled(50, 8, dtype=torch.bfloat16), Masked(50, 8)]
     modules.append(nn.Embedding(50, 8, max_norm=1.0))
-    assert [vocabulary.only_looks_up(module) for module in modules] == [True, True, False, False]
+    assert [only_looks_up(module) for module in modules] == [True, True, False, False]
     assert all(module.weight.is_meta for module in modules[:3])
 
 
