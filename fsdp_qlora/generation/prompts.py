@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import PromptTemplate, find_template
-from fsdp_qlora.data.rendering import CHAT, TEMPLATE, TEXT, prompt_record
+from fsdp_qlora.data.rendering import CHAT, TEMPLATE, prompt_record
 from fsdp_qlora.data.rows import BadRow, Fields, Rendered, Segment
 from fsdp_qlora.data.tokenization import encode
 from fsdp_qlora.errors import UserError
@@ -110,13 +110,9 @@ def chosen_format(
         UserError: there is no such template.
     """
     chosen = find_template(prompt_template)
-    if dataset_format in FORMATS:
-        return prompt_record(dataset_format, chosen)
-    if chosen.prompt:
-        return prompt_record("alpaca", chosen)
-    if chosen.is_chat or tokenizer.chat_template:
-        return {"kind": CHAT, "chat_template": chosen.chat}
-    return {"kind": TEXT}
+    if dataset_format in FORMATS or chosen.prompt:
+        return prompt_record(dataset_format if dataset_format in FORMATS else "alpaca", chosen)
+    return prompt_record("", chosen, is_chat=bool(chosen.is_chat or tokenizer.chat_template))
 
 
 def read_questions(path: Path) -> list[tuple[dict[str, Any], Question]]:
@@ -155,9 +151,7 @@ def _question_of(row: Any) -> Question | None:
     messages = row.get("messages")
     if isinstance(messages, list):
         known = all(
-            isinstance(turn, dict)
-            and {"role", "content"} <= turn.keys()
-            and all(isinstance(turn[key], str) for key in ("role", "content"))
+            isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
             for turn in messages
         )
         while known and messages and messages[-1]["role"] == "assistant":
