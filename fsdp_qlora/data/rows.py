@@ -38,25 +38,6 @@ class SourceFile:
     offset: int = 0
 
 
-def locate(numbers: Iterable[int], files: Sequence[SourceFile], origin: str) -> str:
-    """Say where rows are, as compilers do: "data/a.jsonl:3, 17; data/b.parquet row 1".
-
-    Args:
-        numbers: the numbers of the rows in the dataset, in ascending order.
-        origin: the path of the dataset's file or folder, or its name.
-    """
-
-    def file_of(number: int) -> SourceFile:
-        return files[bisect.bisect_left(files, number, key=lambda file: file.offset) - 1]
-
-    places = []
-    for file, group in itertools.groupby(numbers, key=file_of):
-        path = origin if origin.endswith(file.name) else f"{origin}/{file.name}"
-        rows = ", ".join(str(number - file.offset) for number in group)
-        places.append(f"{path}:{rows}" if file.unit == "line" else f"{path} row {rows}")
-    return "; ".join(places)
-
-
 @dataclass(frozen=True, eq=False)
 class TokenizedRows:
     """Rows one after the other; row i is [offsets[i] : offsets[i + 1]] of the flat arrays."""
@@ -220,14 +201,14 @@ class DataReport:
     def places(self) -> list[tuple[str, str]]:
         """(place, reason) of every row that was left out, in the order of the dataset."""
         reasons = sorted((number, reason) for reason, numbers in self.rejected.items() for number in numbers)
-        return [(locate([number], self.parts, self.origin), reason) for number, reason in reasons]
+        return [(self._locate([number]), reason) for number, reason in reasons]
 
     def first_places(self) -> list[tuple[str, str]]:
         """(reason, a line with the first row that was left out for it, and how many others were)."""
         return [
             (
                 reason,
-                f"{locate(numbers[:1], self.parts, self.origin)}: {reason}"
+                f"{self._locate(numbers[:1])}: {reason}"
                 + (f" (and {len(numbers) - 1:,} more)" if len(numbers) > 1 else ""),
             )
             for reason, numbers in sorted(self.rejected.items(), key=lambda item: item[1])
@@ -262,9 +243,22 @@ class DataReport:
         line = f"{self.origin}: with --context_length {context_length} {' and '.join(found)}. {advice}"
         return [line.rstrip()] if found else []
 
+    def _locate(self, numbers: Iterable[int]) -> str:
+        """Where rows are, in ascending order, as compilers say it: "data/a.jsonl:3, 17; data/b.parquet row 1"."""
+
+        def file_of(number: int) -> SourceFile:
+            return self.parts[bisect.bisect_left(self.parts, number, key=lambda file: file.offset) - 1]
+
+        places = []
+        for file, group in itertools.groupby(numbers, key=file_of):
+            path = self.origin if self.origin.endswith(file.name) else f"{self.origin}/{file.name}"
+            rows = ", ".join(str(number - file.offset) for number in group)
+            places.append(f"{path}:{rows}" if file.unit == "line" else f"{path} row {rows}")
+        return "; ".join(places)
+
     def _lines(self, rows: Mapping[str, list[int]]) -> list[str]:
         return [
-            f"{len(numbers):,} x {reason}: {locate(numbers[:NUMBERS_SHOWN], self.parts, self.origin)}"
+            f"{len(numbers):,} x {reason}: {self._locate(numbers[:NUMBERS_SHOWN])}"
             + (", ..." if len(numbers) > NUMBERS_SHOWN else "")
             for reason, numbers in rows.items()
         ]
