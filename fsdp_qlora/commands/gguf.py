@@ -28,6 +28,7 @@ from fsdp_qlora.commands.merging import Changes
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.loading.weight_files import WeightFiles
+from fsdp_qlora.model.attention import head_size
 from fsdp_qlora.storage.files import read_json, staged_file
 
 ADVICE = "llama.cpp's own converter, convert_hf_to_gguf.py, knows more."
@@ -94,7 +95,7 @@ class _Architecture:
         if config.model_type not in FAMILIES:
             raise UserError(f"Models of type {config.model_type} are not converted here. {ADVICE}")
         self.config, self.family = config, FAMILIES[config.model_type]
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.arch_name, self.head_dim = str(gguf.MODEL_ARCH_NAMES[self.family.arch]), head_size(config)
         rope = getattr(config, "rope_parameters", None) or {"rope_type": "default"}
         self.rope: Mapping[str, Any] = rope.get("full_attention", rope)
         kind = self.rope.get("rope_type", "default")
@@ -110,10 +111,6 @@ class _Architecture:
         if found is None:
             raise UserError(f"The model has a tensor {name} that llama.cpp's {self.arch_name} does not. {ADVICE}")
         return str(found)
-
-    @property
-    def arch_name(self) -> str:
-        return str(gguf.MODEL_ARCH_NAMES[self.family.arch])
 
     def convert(self, name: str, values: np.ndarray) -> np.ndarray:
         """A weight's values as llama.cpp stores them."""
