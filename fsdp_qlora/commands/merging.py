@@ -158,7 +158,25 @@ class Changes:
 
     def low_rank(self, weight: str) -> LowRank | None:
         """What is added to a weight, or to what replaces it; read from the adapter's file."""
-        return _low_rank(*self.layers[weight], self.adapter) if weight in self.layers else None
+        if weight not in self.layers:
+            return None
+        (path, layer), adapter = self.layers[weight], self.adapter
+        scaling = layer.scaling[_NAME]
+        if f"{path}.lora_embedding_A" in adapter.files.files:  # [rank, rows] and [columns, rank]
+            lora_A, lora_B = (adapter.read(f"{path}.lora_embedding_{which}") for which in "AB")
+            return LowRank(lora_A.T[None], lora_B.T[None], scaling)
+        lora_A, lora_B = (adapter.read(f"{path}.lora_{which}.weight") for which in "AB")
+        magnitude = f"{path}.lora_magnitude_vector"
+        lengths = adapter.read(magnitude).flatten() if magnitude in adapter.files.files else None
+        experts = layer.num_experts if isinstance(layer, ParamWrapper) else 1
+        all_A = lora_A.view(experts, -1, lora_A.shape[1])
+        all_B = lora_B.view(lora_B.shape[0], -1, experts).permute(2, 0, 1)  # the order of PEFT's ParamWrapper
+        is_upright = not layer.fan_in_fan_out
+        if isinstance(layer, ParamWrapper) and experts > 1:
+            is_upright = layer._did_swap_in_out_features
+        if is_upright:
+            return LowRank(all_B, all_A, scaling, lengths)
+        return LowRank(all_A.mT, all_B.mT, scaling, lengths)
 
 
 def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:
@@ -181,25 +199,6 @@ def _replacements(adapter: PeftFolder, shapes: dict[str, torch.Size], expected: 
         if weight in shapes:
             found[weight] = Replacement(name, adapter.files.shape(name), is_copy=name in expected)
     return found
-
-
-def _low_rank(path: str, layer: LoraLayer, adapter: PeftFolder) -> LowRank:
-    scaling = layer.scaling[_NAME]
-    if f"{path}.lora_embedding_A" in adapter.files.files:  # [rank, rows] and [columns, rank]
-        lora_A, lora_B = (adapter.read(f"{path}.lora_embedding_{which}") for which in "AB")
-        return LowRank(lora_A.T[None], lora_B.T[None], scaling)
-    lora_A, lora_B = (adapter.read(f"{path}.lora_{which}.weight") for which in "AB")
-    magnitude = f"{path}.lora_magnitude_vector"
-    lengths = adapter.read(magnitude).flatten() if magnitude in adapter.files.files else None
-    experts = layer.num_experts if isinstance(layer, ParamWrapper) else 1
-    all_A = lora_A.view(experts, -1, lora_A.shape[1])
-    all_B = lora_B.view(lora_B.shape[0], -1, experts).permute(2, 0, 1)  # the order of PEFT's ParamWrapper
-    is_upright = not layer.fan_in_fan_out
-    if isinstance(layer, ParamWrapper) and experts > 1:
-        is_upright = layer._did_swap_in_out_features
-    if is_upright:
-        return LowRank(all_B, all_A, scaling, lengths)
-    return LowRank(all_A.mT, all_B.mT, scaling, lengths)
 
 
 @dataclass(frozen=True)
