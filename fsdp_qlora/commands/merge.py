@@ -130,11 +130,9 @@ def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: Bnb4bit
 @contextlib.contextmanager
 def one_process(ranks: Ranks) -> Iterator[DeviceMesh]:
     """A process group and mesh of this process only."""
-    distributed.start_process_group(ranks)
-    try:
+    with distributed.process_group_closed():
+        distributed.start_process_group(ranks)
         yield distributed.build_mesh(ranks, sharding_strategy="full_shard")
-    finally:
-        distributed.stop_process_group()
 
 
 def check_base(merge: Merge, base: str) -> None:
