@@ -67,12 +67,11 @@ class Bnb4bitWeight(QuantizedWeight):
             float32 [blocks, 1].
         nested_absmax: with double_quant, float32 [blocks / 256, 1], one for each 256 absmax.
     Buffer:
-        absmax_offset: with double_quant, float32 scalar, the mean of absmax; `offset` is its value.
+        absmax_offset: with double_quant, float32 scalar, the mean of absmax.
     """
 
     selects_rows = True
     absmax_offset: torch.Tensor
-    offset = 0.0
 
     def __init__(
         self, shape: tuple[int, ...], *, quant_type: str, double_quant: bool, compute_dtype: torch.dtype
@@ -173,12 +172,8 @@ class Bnb4bitWeight(QuantizedWeight):
         """Quantize all blocks' float32 absmax to uint8 codes and nested absmax, and store the offset."""
         offset = absmax.mean()
         absmax_8bit, state = bnb.quantize_blockwise(absmax - offset, blocksize=NESTED_BLOCKSIZE)
-        self._set_offset(offset.item())
+        self.absmax_offset.copy_(offset)
         return absmax_8bit, state.absmax
-
-    def _set_offset(self, offset: float) -> None:
-        self.offset = offset
-        self.absmax_offset.fill_(offset)
 
     # Stored in bitsandbytes' own format.
 
@@ -205,7 +200,7 @@ class Bnb4bitWeight(QuantizedWeight):
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         state = self._state() | {"dtype": str(dtype).removeprefix("torch.")}
         if self.double_quant:
-            state |= {"nested_dtype": "float32", "nested_offset": self.offset}
+            state |= {"nested_dtype": "float32", "nested_offset": self.absmax_offset.item()}
         text = bytearray(json.dumps(state).encode().ljust(_STATE_BYTES))
         suffix = f"{PACKED_STATE}{self.quant_type}"
         return self._value_tables() | {suffix: torch.frombuffer(text, dtype=torch.uint8)}
@@ -235,7 +230,7 @@ class Bnb4bitWeight(QuantizedWeight):
                 "16- or 32-bit weights."
             )
         if self.double_quant:
-            self._set_offset(offset)
+            self.absmax_offset.fill_(offset)
 
     def code_settings(self) -> dict[str, Any]:
         return {
