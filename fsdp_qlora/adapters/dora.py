@@ -7,34 +7,24 @@ Shapes: x [.., in], of N tokens, W [out, in], lora_A [rank, in], lora_B [out, ra
 y [.., out]. Kept for the backward pass are x and u, as in lora.py, x' (W + s B A)^T and the norm.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fsdp_qlora.adapters.lora import Dropout, LoraAdapter, LoraLinear, LowRank, as_before, as_rows, kept, low_rank_grads
+from fsdp_qlora.adapters.lora import LoraAdapter, LoraLinear, LowRank, Product, as_before, as_rows, kept, low_rank_grads
 from fsdp_qlora.model.precision import autocast_kind
-from fsdp_qlora.quantizers.base import FrozenProduct, QuantizedWeight, frozen_product
+from fsdp_qlora.quantizers.base import QuantizedWeight, frozen_product
 
 _PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 would overflow
 
 
-class DoraOperands(NamedTuple):
-    """What the product depends on besides x, A, B and m.
-
-    base: without the bias, in its dtype. row_squares: ||W||^2 of the rows, float32 [out].
-    """
-
-    base: FrozenProduct
-    bias: torch.Tensor | None
-    row_squares: torch.Tensor
-    scaling: float
-    dropout: Dropout | None
-
-
 class _DoraProduct(torch.autograd.Function):
-    """All of it but u."""
+    """All of it but u.
+
+    frozen: the product without the bias, ||W||^2 of the rows, float32 [out], and the bias in the product's dtype.
+    """
 
     @staticmethod
     def forward(
@@ -44,19 +34,20 @@ class _DoraProduct(torch.autograd.Function):
         lora_A: torch.Tensor,
         lora_B: torch.Tensor,
         magnitude: torch.Tensor,
-        operands: DoraOperands,
+        frozen: tuple[Product, torch.Tensor, torch.Tensor | None],
     ) -> torch.Tensor:
+        product, row_squares, bias = frozen
         # Weights as attributes, see lora.py.
-        ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B, magnitude), operands
+        ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B, magnitude), product
         rows = as_rows(x)
-        inputs = [rows] if operands.dropout is None else [rows, operands.dropout(rows)]
-        *products, of_A = operands.base.multiply(*inputs, lora_A.to(x.dtype))
-        norm = row_norms(of_A, lora_A, lora_B, operands)
-        rest = products[0].sub_(products[1]) if operands.dropout else None  # x W^T - x' W^T
-        adapted = products[-1].addmm_(low, lora_B.to(x.dtype).T, alpha=operands.scaling)
+        inputs = [rows] if product.dropout is None else [rows, product.dropout(rows)]
+        *products, of_A = product.base.multiply(*inputs, lora_A.to(x.dtype))
+        norm = row_norms(of_A, lora_A, lora_B, row_squares, product.scaling)
+        rest = products[0].sub_(products[1]) if product.dropout else None  # x W^T - x' W^T
+        adapted = products[-1].addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling)
         ctx.save_for_backward(adapted, norm)
         y = torch.mul(adapted, magnitude / norm, out=torch.empty_like(adapted))
-        for term in (rest, operands.bias):
+        for term in (rest, bias):
             if term is not None:
                 y.add_(term)
         return as_before(y, x)
@@ -68,11 +59,10 @@ class _DoraProduct(torch.autograd.Function):
         x, low = kept(ctx.keeper)
         ctx.keeper = None
         adapted, norm = ctx.saved_tensors
-        (lora_A, _, magnitude), operands = ctx.weights, ctx.product
-        base, scaling = operands.base, operands.scaling
+        (lora_A, _, magnitude), (base, scaling, dropout) = ctx.weights, ctx.product
         grad_magnitude = _sum_of_products(adapted, grad_y) / norm
         scaled = torch.mul(grad_y, magnitude / norm, out=adapted)  # whose memory nobody needs any more
-        factors = operands.dropout.factors(x) if operands.dropout else None
+        factors = dropout.factors(x) if dropout else None
         grad_low, grad_A, grad_B = low_rank_grads(scaled, x if factors is None else x * factors, low, ctx)
         del x
         grad_x = None
@@ -88,7 +78,7 @@ class _DoraProduct(torch.autograd.Function):
 
 
 def row_norms(
-    product: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, operands: DoraOperands
+    product: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, row_squares: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """||W + s B A|| of the rows, float32 [out].
 
@@ -96,15 +86,14 @@ def row_norms(
     product with the few rows of A.
 
     Args:
-        product: A W^T, [rank, out].
+        product: A W^T, [rank, out]. row_squares: ||W||^2, float32 [out].
     """
-    scaling = operands.scaling
     with torch.autocast(autocast_kind(product), enabled=False):  # it would run these float32 products in 16 bits
         lora_A, lora_B = lora_A.float(), lora_B.float()
         with_update = torch.addmm(
             product.T.float(), lora_B, torch.mm(lora_A, lora_A.T), beta=2 * scaling, alpha=scaling**2
         )
-        squares = operands.row_squares + (with_update * lora_B).sum(dim=1)
+        squares = row_squares + (with_update * lora_B).sum(dim=1)
     return squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()  # a row may be zero
 
 
@@ -146,15 +135,13 @@ class DoraAdapter(LoraAdapter):
 
     def forward(self, x: torch.Tensor, base_layer: nn.Module, source: Any = None) -> torch.Tensor:
         """x W'^T + b, [.., out]. With dropout as in PEFT: x W^T + b + x' (W' - W)^T, x' with parts dropped."""
-        base = frozen_product(base_layer, x, with_bias=False)
-        bias: torch.Tensor | None = base_layer.bias  # type: ignore[assignment]
-        magnitude, row_squares = self.magnitude(None)
-        operands = DoraOperands(
-            base, None if bias is None else bias.to(base.dtype), row_squares, self.scaling, self._draw_dropout()
-        )
+        base, own_bias = frozen_product(base_layer, x, with_bias=False), base_layer.bias
+        bias = own_bias.to(base.dtype) if isinstance(own_bias, torch.Tensor) else None
+        product = Product(base, self.scaling, self._draw_dropout())
         lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(base.dtype)
-        low = LowRank.apply(x, lora_A, operands.dropout, source)
-        y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, operands)
+        low = LowRank.apply(x, lora_A, product.dropout, source)
+        magnitude, row_squares = self.magnitude(None)
+        y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, (product, row_squares, bias))
         return y
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_qlora.adapters.dora import DoraLinear, DoraOperands, row_norms
+from fsdp_qlora.adapters.dora import DoraLinear, row_norms
 from fsdp_qlora.adapters.first_values import pissa, pissa_niter
 from fsdp_qlora.adapters.lora import Dropout
 from fsdp_qlora.adapters.targets import select_targets
@@ -18,7 +18,6 @@ from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.quantizers.base import frozen_product
 from fsdp_qlora.run.run import run
 from tests.parity.test_train_types import train_ours
 from tests.reference import decode, encode, load_adapter, load_base, load_decoded_base, peft_model, train_peft
@@ -200,11 +199,11 @@ def test_a_small_change_of_the_magnitude_is_seen_in_bf16() -> None:
 def test_the_norm_of_a_dora_layer_is_taken_in_float32_under_autocast() -> None:
     _, layer = peft_layer_and_ours(dropout=0.0, dtype=torch.float32)
     product = layer.lora.lora_A.weight @ layer.base_layer.weight.T
-    lora, base = layer.lora, frozen_product(layer.base_layer, product, with_bias=False)
-    operands = DoraOperands(base, None, lora.magnitude.row_squares, lora.scaling, None)
+    lora = layer.lora
+    operands = (product, lora.lora_A.weight, lora.lora_B.weight, lora.magnitude.row_squares, lora.scaling)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = row_norms(product, lora.lora_A.weight, lora.lora_B.weight, operands)
-    assert torch.equal(under_autocast, row_norms(product, lora.lora_A.weight, lora.lora_B.weight, operands))
+        under_autocast = row_norms(*operands)
+    assert torch.equal(under_autocast, row_norms(*operands))
     changed = layer.base_layer.weight + layer.lora.scaling * layer.lora.lora_B.weight @ layer.lora.lora_A.weight
     norm = torch.linalg.vector_norm(changed, dim=1)
     assert torch.allclose(under_autocast, norm, rtol=1e-5)
