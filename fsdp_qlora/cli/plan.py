@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from fsdp_qlora.commands import plan
     from fsdp_qlora.planning.outlook import Request
 
-    request = Request(gpu, args.num_gpus, args.host_ram_gib, _tokens(args), args.price_per_hour)
+    request = Request(gpu, args.num_gpus, args.host_ram_gib, args.price_per_hour, tokens=_tokens(args))
     planner = plan.make_planner(config, request)
     # With auto a run finds how many blocks recompute by probing; without a search all do here.
     changes = {"recompute": "all"} if config.blocks_to_recompute == "auto" else {}

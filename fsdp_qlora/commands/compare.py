@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
@@ -16,16 +15,6 @@ from fsdp_qlora.planning.outlook import Outlook, Planner, Request
 EXAMPLE = Path(__file__).parent / "prices.yaml"
 
 
-class Offer(NamedTuple):
-    """GPUs for rent. price_per_hour: US dollars, of all of them. where: who offers them."""
-
-    gpu: str
-    num_gpus: int
-    price_per_hour: float
-    host_ram_gib: float | None = None
-    where: str = ""
-
-
 def read_offers(path: Path, tokens: float | None) -> tuple[str, list[Request]]:
     """The date of a price table, and its offers, to train on so many tokens if not those of the rows.
 
@@ -34,13 +23,12 @@ def read_offers(path: Path, tokens: float | None) -> tuple[str, list[Request]]:
     """
     try:
         table = yaml.safe_load(path.read_text(encoding="utf-8"))
-        offers = [Offer(**row) for row in table["offers"]]
-        if not offers or not all(min(row.num_gpus, row.price_per_hour, row.host_ram_gib or 1) > 0 for row in offers):
+        offers = [Request(**row | {"gpu": find_gpu(str(row["gpu"]))}, tokens=tokens) for row in table["offers"]]
+        if not offers or not all(
+            min(row.num_gpus, row.price_per_hour or 0, row.host_ram_gib or 1) > 0 for row in offers
+        ):
             raise ValueError("it has no offers, or one without GPUs, price or memory")
-        return str(table["date"]), [
-            Request(find_gpu(str(each.gpu)), each.num_gpus, each.host_ram_gib, tokens, each.price_per_hour, each.where)
-            for each in offers
-        ]
+        return str(table["date"]), offers
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
@@ -63,7 +51,7 @@ def describe(date: str, found: Sequence[Outlook]) -> Iterator[str]:
     yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
     for each in found:
         request, settings = each.request, each.config
-        line = f"{f'{request.num_gpus} x {request.gpu.name}':21.21} {request.price:7.2f}"
+        line = f"{f'{request.num_gpus} x {request.gpu.name}':21.21} {request.price_per_hour:7.2f}"
         if each.fits_with_margin:
             on_host = {"true": "all", "false": "-"}.get(host := value_text(settings.use_cpu_offload), host)
             yield (

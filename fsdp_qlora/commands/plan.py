@@ -143,7 +143,7 @@ def _bar(name: str, stays: int, comes: int, memory: float) -> str:
 
 def _speed_lines(found: Outlook) -> Iterator[str]:
     request = found.request
-    cost = f", {found.cost:,.2f} US dollars" if request.price else ""
+    cost = f", {found.cost:,.2f} US dollars" if request.price_per_hour else ""
     yield (
         f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours for "
         f"{format_count(found.tokens)} tokens{cost}"
@@ -176,8 +176,8 @@ def as_json(found: Outlook) -> Mapping[str, Any]:
         "tokens": round(found.tokens),
         "tokens_per_second": round(found.tokens_per_second, 1),
         "hours": round(found.hours, 3),
-        "price_per_hour": request.price,
-        "cost_usd": round(found.cost, 2) if request.price else None,
+        "price_per_hour": request.price_per_hour,
+        "cost_usd": round(found.cost, 2) if request.price_per_hour else None,
         "where": request.where or None,
         "command": command_line(found),
     }

@@ -25,15 +25,15 @@ _TOKENS = 10e6  # to train on, where no dataset is known
 class Request(NamedTuple):
     """The GPUs, and what is to be told.
 
-    tokens: to train on, if not those of the rows. price: US dollars per hour of all GPUs. where: they are offered.
+    price_per_hour: US dollars, of all GPUs. where: they are offered. tokens: to train on, if not those of the rows.
     """
 
     gpu: Gpu
     num_gpus: int
     host_ram_gib: float | None = None
-    tokens: float | None = None
-    price: float | None = None
+    price_per_hour: float | None = None
     where: str = ""
+    tokens: float | None = None
 
     @property
     def beside_torch(self) -> dict[str, int]:
@@ -106,7 +106,7 @@ class Outlook(NamedTuple):
     @property
     def cost(self) -> float:
         """US dollars; 0 without a price."""
-        return self.hours * (self.request.price or 0)
+        return self.hours * (self.request.price_per_hour or 0)
 
 
 class Planner:
