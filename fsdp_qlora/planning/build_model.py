@@ -91,7 +91,9 @@ def build_model(
     if train_type.adapter:
         _adapt(meta, train_type.adapter, layers)
     if train_type.trains_new_blocks:
-        _train_blocks(meta)
+        model.requires_grad_(False)
+        for path in meta.trained:
+            model.get_submodule(path).to(torch.float32).requires_grad_(True)
     return meta
 
 
@@ -152,10 +154,3 @@ def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
     if layers.lora.keeps_start:
         keep_start(meta.model)
     check_init(meta.model, layers.lora.init, prequantized=layers.prequantized is not None)
-
-
-def _train_blocks(meta: MetaModel) -> None:
-    """Freeze the model except for its new blocks, which train in float32."""
-    meta.model.requires_grad_(False)
-    for path in meta.trained:
-        meta.model.get_submodule(path).to(torch.float32).requires_grad_(True)

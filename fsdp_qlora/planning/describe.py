@@ -15,18 +15,14 @@ from fsdp_qlora.planning.memory import Memory
 from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.sharding.model_parts import count_bytes, count_parameters
 
-_DETAILS = ("  ", "Devices", "Attention", "Placement")  # how these lines of a plan begin, and those to be cut
-_CUT = ("Model", "Sample", "Memory")
-
 log = logging.getLogger("fsdp_qlora")
 
 
-def tell(config: TrainConfig, *lines: str) -> None:
-    """Log what is planned: whole in a dry run, else what people read first, in lines of a screen."""
-    for line in lines:
-        is_detail = line.startswith(_DETAILS) and not config.dry_run
-        is_whole = config.dry_run or config.verbose or not line.startswith(_CUT)
-        log.log(logging.DEBUG if is_detail else logging.INFO, "%s", line if is_whole else fit(line))
+def tell(config: TrainConfig, first: str, *details: str | None) -> None:
+    """Log what is planned: in a dry run all of it, else the first line, cut to the screen, with verbose all."""
+    log.info("%s", first if config.dry_run or config.verbose else fit(first))
+    for line in filter(None, details):
+        log.log(logging.INFO if config.dry_run else logging.DEBUG, "%s", line)
 
 
 def describe_model(meta: MetaModel, precision: str) -> list[str]:

@@ -107,8 +107,8 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class PlacedModel(ModelPlan):
-    """A model that has its place. num_shards: ranks that share one copy. memory: of a rank, for the longest rows, as
-    estimated from step and blocks.
+    """A model that has its place, and the reason. num_shards: ranks that share one copy. memory: of a rank, for the
+    longest rows, as estimated from step and blocks.
     """
 
     placement: Placement
@@ -116,6 +116,7 @@ class PlacedModel(ModelPlan):
     memory: Memory
     step: Step
     blocks: Sequence[BlockBytes]
+    reason: str | None = None
 
 
 def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) -> ModelPlan:
@@ -134,8 +135,9 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     plan = build_plan(config, machine, folder, model_config, tokenizer)
     dtype, device = plan.precision.compute_dtype, machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
-    lines = describe.describe_model(plan.meta, plan.precision_name)
-    describe.tell(config, *plan.notes, *lines, *([kernel] if kernel else []))
+    for note in plan.notes:
+        log.info("%s", note)
+    describe.tell(config, *describe.describe_model(plan.meta, plan.precision_name), kernel)
     models.warn_of_long_context(model_config, config.context_length)
     return plan
 
@@ -273,12 +275,12 @@ def place(
     sized = [Sized(each.placement, placement.with_margin(each.memory.reserved)) for each in found]
     free = least_free(plan.machine, "the free GPU memory", store)
     chosen = placement.choose(sized, free)
-    lines = [placement.describe_reduction(sized, free)]
+    reduction = placement.describe_reduction(sized, free)
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
-    if plan.machine.world_size > 1 or free is None or chosen.offload.blocks:
-        lines.insert(0, placement.describe_choice(sized, free))
+    is_expected = plan.machine.world_size == 1 and free is not None and not chosen.offload.blocks
+    reason = None if is_expected else placement.describe_choice(sized, free)
     [result] = [each for each in found if each.placement == chosen]
-    return dataclasses.replace(result, notes=tuple(filter(None, lines)))
+    return dataclasses.replace(result, notes=(reduction,) if reduction else (), reason=reason)
 
 
 def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | None:

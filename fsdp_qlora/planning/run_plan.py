@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,13 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
         check_output(config.profiling_output)
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     tasks = Tasks(config.eval_tasks) if config.eval_tasks else None
-    devices = describe.describe_device(machine.device, machine.world_size)
-    describe.tell(config, f"Devices: {devices}", *needless_lines(config))
+    for line in needless_lines(config):
+        log.info("%s", line)
     model = plan_model(config, machine, store)
     data = read_rows(config, model)  # before the process group starts, so that no collective waits for the tokenizer
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
-        describe.tell(config, prompts)
+        log.info("%s", prompts)
     rows = functools.partial(rows_of_run, data=data)
     chosen = choose_settings(config, model, rows, store) if config.auto else {}
     config = dataclasses.replace(config, **chosen)
@@ -84,7 +84,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     placed = place(config, model, rows(config, machine.world_size).longest, store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
     plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, tasks, chosen)
-    describe.tell(config, *_describe(plan, devices))
+    _tell(config, plan)
     if not config.dry_run:
         log.info(fit("Output: ", config.output_dir))
     return plan
@@ -111,17 +111,19 @@ def data_options(config: TrainConfig, folder: Path, tokenizer: PreTrainedTokeniz
     return options
 
 
-def _describe(plan: Plan, devices: str) -> Iterator[str]:
-    """The lines of the log about rows, steps and memory."""
-    model, data, schedule, here = plan.model, plan.data, plan.schedule, plan.model.machine.gpu_memory
-    yield sample_line(data.train, int(data.train_rows[0]), model.tokenizer)
-    yield schedule.describe(plan.warmup_steps)
-    yield from model.notes
-    on_gpu, where = model.machine.device.type == "cuda", f"{devices}, {model.placement.describe()}"
-    yield from describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=here[1] if here else None)
-    ranks, strategy = model.machine.ranks, model.placement.sharding_strategy
-    if (num_nodes := ranks.world_size // ranks.local_world_size) > 1:
-        yield describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes)
+def _tell(config: TrainConfig, plan: Plan) -> None:
+    """Log rows, steps and memory."""
+    model, data, machine, here = plan.model, plan.data, plan.model.machine, plan.model.machine.gpu_memory
+    describe.tell(config, sample_line(data.train, int(data.train_rows[0]), model.tokenizer))
+    for line in (plan.schedule.describe(plan.warmup_steps), *model.notes):
+        log.info("%s", line)
+    where = f"{describe.describe_device(machine.device, machine.world_size)}, {model.placement.describe()}"
+    on_gpu, gpu_bytes = machine.device.type == "cuda", here[1] if here else None
+    memory = describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)
+    describe.tell(config, *memory, model.reason)
+    if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:
+        strategy = model.placement.sharding_strategy
+        log.info("%s", describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes))
 
 
 def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_step: int | None = None) -> Schedule:
