@@ -56,8 +56,7 @@ class _DoraProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_y = as_rows(grads[0])
-        x, low = kept(ctx.keeper)
-        ctx.keeper = None
+        x, low = kept(ctx)
         adapted, norm = ctx.saved_tensors
         (lora_A, _, magnitude), (base, scaling, dropout) = ctx.weights, ctx.product
         grad_magnitude = _sum_of_products(adapted, grad_y) / norm

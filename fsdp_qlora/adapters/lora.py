@@ -88,8 +88,9 @@ class LowRank(torch.autograd.Function):
         return None, None, None, None  # the product has them all
 
 
-def kept(keeper: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, as [N, in], and u of the node that keeps them."""
+def kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, as [N, in], and u, for a product's backward pass, which lets go of the node that keeps them."""
+    keeper, ctx.keeper = ctx.keeper, None
     *x, low = keeper.saved_tensors
     return as_rows(x[0] if x else recompute_output(keeper.source).to(keeper.dtype)), low
 
@@ -111,9 +112,8 @@ class _LoraProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_y = as_rows(grads[0])
-        x, low = kept(ctx.keeper)
+        x, low = kept(ctx)
         lora_A, (base, scaling, dropout) = ctx.weights[0], ctx.product
-        ctx.keeper = None
         factors = dropout.factors(x) if dropout else None
         grad_low, grad_A, grad_B = low_rank_grads(grad_y, x if factors is None else x * factors, low, ctx)
         del x  # which may have been computed again: its gradient can have its memory
