@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import HF_MODULES_CACHE
 
 from fsdp_qlora.errors import UserError
@@ -214,7 +215,11 @@ def build_meta_model(
     for candidate in candidates:
         try:
             # Buffers stay real: rotary tables are computed at construction and are in no weight file.
-            with _one_process_at_a_time(enabled=trust_remote_code), init_empty_weights(include_buffers=False):
+            with (
+                _one_process_at_a_time(enabled=trust_remote_code),
+                init_empty_weights(include_buffers=False),
+                no_init_weights(),
+            ):
                 model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=candidate, **options)
         except (ValueError, ImportError) as error:
             if candidate != candidates[-1]:
