@@ -1,6 +1,6 @@
 """Decides where a model lies and its gradients add up: on all ranks or sharded, on GPUs or the host; as it fits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fsdp_qlora.output.text import GIB
@@ -29,13 +29,6 @@ class Placement(NamedTuple):
     def describe(self) -> str:
         """In words."""
         return f"{self.sharding_strategy}{' with the base in host memory' if self.offload.blocks else ''}"
-
-
-class Sized(NamedTuple):
-    """A placement and the bytes that a rank needs for it on its device, with a margin."""
-
-    placement: Placement
-    needs: int
 
 
 def with_margin(estimate: int) -> int:
@@ -85,51 +78,55 @@ def candidates(
     ]
 
 
-def choose(sized: Sequence[Sized], free: int | None) -> Placement:
+def choose(needs: Mapping[Placement, int], free: int | None) -> Placement:
     """The first placement that fits in `free` bytes; the last if none does.
 
     If nothing is known of a GPU, that of a model which is shared, on the GPU if that is left open.
+
+    Args:
+        needs: bytes that each placement takes of a rank's device, with a margin; the fastest first.
     """
+    placements = [*needs]
     if free is None:
-        return [each.placement for each in _fastest(sized) if each.placement.offload == sized[0].placement.offload][-1]
-    return next((placement for placement, needs in sized if needs <= free), sized[-1].placement)
+        return [each for each in _fastest(needs) if each.offload == placements[0].offload][-1]
+    return next((each for each in placements if needs[each] <= free), placements[-1])
 
 
-def describe_choice(sized: Sequence[Sized], free: int | None) -> str | None:
+def describe_choice(needs: Mapping[Placement, int], free: int | None) -> str | None:
     """One line: what is chosen, with the sizes; or, if no GPU is known, from which size on which; None if one is given.
 
     Args:
         free: on the GPU that has least; None if none is known.
     """
-    fastest = _fastest(sized)
-    if len(fastest) == 1:
+    *faster, slowest = [(placement.describe(), _gib(needs[placement])) for placement in _fastest(needs)]
+    if not faster:
         return None
     if free is None:
-        sizes = ", ".join(f"{placement.describe()} if {_gib(needs)} are free" for placement, needs in fastest[:-1])
-        return f"Placement, on each GPU: {sizes}, else {fastest[-1].placement.describe()} ({_gib(fastest[-1].needs)})."
-    chosen = choose(sized, free)
-    sizes = ", ".join(f"{placement.describe()} needs {_gib(needs)}" for placement, needs in fastest)
+        sizes = ", ".join(f"{name} if {size} are free" for name, size in faster)
+        return f"Placement, on each GPU: {sizes}, else {slowest[0]} ({slowest[1]})."
+    chosen = choose(needs, free)
+    sizes = ", ".join(f"{name} needs {size}" for name, size in (*faster, slowest))
     line = f"Placement: {chosen.describe()}. With a margin {sizes} on each GPU, and {_gib(free)} are free."
     if chosen.sharding_strategy == "ddp" and not chosen.offload.blocks:
         line += " The base is not sharded, since it fits: --sharding_strategy full_shard shards it."
     return line
 
 
-def describe_reduction(sized: Sequence[Sized], free: int | None) -> str | None:
+def describe_reduction(needs: Mapping[Placement, int], free: int | None) -> str | None:
     """One line if gradients are reduced in each micro-batch for want of memory."""
-    chosen = choose(sized, free)
-    more = [needs for placement, needs in sized if placement == chosen._replace(accumulates=True)]
-    if free is None or chosen.accumulates or not more:
+    chosen = choose(needs, free)
+    more = needs.get(chosen._replace(accumulates=True))
+    if free is None or chosen.accumulates or more is None:
         return None
     return (
         "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU until the last one needs "
-        f"{_gib(more[0])}, and {_gib(free)} are free."
+        f"{_gib(more)}, and {_gib(free)} are free."
     )
 
 
-def _fastest(sized: Sequence[Sized]) -> list[Sized]:
+def _fastest(needs: Mapping[Placement, int]) -> list[Placement]:
     """Of those that differ in `accumulates` alone, the first."""
-    return [each for each in sized if each.placement.accumulates == sized[0].placement.accumulates]
+    return [each for each in needs if each.accumulates == next(iter(needs)).accumulates]
 
 
 def _gib(count: int) -> str:

@@ -32,7 +32,7 @@ from fsdp_qlora.planning import checks, describe, placement
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
-from fsdp_qlora.planning.placement import Placement, Sized
+from fsdp_qlora.planning.placement import Placement
 from fsdp_qlora.quantizers import bnb_4bit
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import Ranks
@@ -269,18 +269,17 @@ def place(
     """
     lengths = lengths or longest_allowed(config)
     blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents)
-    found = [_placed(config, plan, each, blocks, sum(lengths)) for each in candidates(config, plan)]
+    found = {each: _placed(config, plan, each, blocks, sum(lengths)) for each in candidates(config, plan)}
     if len(found) == 1:
-        return found[0]
-    sized = [Sized(each.placement, placement.with_margin(each.memory.reserved)) for each in found]
+        return next(iter(found.values()))
+    needs = {each: placement.with_margin(placed.memory.reserved) for each, placed in found.items()}
     free = least_free(plan.machine, "the free GPU memory", store)
-    chosen = placement.choose(sized, free)
-    reduction = placement.describe_reduction(sized, free)
+    chosen = placement.choose(needs, free)
+    reduction = placement.describe_reduction(needs, free)
     # Sharded over one rank is what a user of one GPU expects; what is shared by none is not worth a line.
     is_expected = plan.machine.world_size == 1 and free is not None and not chosen.offload.blocks
-    reason = None if is_expected else placement.describe_choice(sized, free)
-    [result] = [each for each in found if each.placement == chosen]
-    return dataclasses.replace(result, notes=(reduction,) if reduction else (), reason=reason)
+    reason = None if is_expected else placement.describe_choice(needs, free)
+    return dataclasses.replace(found[chosen], notes=(reduction,) if reduction else (), reason=reason)
 
 
 def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | None:

@@ -18,7 +18,6 @@ from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
 from fsdp_qlora.planning.placement import (
     Placement,
-    Sized,
     candidates,
     choose,
     describe_choice,
@@ -64,18 +63,18 @@ def test_auto_leaves_open_what_is_not_asked_for(given: Any, ranks: int, expected
     here = "full_shard" if strategy == "auto" else strategy
     assert candidates(strategy, possible, world_size=ranks, per_node=2, on_gpu=False) == [Placement(here, possible[0])]
     # What is known of no GPU is what was asked for, shared by the most ranks.
-    unknown = choose([Sized(each, GIB) for each in found], None)
+    unknown = choose(dict.fromkeys(found, GIB), None)
     assert unknown.sharding_strategy == found[-1].sharding_strategy and unknown.offload == possible[0]
 
 
 def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
-    sized = [Sized(DDP, 13 * GIB), Sized(SHARDED, 10 * GIB), Sized(OFFLOADED, 4 * GIB)]
-    assert [choose(sized, free * GIB) for free in (13, 12, 9, 1)] == [DDP, SHARDED, OFFLOADED, OFFLOADED]
-    line = describe_choice(sized, 23 * GIB)
+    needs = {DDP: 13 * GIB, SHARDED: 10 * GIB, OFFLOADED: 4 * GIB}
+    assert [choose(needs, free * GIB) for free in (13, 12, 9, 1)] == [DDP, SHARDED, OFFLOADED, OFFLOADED]
+    line = describe_choice(needs, 23 * GIB)
     assert line and line.startswith("Placement: ddp. With a margin ddp needs 13.0 GiB, full_shard needs 10.0 GiB, ")
     assert "on each GPU, and 23.0 GiB are free. The base is not sharded, since it fits: --sharding_strategy" in line
-    assert "not sharded" not in str(describe_choice(sized, 11 * GIB))
-    assert describe_choice(sized, None) == (
+    assert "not sharded" not in str(describe_choice(needs, 11 * GIB))
+    assert describe_choice(needs, None) == (
         "Placement, on each GPU: ddp if 13.0 GiB are free, full_shard if 10.0 GiB are free, else full_shard with the "
         "base in host memory (4.0 GiB)."
     )
@@ -89,20 +88,21 @@ def test_gradients_that_do_not_fit_unsharded_are_reduced_in_each_micro_batch_bef
     assert candidates("auto", [Offload()], world_size=1, per_node=1, on_gpu=True, accumulates=(True, False)) == [
         SHARDED
     ]
-    sized = [Sized(each, needs * GIB) for each, needs in zip(found, (15, 12, 10, 6, 4), strict=True)]
-    assert [choose(sized, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [True, True, False, True, False]
-    assert str(describe_choice(sized, 13 * GIB)).startswith("Placement: full_shard. With a margin ddp needs 15.0 GiB, ")
-    assert describe_reduction(sized, 12 * GIB) is None
-    assert describe_reduction(sized, 11 * GIB) == (
+    needs = {each: size * GIB for each, size in zip(found, (15, 12, 10, 6, 4), strict=True)}
+    assert [choose(needs, free * GIB).accumulates for free in (15, 12, 11, 6, 1)] == [True, True, False, True, False]
+    assert str(describe_choice(needs, 13 * GIB)).startswith("Placement: full_shard. With a margin ddp needs 15.0 GiB, ")
+    assert describe_reduction(needs, 12 * GIB) is None
+    assert describe_reduction(needs, 11 * GIB) == (
         "Gradients are reduced in each micro-batch: with a margin, to add them up on each GPU until the last one needs "
         "12.0 GiB, and 11.0 GiB are free."
     )
     # Where the rest is asked for, and where whole modules train.
-    assert describe_choice(sized[1:3], 11 * GIB) is None and choose(sized[1:3], None) == SHARDED
+    asked = {each: needs[each] for each in found[1:3]}
+    assert describe_choice(asked, 11 * GIB) is None and choose(asked, None) == SHARDED
     whole = candidates("auto", [Offload(), ALL], world_size=2, per_node=2, on_gpu=True, accumulates=(False,))
-    sized = [Sized(each, 9 * GIB) for each in whole]
-    assert len(whole) == 3 and choose(sized, None) == SHARDED._replace(accumulates=False)
-    assert describe_reduction(sized, 1 * GIB) is None and describe_choice(sized, 1 * GIB)
+    needs = dict.fromkeys(whole, 9 * GIB)
+    assert len(whole) == 3 and choose(needs, None) == SHARDED._replace(accumulates=False)
+    assert describe_reduction(needs, 1 * GIB) is None and describe_choice(needs, 1 * GIB)
 
 
 def test_all_ranks_decide_by_the_rank_that_has_least() -> None:
