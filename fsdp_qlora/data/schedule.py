@@ -159,12 +159,6 @@ class Schedule:
         steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
         return [self.micro_batches(of_step, lengths) for _, of_step in steps if len(of_step)]
 
-    def first_useful_shares(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[float, float]:
-        """The mean of `useful_shares` over the first steps."""
-        shares = [self.useful_shares(pieces, lengths) for pieces in self.first_micro_batches(rows, lengths)]
-        of_computed, of_lock_step = np.mean(shares, axis=0).tolist()
-        return of_computed, of_lock_step
-
 
 def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:
     """The indices of an epoch's rows in its order, int64 [rows]: each row once, or those that the mixture takes.

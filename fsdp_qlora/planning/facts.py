@@ -78,6 +78,7 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
     """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what is computed."""
     lengths = data.train.lengths[data.train_rows]
     longest = int(lengths.max())
+    steps = schedule.first_micro_batches(data.train_rows, data.train.lengths)
     counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
     return {
         "rows": len(data.train_rows),
@@ -88,6 +89,6 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
         "truncated": sum(report.num_truncated for report in data.reports),
         "tokens_cut": sum(report.num_tokens_cut for report in data.reports),
         "rejected": len(data.rejected),
-        "padding_share": 1 - schedule.first_useful_shares(data.train_rows, data.train.lengths)[0],
+        "padding_share": 1 - float(np.mean([schedule.useful_shares(each, data.train.lengths)[0] for each in steps])),
         "lengths": {"counts": counts.tolist(), "edges": np.round(edges).astype(int).tolist()},
     }
