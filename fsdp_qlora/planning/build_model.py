@@ -87,7 +87,11 @@ def build_model(
     fuse_modules(model)
     meta = _choose(model, config, train_type, layers)
     if train_type.quantizer:
-        _quantize(meta, train_type.quantizer, layers, precision.compute_dtype)
+        packed, options = layers.prequantized, dict(layers.quantizer)
+        if packed:
+            options = {"quant_type": packed.quant_type, "double_quant": packed.double_quant}
+        options["compute_dtype"] = precision.compute_dtype
+        quantize_layers(model, meta.quantized, meta.quantized_experts, train_type.quantizer, **options)
     if train_type.adapter:
         _adapt(meta, train_type.adapter, layers)
     if train_type.trains_new_blocks:
@@ -135,15 +139,6 @@ def _select_targets(
     check_patterns("alpha_pattern", lora.alpha_pattern, targets)
     check_fits_peft(train_type.adapter, targets, lora, config)
     return targets, select_parameters(experts, lora.target_parameters)
-
-
-def _quantize(meta: MetaModel, quantizer: str, layers: LayerOptions, compute_dtype: torch.dtype) -> None:
-    options = dict(layers.quantizer)
-    if layers.prequantized:
-        options = {"quant_type": layers.prequantized.quant_type, "double_quant": layers.prequantized.double_quant}
-    quantize_layers(
-        meta.model, meta.quantized, meta.quantized_experts, quantizer, **options, compute_dtype=compute_dtype
-    )
 
 
 def _adapt(meta: MetaModel, adapter: str, layers: LayerOptions) -> None:
