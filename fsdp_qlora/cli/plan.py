@@ -43,15 +43,16 @@ def run(args: argparse.Namespace) -> int:
     config, searches = dataclasses.replace(config, auto=False), config.auto
     if args.num_gpus < 1:
         raise UserError(f"--num_gpus {args.num_gpus}: give 1 or more.")
+    tokens = args.million_tokens and args.million_tokens * 1e6
     if args.compare is not None:
-        return _compare(args, config)
+        return _compare(args, config, tokens)
     gpu = _gpu(args)
     _load()
     from fsdp_qlora.commands import plan
     from fsdp_qlora.planning.outlook import Request
 
-    request = Request(gpu, args.num_gpus, args.host_ram_gib, args.price_per_hour, tokens=_tokens(args))
-    planner = plan.make_planner(config, request)
+    request = Request(gpu, args.num_gpus, args.host_ram_gib, args.price_per_hour)
+    planner = plan.make_planner(config, request, tokens)
     # With auto a run finds how many blocks recompute by probing; without a search all do here.
     changes = {"recompute": "all"} if config.blocks_to_recompute == "auto" else {}
     planned = planner.fastest() if searches else [planner.outlook(**changes)]
@@ -69,22 +70,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if planned[0].fits else 1
 
 
-def _compare(args: argparse.Namespace, config: TrainConfig) -> int:
+def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None) -> int:
     if args.gpu or args.gpu_memory_gib or args.plot:
         raise UserError("--compare takes the GPUs from its price table: leave out --gpu, --gpu_memory_gib and --plot.")
     _load()
     from fsdp_qlora.commands import compare, plan
 
     path = Path(args.compare).expanduser() if args.compare else compare.EXAMPLE
-    date, requests = compare.read_offers(path, _tokens(args))
-    found = compare.compare(plan.make_planner(config, requests[0]), requests, by_time=args.sort == "time")
+    date, requests = compare.read_offers(path)
+    found = compare.compare(plan.make_planner(config, requests[0], tokens), requests, by_time=args.sort == "time")
     table = json.dumps([plan.as_json(each) for each in found], indent=1) if args.json else ""
     print(table or "\n".join(compare.describe(date, found)))
     return 0 if found[0].fits_with_margin else 1
-
-
-def _tokens(args: argparse.Namespace) -> float | None:
-    return args.million_tokens and args.million_tokens * 1e6
 
 
 def _load() -> None:

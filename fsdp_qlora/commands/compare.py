@@ -15,15 +15,15 @@ from fsdp_qlora.planning.outlook import Outlook, Planner, Request
 EXAMPLE = Path(__file__).parent / "prices.yaml"
 
 
-def read_offers(path: Path, tokens: float | None) -> tuple[str, list[Request]]:
-    """The date of a price table, and its offers, to train on so many tokens if not those of the rows.
+def read_offers(path: Path) -> tuple[str, list[Request]]:
+    """The date of a price table, and its offers.
 
     Raises:
         UserError: it cannot be read, has no offers, or one of a GPU that is not known.
     """
     try:
         table = yaml.safe_load(path.read_text(encoding="utf-8"))
-        offers = [Request(**row | {"gpu": find_gpu(str(row["gpu"]))}, tokens=tokens) for row in table["offers"]]
+        offers = [Request(**row | {"gpu": find_gpu(str(row["gpu"]))}) for row in table["offers"]]
         if not offers or not all(
             min(row.num_gpus, row.price_per_hour or 0, row.host_ram_gib or 1) > 0 for row in offers
         ):

@@ -58,20 +58,23 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
     return load_config(path, name, trust_remote_code=trust_remote_code), path
 
 
-def make_planner(config: TrainConfig, request: Request) -> Planner:
-    """Of a run on the request's GPUs, its model built without weights, and for its rows if a dataset can be read."""
+def make_planner(config: TrainConfig, request: Request, tokens: float | None = None) -> Planner:
+    """Of a run on the request's GPUs, its model built without weights, and for its rows if a dataset can be read.
+
+    tokens: to train on, if not those of the rows.
+    """
     model_config, folder = find_model(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = _find_tokenizer(config, folder)
     model = build_plan(config, request.machine, folder or Path(config.model), model_config, tokenizer)
     if tokenizer is None:
-        return Planner(config, request, model)
+        return Planner(config, request, model, tokens=tokens)
     from fsdp_qlora.planning.run_plan import read_rows, rows_of_run  # most plans need no rows, and this takes a while
 
     data = read_rows(config, model)
-    planner = Planner(config, request, model, functools.partial(rows_of_run, data=data))
-    rows, longest = planner.rows(config), int(data.train.lengths[data.train_rows].max())
-    number, tokens = data.rows_per_epoch or len(data.train_rows), format_count(rows.tokens)
-    log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", tokens)
+    planner = Planner(config, request, model, functools.partial(rows_of_run, data=data), tokens)
+    number, longest = data.rows_per_epoch or len(data.train_rows), data.train.lengths[data.train_rows].max()
+    total = format_count(planner.rows(config).tokens)
+    log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", total)
     return planner
 
 

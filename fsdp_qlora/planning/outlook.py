@@ -25,7 +25,7 @@ _TOKENS = 10e6  # to train on, where no dataset is known
 class Request(NamedTuple):
     """The GPUs, and what is to be told.
 
-    price_per_hour: US dollars, of all GPUs. where: they are offered. tokens: to train on, if not those of the rows.
+    price_per_hour: US dollars, of all GPUs. where: they are offered.
     """
 
     gpu: Gpu
@@ -33,7 +33,6 @@ class Request(NamedTuple):
     host_ram_gib: float | None = None
     price_per_hour: float | None = None
     where: str = ""
-    tokens: float | None = None
 
     @property
     def beside_torch(self) -> dict[str, int]:
@@ -114,7 +113,7 @@ class Planner:
 
     Args:
         model: built with options that differ from the variants' in the placement and the micro-batch alone.
-        rows: of the run with some options on so many ranks.
+        rows: of the run with some options on so many ranks. tokens: to train on, if not those of the rows.
     """
 
     def __init__(
@@ -123,8 +122,9 @@ class Planner:
         request: Request,
         model: ModelPlan,
         rows: Callable[[TrainConfig, int], Rows] = allowed_rows,
+        tokens: float | None = None,
     ) -> None:
-        self.config, self.request, self.model = config, request, model
+        self.config, self.request, self.model, self._tokens = config, request, model, tokens
         self._find_rows, self._size = rows, size_of(model.meta.parts)
         self._rows: dict[tuple[int, ...], Rows] = {}
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
@@ -135,17 +135,13 @@ class Planner:
         other.request, other.model = request, dataclasses.replace(self.model, machine=request.machine)
         return other
 
-    @property
-    def num_blocks(self) -> int:
-        return self._size.blocks
-
     def outlook(self, **changes: Any) -> Outlook:
         """The run with other options."""
         config = dataclasses.replace(self.config, **changes)
         rows = self.rows(config)
         plan = place(config, self.model, rows.longest, blocks=self._measure(rows.longest))
         rate = tokens_per_second(plan, self._size, rows.turn, self.request.gpu)
-        return Outlook(config, plan, self.request, self.request.tokens or rows.tokens, rate)
+        return Outlook(config, plan, self.request, self._tokens or rows.tokens, rate)
 
     def rows(self, config: TrainConfig) -> Rows:
         """The rows of the run with other options."""
@@ -201,9 +197,9 @@ class Planner:
 
         That is with recompute of no and of all blocks, else with recompute of as few as fit.
         """
-        config = self.config
+        config, blocks = self.config, self._size.blocks
         leaves_open = config.blocks_to_recompute == "auto" and not config.use_activation_cpu_offload
-        recompute = ["none", *range(1, self.num_blocks), "all"] if leaves_open else [config.recompute]
+        recompute = ["none", *range(1, blocks), "all"] if leaves_open else [config.recompute]
         places = {(each.sharding_strategy, each.offload): each for each in candidates(config, self.model)}
         for (strategy, offload), chosen in places.items():
             placed = {**changes, **chosen.options}
@@ -211,7 +207,7 @@ class Planner:
             if offload.embeddings and (strategy, Offload()) in places:
                 for each in dict.fromkeys([recompute[0], recompute[-1]]):
                     yield self._first_that_fits(
-                        "use_cpu_offload", range(2, max(3, self.num_blocks)), placed | {"recompute": each}
+                        "use_cpu_offload", range(2, max(3, blocks)), placed | {"recompute": each}
                     )
 
     def _first_that_fits(self, option: str, values: Sequence[Any], changes: dict[str, Any]) -> Outlook:

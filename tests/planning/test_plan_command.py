@@ -211,7 +211,7 @@ def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
 
 
 def test_the_prices_that_come_along_are_examples() -> None:
-    date, requests = compare.read_offers(compare.EXAMPLE, 1e6)
+    date, requests = compare.read_offers(compare.EXAMPLE)
     assert "examples" in date and {each.where for each in requests} == {"example"} and len(requests) > 5
 
 
