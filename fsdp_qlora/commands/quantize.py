@@ -13,7 +13,7 @@ from fsdp_qlora.commands.model_folder import build_plain_model, check_is_new, ne
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
-from fsdp_qlora.loading.load_weights import match_tensors, quantized_layers
+from fsdp_qlora.loading.load_weights import check_finite, match_tensors, quantized_layers
 from fsdp_qlora.loading.weight_files import Weights, open_weight_files
 from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.base import packed_forms
@@ -69,21 +69,13 @@ def _write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> No
             if name not in layers:
                 files.write(name, part.start * content.element_size(), content)
                 continue
-            absmax.append(_write_codes(files, name, layers[name], part.start, content.to(device)))
+            check_finite(content, name)
+            codes, of_blocks = quantize_blocks(content.to(device), layers[name].quant_type)
+            files.write(name, part.start // 2, codes.cpu())
+            absmax.append(of_blocks)
             if part.stop == weights.files.shape(part.name).numel():
                 _write_statistics(files, name, layers[name], torch.cat(absmax), content.dtype)
                 absmax.clear()
-
-
-def _write_codes(
-    files: PackedFiles, weight: str, layer: Bnb4bitWeight, start: int, values: torch.Tensor
-) -> torch.Tensor:
-    """Quantize and write the elements from `start` on; returns their blocks' absmax."""
-    if not values.isfinite().all():
-        raise UserError(f"Weight {weight} has values that are not finite (NaN or infinity). Download the model again.")
-    codes, absmax = quantize_blocks(values, layer.quant_type)
-    files.write(weight, start // 2, codes.cpu())
-    return absmax
 
 
 def _write_statistics(

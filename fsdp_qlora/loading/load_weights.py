@@ -115,11 +115,12 @@ def _part(files: WeightFiles, source: str, target: _Target, mesh: DeviceMesh) ->
 
 def _store(target: _Target, values: torch.Tensor, mesh: DeviceMesh, device: torch.device, name: str) -> None:
     values = values.to(device) if target.on_device else values
-    _check_finite(values, name)
+    check_finite(values, name)
     target.store(values, mesh)
 
 
-def _check_finite(values: torch.Tensor, name: str) -> None:
+def check_finite(values: torch.Tensor, name: str) -> None:
+    """Raise UserError if a value of the weight `name` is not finite."""
     if not values.is_floating_point() or not values.numel():
         return
     # aminmax() returns NaN if any value is NaN, and unlike isfinite() it allocates nothing.
@@ -181,7 +182,7 @@ def _store_bytes(
     layer: QuantizedWeight, stored: StoredParameter, name: str, values: torch.Tensor, mesh: DeviceMesh
 ) -> None:
     if stored.form.dtype.is_floating_point:
-        _check_finite(values.view(stored.form.dtype), name)
+        check_finite(values.view(stored.form.dtype), name)
     write_bytes(getattr(layer, stored.parameter), values)
 
 
