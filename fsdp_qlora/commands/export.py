@@ -19,7 +19,8 @@ from fsdp_qlora.model import models
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning.plan import Machine, build_plan
 from fsdp_qlora.ranks import distributed
-from fsdp_qlora.results.write import result_form, upload
+from fsdp_qlora.results.card import Base
+from fsdp_qlora.results.write import ResultForm, upload
 from fsdp_qlora.storage.files import staged_folder
 
 log = logging.getLogger("fsdp_qlora")
@@ -46,7 +47,7 @@ def export_checkpoint(source: Path, out: Path, *, best: bool = False, words: Seq
         raise UserError(f"{folder} cannot be read now: {error}.") from error
     about = state["about"]
     config = stored_config(about, words)
-    form = result_form(config, _plan(config), about["options"])
+    form = ResultForm(_plan(config), Base.of(config.model, config.base_name))
     try:
         with staged_folder(out, out.with_name(f"{out.name}.{os.getpid()}.partial")) as partial:
             form.save_checkpoint(folder, state, partial)

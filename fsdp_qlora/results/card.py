@@ -43,13 +43,12 @@ class Base(NamedTuple):
 
 
 def training_record(
-    about: Mapping[str, Any], progress: Mapping[str, Any], base: Base, settings: Mapping[str, Any], kind: TrainType
+    about: Mapping[str, Any], progress: Mapping[str, Any], base: Base, kind: TrainType
 ) -> dict[str, Any]:
     """The content of training.json.
 
     Args:
         about: the run's identity, as in its run.json and checkpoints. progress: of the step, as in the checkpoint.
-        settings: the options that make the run this run, without paths.
     """
     step = progress["step"]
     losses = {"loss": progress.get("loss")}
@@ -71,22 +70,21 @@ def training_record(
         "prompt": about.get("prompt"),
         "data": about.get("data", []),
         "eval_data": about.get("eval_data", []),
-        "settings": dict(settings),
+        "settings": identity_settings(about["options"])[0],
         "versions": {name: found[name] for name in shown if name in found},
     }
     # As in a checkpoint's JSON, so that a run and `export` write the same.
     return dict(json.loads(json.dumps(redact_values(record))))
 
 
-def documents(record: Mapping[str, Any], *, kind: str | None, changed: Mapping[str, Any]) -> dict[str, str]:
+def documents(record: Mapping[str, Any], *, kind: str | None) -> dict[str, str]:
     """File name -> text: training.json and the model card.
 
     Args:
         kind: of the adapter; None for a whole model.
-        changed: the settings that are not the program's defaults.
     """
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    return {RECORD: text, CARD: _card(record, kind, changed)}
+    return {RECORD: text, CARD: _card(record, kind)}
 
 
 def merged_documents(
@@ -101,10 +99,10 @@ def merged_documents(
     if earlier.get("format") != 1 or not _UNKNOWN.keys() <= earlier.keys():
         earlier = {**_UNKNOWN, "base": base._asdict(), "settings": dict(settings)}
     record = {**earlier, "merged": {**merged, "version": VERSION}}
-    return documents(record, kind=None, changed=identity_settings(record["settings"])[1])
+    return documents(record, kind=None)
 
 
-def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any]) -> str:
+def _card(record: Mapping[str, Any], kind: str | None) -> str:
     name = record["base"]["name"]
     base = Base(name, record["base"].get("is_on_hub", "/" in name))
     preference = [name for name in (record["settings"].get("objective", "sft"),) if name != "sft"]
@@ -125,7 +123,7 @@ def _card(record: Mapping[str, Any], kind: str | None, changed: Mapping[str, Any
         kinds=_KINDS,
         perplexity=math.exp(eval_loss) if eval_loss is not None and eval_loss < 100 and not preference else None,
         prompts=example_prompts(prompt) if prompt and prompt["kind"] == TEMPLATE else {},
-        changed=changed,
+        changed=identity_settings(record["settings"])[1],
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from huggingface_hub.errors import RepositoryNotFoundError
-from peft import LoraConfig
 
 from fsdp_qlora.adapters.first_values import LiveValues, Values, reduces_base
 from fsdp_qlora.checkpointing import checkpoint
@@ -22,7 +21,6 @@ from fsdp_qlora.checkpointing.run_folder import BEST, CARD, CHECKPOINTS, RESULT
 from fsdp_qlora.checkpointing.saving import best_step
 from fsdp_qlora.checkpointing.train_state import StoredValues
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.config.text import identity_settings
 from fsdp_qlora.errors import RankError, TrainingError, UserError
 from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
@@ -39,17 +37,10 @@ log = logging.getLogger("fsdp_qlora")
 
 @dataclass(frozen=True)
 class ResultForm:
-    """The form of a run's results, whatever the step.
-
-    peft: the adapter's configuration, None for a whole model. settings: the options that make the run this run;
-    changed: those that differ from the defaults.
-    """
+    """The form of a run's results, whatever the step: an adapter if the plan has its configuration, else a model."""
 
     plan: ModelPlan
-    peft: LoraConfig | None
     base: Base
-    settings: Mapping[str, Any]
-    changed: Mapping[str, Any]
 
     def save(self, values: Values, output_dir: Path, *, about: Mapping[str, Any], progress: Mapping[str, Any]) -> None:
         """Save the adapter, or the whole model if its blocks or all weights were trained. Called on every rank.
@@ -60,13 +51,13 @@ class ResultForm:
             TrainingError: it could not be written, on rank 0.
         """
         plan, dtype = self.plan, self.plan.precision.compute_dtype
-        record = training_record(about, progress, self.base, self.settings, plan.train_type)
-        texts = documents(record, kind=plan.train_type.adapter, changed=self.changed)
-        base_folder = plan.folder if self.peft is None else None
+        record = training_record(about, progress, self.base, plan.train_type)
+        texts = documents(record, kind=plan.train_type.adapter)
+        base_folder = plan.folder if plan.adapter is None else None
         sidecar = save.SidecarFiles(self._tokenizer(record), texts, base_folder)
         model = plan.meta.model
-        if self.peft is not None:
-            save.save_adapter(model, self.peft, sidecar, output_dir, values=values)
+        if plan.adapter is not None:
+            save.save_adapter(model, plan.adapter, sidecar, output_dir, values=values)
         else:
             base = WeightFiles(plan.folder) if plan.train_type.trains_new_blocks else None
             save.save_model(model, plan.config, sidecar, output_dir, base=base, dtype=dtype, values=values)
@@ -91,7 +82,7 @@ class ResultForm:
         options = state["about"]["options"]
         values = StoredValues(self.plan.meta.model, folder, state["tensors"])
         init = options.get("init_lora_weights", "true")
-        if self.peft is not None and reduces_base(init) and not values.has_start:
+        if self.plan.adapter is not None and reduces_base(init) and not values.has_start:
             raise UserError(
                 f"{folder} was saved by an earlier version, without the first values of {init} that its adapter "
                 "needs. Resume the run, which saves them too."
@@ -125,14 +116,8 @@ class ResultForm:
 
     def log_how_to_load(self, output_dir: Path) -> None:
         """Say where it is written how to load an adapter whose base is a local folder."""
-        if self.peft is not None and not self.base.is_on_hub:
+        if self.plan.adapter is not None and not self.base.is_on_hub:
             log.info("How to load the adapter and its base, a local folder: %s", output_dir / CARD)
-
-
-def result_form(config: TrainConfig, plan: ModelPlan, options: Mapping[str, Any]) -> ResultForm:
-    """The form of the run's results. options: all of the run's, resolved, as a checkpoint has them."""
-    settings, changed = identity_settings(options)
-    return ResultForm(plan, plan.adapter, Base.of(config.model, config.base_name), settings, changed)
 
 
 def save_result(
@@ -158,7 +143,7 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
     The other ranks wait for rank 0, because torchrun ends all of them when one has ended.
     """
     with failing_alike(TrainingError, ranks.device):
-        if ranks.is_rank_0 and form.peft is None:
+        if ranks.is_rank_0 and form.plan.adapter is None:
             log.info("The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR", output_dir)
         elif ranks.is_rank_0:
             form.leave_adapters(output_dir, newest=True)

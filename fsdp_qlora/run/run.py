@@ -39,7 +39,8 @@ from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_pla
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.results.write import check_uploads, leave_result, push_result, result_form, save_result
+from fsdp_qlora.results.card import Base
+from fsdp_qlora.results.write import ResultForm, check_uploads, leave_result, push_result, save_result
 from fsdp_qlora.run.identity import agree, known_facts, start_request
 from fsdp_qlora.run.load_model import build_trainer, load_model, precompute_reference
 from fsdp_qlora.run.supervision import Guard
@@ -143,7 +144,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     all_write = plan.model.trains_whole_modules or config.optimizer.endswith("_8bit")
     guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
     guard.facts.describe(lambda: run_facts(plan))
-    form = result_form(config, plan.model, resolved_options(config))
+    form = ResultForm(plan.model, Base.of(config.model, config.base_name))
     samples = open_samples(config, plan, trainer, folder)
     with guard.recording(state, identity, samples, total_steps=plan.schedule.total_steps) as recorder:
         progress = restore(state, guard)
