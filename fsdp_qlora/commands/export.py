@@ -1,7 +1,6 @@
 """Exports a checkpoint as an adapter (or a model) for PEFT and transformers, without a GPU or the base's weights."""
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def export_checkpoint(source: Path, out: Path, *, best: bool = False, words: Seq
     config = stored_config(about, words)
     form = ResultForm(_plan(config), Base.of(config.model, config.base_name))
     try:
-        with staged_folder(out, out.with_name(f"{out.name}.{os.getpid()}.partial")) as partial:
+        with staged_folder(out) as partial:
             form.save_checkpoint(folder, state, partial)
     except (OSError, TrainingError) as error:
         raise UserError(f"--out {out} cannot be written: {error}.") from error

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import json
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -71,7 +70,7 @@ def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iter
         UserError: it cannot be written.
     """
     try:
-        with staged_folder(out, out.with_name(f"{out.name}.{os.getpid()}.partial")) as partial:
+        with staged_folder(out) as partial:
             patterns = [*hub.SMALL_FILES, *["*.py"] * ("auto_map" in config)]
             for path in {path for pattern in patterns for path in source.glob(pattern)}:
                 if path.is_file() and path.name != "config.json" and not path.name.endswith(".index.json"):

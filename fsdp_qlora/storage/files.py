@@ -83,13 +83,13 @@ def is_partial(name: str, of: str) -> bool:
 
 
 @contextlib.contextmanager
-def staged_folder(target: Path, staging: Path) -> Iterator[Path]:
+def staged_folder(target: Path) -> Iterator[Path]:
     """An empty folder to fill. At the end of the block it becomes `target`; after a failure nothing of it remains.
 
     Args:
         target: absent or empty.
-        staging: its path until then, in the same folder as `target`; an existing one is removed.
     """
+    staging = target.with_name(f"{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)

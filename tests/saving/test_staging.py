@@ -37,14 +37,14 @@ def test_writers_of_one_file_leave_each_other_alone_and_remove_what_killed_ones_
 
 
 def test_a_staged_folder_is_there_only_when_it_is_whole(tmp_path: Path) -> None:
-    target, staging = tmp_path / "target", tmp_path / "staging"
+    target, staging = tmp_path / "target", tmp_path / f"target.{os.getpid()}.partial"
     staging.mkdir()
     (staging / "of_a_killed_writer").touch()
-    with pytest.raises(KeyboardInterrupt), staged_folder(target, staging) as folder:
+    with pytest.raises(KeyboardInterrupt), staged_folder(target) as folder:
         (folder / "file").touch()
         raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
-    with staged_folder(target, staging) as folder:
+    with staged_folder(target) as folder:
         (folder / "file").touch()
         assert not target.exists()
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "file"]
