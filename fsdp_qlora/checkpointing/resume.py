@@ -15,7 +15,6 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.checkpointing.mirror import Store, fetch
 from fsdp_qlora.checkpointing.result import publish_files, result_error
 from fsdp_qlora.checkpointing.run_folder import (
-    BRING_BACK,
     CHECKPOINTS,
     RUN,
     RUN_KEYS,
@@ -321,7 +320,8 @@ def _from_output_dir(run: Run, *, overwrite: bool, origin: Path | None = None) -
     if start is None and (saved_step := status.get("saved_step", -1)) >= 0:
         raise UserError(
             f"{output_dir / CHECKPOINTS} holds no checkpoint, but {STATUS} says that step {saved_step} was saved. "
-            f"{BRING_BACK}"
+            "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir "
+            "true."
         )
     if start is None and origin is not None:
         start = dataclasses.replace(_from_path(run, origin), run_id=stored["run_id"])

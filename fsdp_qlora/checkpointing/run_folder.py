@@ -24,9 +24,6 @@ CARD, RECORD = "README.md", "training.json"  # what a result says of itself
 BEST = "best"  # the adapter of the lowest held-out loss
 LOCK, RUN, STATUS, RESULT = ".lock", "run.json", "status.json", "result.json"
 _STATUS_SECONDS = 10.0  # between two writes of status.json
-BRING_BACK = (
-    "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir true."
-)
 # Files that a run leaves in its folder; --overwrite_output_dir removes only these.
 RUN_FILES = (
     "adapter_config.json", "adapter_model.safetensors", "config.json", "config.yaml", "generation_config.json",
