@@ -222,7 +222,7 @@ class Trainer:
         grad_norm = math.sqrt(total_squared_norm / self.options.num_replicas) / self.loss_scale.scale
         return totals, grad_norm, numbers[:, flags + NUM_FLAGS :]
 
-    def try_longest(self, rows: np.ndarray) -> int:
+    def try_longest(self, rows: np.ndarray) -> None:
         """Run forward and backward on the run's longest micro-batch, so that a lack of memory shows now.
 
         Every rank runs it, and no step is taken. Memory for the optimizer's state is allocated meanwhile, and gradients
@@ -231,10 +231,8 @@ class Trainer:
 
         Args:
             rows: all rows to train on.
-        Returns:
-            Bytes of GPU memory that were allocated between the forward and the backward pass, the most of them.
         """
-        return self._try(*self._longest(rows))
+        self._try(*self._longest(rows))
 
     def _longest(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
         computed = self.data.lengths.copy()
@@ -242,6 +240,7 @@ class Trainer:
         return self.schedule.longest_micro_batch(rows, self.data.lengths, computed)
 
     def _try(self, micro_batch: np.ndarray, num_turns: int) -> int:
+        """Returns the most bytes of GPU memory that were allocated between a forward and a backward pass."""
         self.heartbeat.beat(self.heartbeat.step, "compute")
         self.model.train()
         state = self.optimizer.room_for_state()
