@@ -15,10 +15,9 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -48,9 +47,8 @@ class MetricLog:
     As a context manager it closes itself, and marks the run as failed if an exception leaves the block.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, total_steps: int, config: Mapping[str, Any] | None = None) -> None:
-        self._sinks = list(sinks)
-        self._total_steps, self._config = total_steps, config or {}
+    def __init__(self, sinks: Sequence[Sink], options: SinkOptions) -> None:
+        self._sinks, self._total_steps, self._config = list(sinks), options.total_steps, options.config
         self._opened = time.monotonic()
         self._evaluation_seconds = 0.0  # of the evaluation before the first step, with its samples
         self.save_seconds = 0.0  # that training waited for the last save
@@ -138,12 +136,12 @@ def open_metric_log(sinks: Sequence[str], options: SinkOptions, *, is_rank_0: bo
         is_rank_0: only rank 0 opens anything; the other ranks get a log that does nothing.
     """
     if not is_rank_0:
-        return MetricLog([], total_steps=options.total_steps)
+        return MetricLog([], options)
     options.output_dir.mkdir(parents=True, exist_ok=True)
     # metrics.jsonl first, each sink once, and a progress bar if nothing else shows that the run is alive.
     names = dict.fromkeys(["jsonl", *sinks, *["tqdm"] * (set(sinks) <= ELSEWHERE)])
     opened = [SINKS[sink](options) for sink in names]
-    return MetricLog(opened, total_steps=options.total_steps, config=options.config)
+    return MetricLog(opened, options)
 
 
 # --- text output ---------------------------------------------------------------------------------------
