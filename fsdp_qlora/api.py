@@ -24,8 +24,6 @@ from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError
 from fsdp_qlora.metrics.sinks import METRICS_FILE, read_records
 from fsdp_qlora.storage.files import cache_folder, read_json, staged_file
 
-_MADE_TO_STOP = ("preempted", "interrupted")
-
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -125,7 +123,7 @@ def _run_workers(config: TrainConfig) -> None:
         raise KeyboardInterrupt(end.reason)
     if state == "bad_input":
         raise UserError(end.reason)
-    if state in _MADE_TO_STOP:
+    if state == "preempted":
         raise RunStopped(state, end.reason)
     if state not in ("finished", "over_budget"):
         raise TrainingError(end.reason)
