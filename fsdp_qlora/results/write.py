@@ -53,21 +53,16 @@ class ResultForm:
         plan, dtype = self.plan, self.plan.precision.compute_dtype
         record = training_record(about, progress, self.base, plan.train_type)
         texts = documents(record, kind=plan.train_type.adapter)
+        if template := (record["prompt"] or {}).get("chat_template"):
+            plan.tokenizer.chat_template = template  # that was trained with
         base_folder = plan.folder if plan.adapter is None else None
-        sidecar = save.SidecarFiles(self._tokenizer(record), texts, base_folder)
+        sidecar = save.SidecarFiles(plan.tokenizer, texts, base_folder)
         model = plan.meta.model
         if plan.adapter is not None:
             save.save_adapter(model, plan.adapter, sidecar, output_dir, values=values)
         else:
             base = WeightFiles(plan.folder) if plan.train_type.trains_new_blocks else None
             save.save_model(model, plan.config, sidecar, output_dir, base=base, dtype=dtype, values=values)
-
-    def _tokenizer(self, record: Mapping[str, Any]) -> Any:
-        """The tokenizer, with the chat template that was trained with."""
-        template = (record["prompt"] or {}).get("chat_template")
-        if template:
-            self.plan.tokenizer.chat_template = template
-        return self.plan.tokenizer
 
     def save_checkpoint(self, folder: Path, state: Mapping[str, Any], output_dir: Path) -> None:
         """Save the result of a checkpoint. For one process; a model in training must not be needed meanwhile.
