@@ -115,13 +115,13 @@ def describe(planner: Planner, found: Outlook, *, explain: bool) -> Iterator[str
         for name, count in sorted(parts.items(), key=lambda item: -item[1])[:_LARGEST]:
             yield f"  {count / GIB:6.2f} GiB  {name}"
         yield ""
-    yield from _speed_lines(found)
+    yield _speed_line(found)
     if found.fits:
         yield f"  {command_line(found)}"
     elif way := next(planner.ways_to_fit(), None):
         yield "it would fit with:"
         yield f"  {command_line(way)}"
-        yield from _speed_lines(way)
+        yield _speed_line(way)
     else:
         yield "nothing that was tried makes it fit: take more or larger GPUs"
 
@@ -144,13 +144,10 @@ def _bar(name: str, stays: int, comes: int, memory: float) -> str:
     return f"  {name:15} {drawn} {(stays + comes) / GIB:.1f} GiB"
 
 
-def _speed_lines(found: Outlook) -> Iterator[str]:
-    request = found.request
-    cost = f", {found.cost:,.2f} US dollars" if request.price_per_hour else ""
-    yield (
-        f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours for "
-        f"{format_count(found.tokens)} tokens{cost}"
-    )
+def _speed_line(found: Outlook) -> str:
+    cost = f", {found.cost:,.2f} US dollars" if found.request.price_per_hour else ""
+    speed = f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours"
+    return f"{speed} for {format_count(found.tokens)} tokens{cost}"
 
 
 def command_line(found: Outlook) -> str:

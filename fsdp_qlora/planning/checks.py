@@ -51,8 +51,7 @@ def check_resources(memory: Memory, device: torch.device, *, ranks_on_host: int,
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        needed = sum(memory.resident.values()) + sum(memory.phases["optimizer"].values())
-        if needed > free:
+        if (needed := sum(memory.resident.values())) > free:
             advice = "--use_cpu_offload true keeps the frozen weights in host memory; " if can_offload else ""
             raise (UserError if needed > total else OutOfMemory)(
                 f"This rank's weights, gradients and optimizer state need {needed / GIB:.1f} GiB of GPU memory, "

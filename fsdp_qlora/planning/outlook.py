@@ -181,9 +181,9 @@ class Planner:
         host memory, as few are taken as fit.
         """
         found = [each for changes in self._micro_batches() for each in self._places(changes)]
-        fitting = sorted((each for each in found if each.fits_with_margin), key=lambda each: -each.tokens_per_second)
-        others = sorted((each for each in found if not each.fits_with_margin), key=lambda each: each.needed)
-        return [*fitting, *others]
+        return sorted(
+            found, key=lambda each: (0, -each.tokens_per_second) if each.fits_with_margin else (1, each.needed)
+        )
 
     def _micro_batches(self) -> Iterator[dict[str, Any]]:
         """The splits of a step's rows that are tried: the one that is given, and all of few rows."""
