@@ -218,7 +218,7 @@ def plan_of(
     sizes |= {"max_position_embeddings": config.context_length}
     model_config = AutoConfig.for_model(**sizes)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
-    machine = Machine.of(config, distributed.read_ranks())
+    machine = Machine.of(config, distributed.read_ranks(config.device))
     plan = build_plan(config, machine, Path("no weights"), model_config, tokenizer)
     number = config.batch_size * config.gradient_accumulation_steps * ranks
     # As of a dataset: the shortest rows have a sixteenth of the longest's tokens, most of them few.
@@ -237,7 +237,6 @@ def schedule_of(config: Any, rows: Any, world_size: int) -> Any:
 def build(**case: Any) -> tuple[Any, Any, Any]:
     """The trainer of rank 0 of a model whose weights are whatever lies in memory, the plan, and all rows' indices."""
     import numpy as np
-    import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -251,7 +250,6 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
 
     config, plan, data = plan_of(**case)
     ranks = plan.machine.ranks
-    torch.cuda.set_device(ranks.device)
     dist.init_process_group("fake", rank=0, world_size=ranks.world_size, store=FakeStore())
     number, offload = blocks_to_recompute(config, plan), config.use_activation_cpu_offload
     wrap_blocks(plan.meta.model, number=number, offload=offload)

@@ -48,7 +48,7 @@ def describe_memory(memory: Memory, *, where: str, on_gpu: bool, gpu_bytes: int 
             is visible, if one is.
     """
     total, host = memory.reserved, sum(memory.host.values())
-    needs = f"about {format_bytes(total if on_gpu else total + host)}"
+    needs = f"about {format_bytes(total if on_gpu else memory.allocated)}"
     if on_gpu and gpu_bytes is not None:
         needs = f"{total / GIB:.1f} of {gpu_bytes / GIB:.0f} GiB"
     if on_gpu and host:

@@ -20,8 +20,8 @@ from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 
 # What torch's allocator reserves and does not use, from the rows of benchmarks/standin_memory.py: so many times the
 # largest matrix of a block in the compute dtype, by where blocks come from, and for each weight of a block that trains
-# whole so many float32 numbers.
-ALLOCATOR = {"gathered": 0.8, "device": 0.9, "host": 1.2, "trained": 0.4}
+# whole so many float32 numbers; from the host it is gathered in memory of a stream of its own, and copied out.
+ALLOCATOR = {"gathered": 0.8, "device": 0.8, "host": 1.2, "trained": 0.4, "trained from host": 1.3}
 _WORKSPACES = 2 * 8_519_680  # of cuBLAS, for the threads of forward and backward passes, as torch allocates them
 _CATEGORIES = {
     "codes": "quantized weights",
@@ -29,7 +29,7 @@ _CATEGORIES = {
     "frozen": "other frozen weights",
     "trainable": "trainable weights (fp32)",
 }
-_GRADIENTS = "their gradients"
+_GRADIENTS, _STATE, _BUFFER = "their gradients", "optimizer state", "loading buffer"
 
 Sizes = dict[str, int]  # what it is -> bytes
 
@@ -41,7 +41,8 @@ class Step:
     num_shards: ranks that share one copy. frees_blocks: a block's weights are freed after use; else all stay gathered
     until the backward pass. offload: weights that come from the host. num_tokens: of the longest micro-batch.
     recomputing: blocks that recompute, the first ones. accumulates: gradients of several micro-batches add up
-    unsharded. offloads_activations: block inputs are kept on the host. buffer_bytes: for weights in flight.
+    unsharded. reduces_each: they add up reduced. offloads_activations: block inputs are kept on the host.
+    buffer_bytes: for weights in flight.
     """
 
     precision: Precision
@@ -52,6 +53,7 @@ class Step:
     num_tokens: int
     recomputing: int
     accumulates: bool = False
+    reduces_each: bool = False
     offloads_activations: bool = False
     buffer_bytes: int = 0
     on_gpu: bool = True
@@ -67,13 +69,15 @@ class Memory:
 
     weights: the fullest rank's, with the state of the optimizer, wherever they are. resident: those on the device, and
     what has memory of a stream of its own, which serves nothing else before or after it.
-    phases: what comes and goes there in addition, at each candidate peak. host: what is in host memory. block: what one
-    more block without recompute keeps. recomputing: blocks that do. overhead: what the allocator reserves beside.
+    phases: what comes and goes there in addition, at each candidate peak. allocated: the most by tensors at once, on a
+    CPU all that a rank needs. host: what is in host memory. block: what one more block without recompute keeps.
+    recomputing: blocks that do. overhead: what the allocator reserves beside.
     """
 
     weights: Sizes
     resident: Sizes
     phases: dict[str, Sizes]
+    allocated: int
     host: Sizes
     recomputing: int
     block: int
@@ -81,24 +85,20 @@ class Memory:
 
     @property
     def peak(self) -> str:
-        """The phase in which most is allocated."""
+        """The phase for which most is reserved."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
-
-    @property
-    def allocated(self) -> int:
-        return sum(self.resident.values()) + sum(self.phases[self.peak].values())
 
     @property
     def reserved(self) -> int:
         """On the device, without the context and NCCL's buffers."""
-        return self.allocated + self.overhead
+        return sum(self.resident.values()) + sum(self.phases[self.peak].values()) + self.overhead
 
 
 def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step) -> Memory:
     """The memory of a rank. blocks: as measured for its longest micro-batch."""
     weights, on_host = _weights(parts, step)
     resident = {name: count - on_host.get(name, 0) for name, count in weights.items()}
-    host = {**on_host, "loading buffer": step.buffer_bytes}
+    host = {**on_host, _BUFFER: step.buffer_bytes}
     hidden = step.num_tokens * _hidden_bytes(parts, step)
     if step.offloads_activations:
         host["block inputs"] = step.recomputing * hidden
@@ -106,11 +106,16 @@ def estimate_memory(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step)
         resident["workspaces"] = _WORKSPACES
     if step.gathers_from_host:
         resident["gathered blocks"] = max(_gathered_blocks(parts, step))
-    phases = _phases(parts, blocks, step, hidden)
+    here = resident if step.on_gpu else weights
+    found = _phases(parts, blocks, step, hidden, {name: here[name] for name in (_GRADIENTS, _STATE)})
+    stays = sum(_positive(here, besides=found["backward"][0]).values())
+    most = max(sum(sizes.values()) for each in found.values() for sizes in each)
+    phases = {name: [_positive(sizes, besides=resident) for sizes in each] for name, each in found.items()}
     return Memory(
         weights=weights,
         resident=_positive(resident),
-        phases={name: _positive(sizes, besides=resident) for name, sizes in phases.items()},
+        phases={name: max(each, key=lambda sizes: sum(sizes.values())) for name, each in phases.items()},
+        allocated=stays + (most if step.on_gpu else max(most, step.buffer_bytes)),
         host=_positive(host),
         recomputing=step.recomputing,
         block=max(each.kept for each in blocks),
@@ -138,7 +143,7 @@ def _shards(kinds: Mapping[Kind, int], step: Step) -> Sizes:
     counts = {category: count.largest_shard for category, count in count_bytes(kinds, step.num_shards).items()}
     found = {name: counts[category] for category, name in _CATEGORIES.items() if category in counts}
     trainable = counts.get("trainable", 0)
-    return {**found, _GRADIENTS: trainable, "optimizer state": int(trainable * OPTIMIZER_STATES[step.optimizer])}
+    return {**found, _GRADIENTS: trainable, _STATE: int(trainable * OPTIMIZER_STATES[step.optimizer])}
 
 
 def _hidden_bytes(parts: ModelParts, step: Step) -> int:
@@ -148,20 +153,28 @@ def _hidden_bytes(parts: ModelParts, step: Step) -> int:
     return parts.model.config.get_text_config().hidden_size * dtype.itemsize
 
 
-def _phases(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int) -> dict[str, Sizes]:
-    """What comes and goes at each candidate peak."""
+def _phases(
+    parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int, of_optimizer: Sizes
+) -> dict[str, list[Sizes]]:
+    """What comes and goes at each candidate peak, one of each block in a backward pass.
+
+    Args:
+        of_optimizer: the rank's reduced gradients and optimizer state, which are there only from some point on.
+    """
+    before = {**of_optimizer, _GRADIENTS: of_optimizer[_GRADIENTS] * step.reduces_each}
     adapters = {"adapters as gathered": _adapters_as_gathered(parts, step)}
     if step.accumulates:
         adapters["accumulated gradients"] = 4 * _trained_weights(parts, parts.model)
     of_head = _trained_weights(parts, parts.head) if parts.head is not None and not parts.is_tied else 0
-    in_blocks = _in_backward(parts, blocks, step, hidden, adapters)
+    in_blocks = _in_backward(parts, blocks, step, hidden, adapters, of_optimizer)
     kept = {name: in_blocks[0][name] for name in ("block inputs", "kept activations")}
     # All stay, or the last block comes for its backward pass: by FSDP2 with the head's gradient, by our stream earlier.
     waiting = {"gathered blocks": _gathered_sizes(parts, step)[-1] if _frees(step) else in_blocks[0]["gathered blocks"]}
-    return {
+    found = {
         # The head is gathered to be compared with.
         "trial": {**adapters, "whole head": _gathered(parts, parts.head or parts.embedding, step)},
         "loss": {
+            **before,
             **(waiting if step.num_shards == 1 or not step.frees_blocks else {}),
             **adapters,
             **kept,
@@ -169,19 +182,21 @@ def _phases(parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden:
             "head's gradient": _as_gathered(of_head, step),
         },
         "head's backward": {
+            **before,
             **waiting,
             **adapters,
             **kept,
             "hidden states at the head": 2 * hidden,
             "head's gradient": _as_gathered(of_head, step) + 4 * of_head,
         },
-        "backward": max(in_blocks, key=lambda sizes: sum(sizes.values())),
-        "optimizer": {},
+        "backward": {},
+        "optimizer": of_optimizer,
     }
+    return {name: [sizes] for name, sizes in found.items()} | {"backward": in_blocks}
 
 
 def _in_backward(
-    parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int, of_trained: Sizes
+    parts: ModelParts, blocks: Sequence[BlockBytes], step: Step, hidden: int, of_trained: Sizes, of_optimizer: Sizes
 ) -> list[Sizes]:
     """What comes and goes in each block's backward pass, the last block's first. of_trained: of all that trains.
 
@@ -204,6 +219,8 @@ def _in_backward(
                 "hidden states at the head": hidden,
                 "gradients being reduced": 4 * reducing,
                 **{name: int(count * left / of_all) for name, count in of_trained.items()},
+                **of_optimizer,
+                _GRADIENTS: int(of_optimizer[_GRADIENTS] * (1 if step.reduces_each else 1 - left / of_all)),
             }
         )
         reducing, left = trained[index] or reducing, left - trained[index]
@@ -215,6 +232,8 @@ def _at_head(parts: ModelParts, step: Step, hidden: int) -> Sizes:
     _, is_shared_head = is_shared(parts, step.num_shards, step.precision.param_dtype)
     vocabulary, dtype = len(parts.embedding.weight), step.precision.compute_dtype  # type: ignore[arg-type]
     tokens = min(step.num_tokens, tokens_at_a_time(vocabulary, dtype))
+    # A CPU's kernels compute the gradients in float32 before they round them.
+    unrounded = 0 if step.on_gpu or dtype == torch.float32 else 4 * tokens * vocabulary
     width = parts.model.config.get_text_config().hidden_size
     head = _ends(parts, step)
     return {
@@ -223,7 +242,7 @@ def _at_head(parts: ModelParts, step: Step, hidden: int) -> Sizes:
         "hidden states exchanged for it": 2 * step.num_shards * tokens * width * dtype.itemsize * is_shared_head,
         # What is gathered lies in a buffer and then, beside it, in the weights.
         "logits and their gradients": max(
-            logits_bytes(step.num_tokens, vocabulary, dtype), head if step.num_shards > 1 else 0
+            logits_bytes(step.num_tokens, vocabulary, dtype) + unrounded, head if step.num_shards > 1 else 0
         ),
     }
 
@@ -268,7 +287,8 @@ def _overhead(parts: ModelParts, step: Step) -> int:
     whole = max(_trained_weights(parts, block, adapters=False) for block in parts.blocks)
     kind = "host" if step.gathers_from_host else "gathered" if step.num_shards > 1 else "device"
     largest = max(math.prod(shape[-2:]) for shape in parts.matrices)
-    return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + ALLOCATOR["trained"] * 4 * whole)
+    trained = ALLOCATOR["trained from host" if kind == "host" else "trained"] * 4 * whole
+    return int(ALLOCATOR[kind] * largest * step.precision.compute_dtype.itemsize + trained)
 
 
 def _gathered(parts: ModelParts, module: nn.Module, step: Step, *, from_host: bool | None = None) -> int:

@@ -334,6 +334,7 @@ def _placed(
         num_tokens=num_tokens,
         recomputing=blocks_to_recompute(config, plan),
         accumulates=config.gradient_accumulation_steps > 1 and chosen.accumulates,
+        reduces_each=config.gradient_accumulation_steps > 1 and not chosen.accumulates,
         offloads_activations=config.use_activation_cpu_offload,
         buffer_bytes=config.loading_buffer_mib * 2**20,
         on_gpu=machine.device.type == "cuda",
