@@ -36,7 +36,7 @@ OTHER_FLAGS = {
     *("tasks", "limit", "num_fewshot"),  # evaluate
     *("logdir", "shm-size", "ipc", "build-arg", "gpus"),  # tensorboard, docker
     *("node_rank", "once", "nodes", "gpus-per-node", "env"),  # torchrun, run_forever.sh, SLURM, SkyPilot
-    *("report", "nightly", "shape"),  # benchmarks, the tests
+    *("report", "nightly", "shape", "probe"),  # benchmarks, the tests, plan
     *("config", "help", "dry_run"),
 }
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import textwrap
 from pathlib import Path
 
 from fsdp_qlora.config.cli import parse_train_config
@@ -15,7 +16,8 @@ from fsdp_qlora.planning.gpus import Gpu, find_gpu, gpu_like
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help='such as "RTX 3090" or H100')
     parser.add_argument("--gpu_memory_gib", type=float, metavar="GIB", help="of a GPU that has no name here")
-    parser.add_argument("--num_gpus", type=int, default=1, metavar="N", help="on one machine (default: 1)")
+    parser.add_argument("--num_gpus", type=int, metavar="N", help="on one machine (default: 1, with --probe all here)")
+    parser.add_argument("--probe", action="store_true", help="measure the GPUs here first, and plan with their rates")
     parser.add_argument("--host_ram_gib", type=float, metavar="GIB", help="host memory of the machine")
     parser.add_argument("--million_tokens", type=float, help="in all epochs (default: those of --dataset, or 10)")
     parser.add_argument("--price_per_hour", type=float, metavar="USD", help="of all GPUs together")
@@ -41,17 +43,23 @@ def run(args: argparse.Namespace) -> int:
     """
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
     config, searches = dataclasses.replace(config, auto=False), config.auto
-    if args.num_gpus < 1:
+    if args.num_gpus is not None and args.num_gpus < 1:
         raise UserError(f"--num_gpus {args.num_gpus}: give 1 or more.")
     tokens = args.million_tokens and args.million_tokens * 1e6
     if args.compare is not None:
         return _compare(args, config, tokens)
-    gpu = _gpu(args)
+    gpu = None if args.probe else _gpu(args, None)
     _load()
     from fsdp_qlora.commands import plan
     from fsdp_qlora.planning.outlook import Request
 
-    request = Request(gpu, args.num_gpus, args.host_ram_gib, args.price_per_hour)
+    num_gpus, rates = args.num_gpus or 1, dict[str, float]()
+    if gpu is None:
+        from fsdp_qlora.commands import probe
+
+        num_gpus, here, rates = probe.probe_gpus(args.num_gpus)
+        gpu = probe.with_rates(_gpu(args, here), rates)
+    request = Request(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
     planner = plan.make_planner(config, request, tokens)
     # With auto a run finds how many blocks recompute by probing; without a search all do here.
     changes = {"recompute": "all"} if config.blocks_to_recompute == "auto" else {}
@@ -62,17 +70,20 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise UserError(f"--plot {args.plot}: it cannot be written: {error.strerror}.") from error
     if args.json:
-        found = [plan.as_json(each) for each in planned[:3]]
+        found = [{**plan.as_json(each), "measured": rates or None} for each in planned[:3]]
         print(json.dumps(found if searches else found[0], indent=1))
     else:
-        lines = [*plan.describe(planner, planned[0], explain=args.explain)]
+        measured = ", ".join(f"{name} {rate:,.3g}" for name, rate in rates.items())
+        lines = [*textwrap.wrap(f"measured here: {measured}", 80)] if rates else []
+        lines += plan.describe(planner, planned[0], explain=args.explain)
         print("\n".join(lines + ([*plan.describe_fastest(planned)] if searches else [])))
     return 0 if planned[0].fits else 1
 
 
 def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None) -> int:
-    if args.gpu or args.gpu_memory_gib or args.plot:
-        raise UserError("--compare takes the GPUs from its price table: leave out --gpu, --gpu_memory_gib and --plot.")
+    if args.gpu or args.gpu_memory_gib or args.plot or args.probe:
+        others = "--gpu, --gpu_memory_gib, --probe and --plot"
+        raise UserError(f"--compare takes the GPUs from its price table: leave out {others}.")
     _load()
     from fsdp_qlora.commands import compare, plan
 
@@ -93,11 +104,9 @@ def _load() -> None:
     gc.enable()
 
 
-def _gpu(args: argparse.Namespace) -> Gpu:
-    """The GPU that is named; --gpu_memory_gib alone takes the rates of one that is usual."""
-    if not args.gpu and not args.gpu_memory_gib:
+def _gpu(args: argparse.Namespace, here: Gpu | None) -> Gpu:
+    """The GPU that is named, else the one here; --gpu_memory_gib alone takes the rates of one that is usual."""
+    if not (args.gpu or args.gpu_memory_gib or here):
         raise UserError('Give --gpu NAME, such as --gpu "RTX 3090", or --gpu_memory_gib.')
-    if not args.gpu:
-        return gpu_like(args.gpu_memory_gib)
-    gpu = find_gpu(args.gpu)
+    gpu = find_gpu(args.gpu) if args.gpu else here or gpu_like(args.gpu_memory_gib)
     return gpu._replace(memory_gib=args.gpu_memory_gib) if args.gpu_memory_gib else gpu

@@ -1,6 +1,5 @@
 """Checks a machine before a run: each check says in a sentence what is fine, or raises UserError with what to do."""
 
-import datetime
 import importlib
 import os
 import resource
@@ -22,6 +21,7 @@ from fsdp_qlora.metrics.wandb_sink import WandbSink, why_offline
 from fsdp_qlora.model.precision import choose_precision
 from fsdp_qlora.output.text import GIB, format_bytes
 from fsdp_qlora.planning.checks import host_memory_free
+from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import gpu_problem
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.storage.files import cache_folder, free_disk
@@ -73,25 +73,31 @@ def _bitsandbytes() -> str:
 
 def _two_ranks() -> str:
     on_gpu = torch.cuda.device_count() > 1
-    how = "NCCL on 2 GPUs" if on_gpu else "gloo on the CPU"
-    if problem := problem_between_ranks(on_gpu):
-        helps = on_gpu and not problem_between_ranks(on_gpu, NCCL_P2P_DISABLE="1")
+    device, how = ("cuda", "NCCL on 2 GPUs") if on_gpu else ("cpu", "gloo on the CPU")
+    if problem := run_ranks(__name__, device)[1]:
+        helps = on_gpu and not run_ranks(__name__, device, NCCL_P2P_DISABLE="1")[1]
         cure = "export NCCL_P2P_DISABLE=1, with which it works" if helps else "NCCL_DEBUG=INFO shows what NCCL does"
         raise UserError(f"{how}: {problem}. {cure}.")
     has_peers = on_gpu and torch.cuda.can_device_access_peer(0, 1)
     return f"{how}: sums and all patterns of 16 bits arrive{', peer to peer' if has_peers else ''}"
 
 
-def problem_between_ranks(on_gpu: bool, **variables: str) -> str:
-    """What goes wrong between two ranks with these environment variables; empty if nothing does."""
-    end, problems = time.monotonic() + _MAX_SECONDS, []
+def run_ranks(module: str, device: str, num_ranks: int = 2, **variables: str) -> tuple[list[str], str]:
+    """What each of some ranks of this machine prints, and what goes wrong between them; empty if nothing does.
+
+    Each runs `module`, which begins with `join_ranks`, with these environment variables.
+    """
+    end, outputs, problems = time.monotonic() + _MAX_SECONDS, [], []
+    variables = {**os.environ, **variables, "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    pipe = subprocess.PIPE
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", __name__, "nccl" if on_gpu else "gloo", f"{folder}/store"]
-        environment = {**os.environ, **variables}
-        ranks = [subprocess.Popen([*words, rank], env=environment, stderr=subprocess.PIPE, text=True) for rank in "01"]
+        words = [sys.executable, "-m", module, device, f"{folder}/store"]
+        own = [variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+        ranks = [subprocess.Popen(words, env=env, stdout=pipe, stderr=pipe, text=True) for env in own]
         for rank in ranks:
             try:
-                _, said = rank.communicate(timeout=max(0.1, end - time.monotonic()))
+                output, said = rank.communicate(timeout=max(0.1, end - time.monotonic()))
+                outputs.append(output)
                 lines = [line for line in said.splitlines() if "Error: " in line] or [f"status {rank.returncode}"]
                 problems += lines[-1:] if rank.returncode else []
             except subprocess.TimeoutExpired:
@@ -99,16 +105,20 @@ def problem_between_ranks(on_gpu: bool, **variables: str) -> str:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    return problems[0] if problems else ""
+    return outputs, problems[0] if problems else ""
 
 
-def exchange(backend: str, store: str, rank: int) -> None:
+def join_ranks(device: str, store: str) -> torch.device:
+    """Join the others that `run_ranks` has started; returns this rank's device."""
+    ranks = distributed.read_ranks(device)
+    distributed.start_process_group(ranks, dist.FileStore(store, ranks.world_size), timeout_minutes=_MAX_SECONDS / 60)
+    return ranks.device
+
+
+def exchange(device: torch.device) -> None:
     """One of two ranks: a sum and a gather whose results are known. Raises UserError if they arrive otherwise."""
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    timeout = datetime.timedelta(seconds=_MAX_SECONDS)
-    dist.init_process_group(backend, timeout=timeout, store=dist.FileStore(store, 2), rank=rank, world_size=2)
     numbers = torch.arange(2**14, dtype=torch.float32)
-    dist.all_reduce(total := (numbers + rank).to(device))
+    dist.all_reduce(total := (numbers + dist.get_rank()).to(device))
     _need(torch.equal(total.cpu(), 2 * numbers + 1), "an all-reduce gives wrong sums")
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)  # quantized weights have all of them, NaNs included
     gathered = torch.empty(2 * len(bits), dtype=torch.bfloat16, device=device)
@@ -181,4 +191,4 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 
 if __name__ == "__main__":
-    exchange(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    exchange(join_ranks(*sys.argv[1:]))

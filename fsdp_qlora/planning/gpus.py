@@ -1,6 +1,7 @@
 """GPUs by name: what the plan must know of one that is not in this machine."""
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ _CONTEXT_GIB = {75: 0.41, 80: 0.40, 86: 0.41, 89: 0.50, 90: 0.73, 100: 0.73, 120
 # NCCL's buffers of a connection and channel: 4 MiB (Simple), 4.7 (LL128) and 0.5 (LL); each channel has a ring and a
 # tree. NVLink takes up to 32 channels, PCIe 4.
 _NCCL_BYTES, _NCCL_CHANNELS = 2 * int(9.2 * 2**20), {True: 32, False: 4}
-_NVLINK = 150.0  # GB/s, see gpus.yaml
+_NVLINK = 64.0  # GB/s, at least: PCIe 5.0 x16 has less
 _CUBLAS_BYTES = 2 * (2**25 - 8_519_680)  # beyond what planning/memory.py counts, in torch's allocator
 
 
@@ -31,6 +32,7 @@ class Gpu(NamedTuple):
     achieved: float | None = None
     capability: int = 86
     usable: float = 0.98
+    host_link: float | None = None  # GB/s from the host, where it is measured
 
     def beside_torch(self, num_gpus: int) -> dict[str, int]:
         """Bytes of the card that torch's allocator does not get, by what they are, with so many ranks."""
@@ -75,13 +77,10 @@ def gpu_like(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
 
 
 def gpu_of(card: Any) -> Gpu:
-    """The GPU that torch.cuda.get_device_properties describes."""
-    return gpu_like(card.total_memory / GIB, card.name, 10 * card.major + card.minor)
+    """The GPU that torch.cuda.get_device_properties describes, of whose memory CUDA can give all."""
+    return gpu_like(card.total_memory / GIB, card.name, 10 * card.major + card.minor)._replace(usable=1.0)
 
 
 def _plain(name: str) -> str:
     """Lower case, without spaces and what vendors put before it."""
-    text = name.lower()
-    for word in ("nvidia", "geforce", "rtx", "tesla", " ", "-", "_"):
-        text = text.replace(word, "")
-    return text
+    return re.sub("nvidia|geforce|rtx|tesla|[ _-]", "", name.lower())

@@ -16,21 +16,22 @@ from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.sharding.model_parts import ModelParts
 
 # Fitted to the published runs together with `Gpu.achieved`.
-_MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
+MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
 _OVERLAP = 0.3  # of the shorter of computing and communicating
 _PASSES = 240  # over a token's hidden state in a block: norms, gates, rotary embeddings, adapters, read and written
-_DECODED_BYTES = 2.5  # per weight and product: read in 4 bits, written in 16
+DECODED_BYTES = 2.5  # per weight and product: read in 4 bits, written in 16
 
 
 class Work(NamedTuple):
     """What a rank does in a micro-batch.
 
-    operations: floating-point, of products. memory: bytes of its own memory. link: bytes from other ranks and the host.
+    operations: floating-point, of products. memory: bytes of its own memory. link, host: from other ranks, and there.
     """
 
     operations: float
     memory: float
     link: float
+    host: float
 
 
 class Turn(NamedTuple):
@@ -83,19 +84,19 @@ def count_work(
     per_token = 2 * (passes * size.linear + (3 + recomputed_share) * size.adapter + 2 * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
     attention = (3.5 + recomputed_share) * 2 * size.attended * size.blocks * squares
-    decoding = passes * _DECODED_BYTES * size.linear * size.is_decoded
+    decoding = passes * DECODED_BYTES * size.linear * size.is_decoded
     elementwise = tokens * size.blocks * size.hidden * 2 * _PASSES * (3 + recomputed_share) / 4
     gathers = 2 if frees_blocks else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
-    return Work(tokens * per_token + attention, decoding + elementwise, gathered + from_host)
+    return Work(tokens * per_token + attention, decoding + elementwise, gathered, from_host)
 
 
 def seconds(work: Work, gpu: Gpu) -> float:
     """Time of a micro-batch on a GPU."""
     computing = work.operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
-    computing += work.memory / (gpu.bandwidth * 1e9 * _MEMORY_SHARE)
-    communicating = work.link / (gpu.link * 1e9)
+    computing += work.memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
+    communicating = work.link / (gpu.link * 1e9) + work.host / ((gpu.host_link or gpu.link) * 1e9)
     return computing + communicating - _OVERLAP * min(computing, communicating)
 
 

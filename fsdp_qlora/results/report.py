@@ -47,14 +47,10 @@ class Facts:
     """Collects facts of one start of a run, and writes them beside those of earlier starts; on rank 0 only.
 
     Time is counted without gaps: `mark` gives all of it since the mark before to one phase. A failure to write is no
-    reason to stop a run.
+    reason to stop a run. started: when this start began, by control.clock. step: where it begins.
     """
 
     def __init__(self, folder: Path, *, is_rank_0: bool, started: float, step: int) -> None:
-        """
-        Args:
-            started: when this start began, by control.clock. step: where it begins.
-        """
         self._path = folder / FACTS_FILE if is_rank_0 else None
         self._marked = started
         self._start: dict[str, Any] = {"step": step, "at": time.strftime("%Y-%m-%d %H:%M:%S"), "seconds": {}}

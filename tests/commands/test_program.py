@@ -164,8 +164,8 @@ def test_doctor_says_a_line_for_each_check_and_fails_if_one_must_be_mended(
 
 @pytest.mark.slow
 def test_doctor_names_what_goes_wrong_between_two_ranks() -> None:
-    assert doctor.problem_between_ranks(False) == ""
-    assert "no-link" in doctor.problem_between_ranks(False, GLOO_SOCKET_IFNAME="no-link")
+    assert doctor.run_ranks(doctor.__name__, "cpu") == (["", ""], "")
+    assert "no-link" in doctor.run_ranks(doctor.__name__, "cpu", GLOO_SOCKET_IFNAME="no-link")[1]
 
 
 def test_options_from_python_are_those_of_the_command_line() -> None:
