@@ -189,8 +189,8 @@ def test_a_browser_draws_it_without_errors(tmp_path: Path) -> None:
 def test_memory_and_speed_are_facts_beside_the_plan_with_a_warning_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     gib = 2**30
     memory = Memory(
-        weights={}, resident={"weights": 8 * gib}, phases={"backward": {"inputs": gib}}, host={}, recomputing=4,
-        block=1, overhead=gib,
+        weights={}, resident={"weights": 8 * gib}, phases={"backward": {"inputs": gib}}, allocated=9 * gib, host={},
+        recomputing=4, block=1, overhead=gib,
     )  # fmt: skip
     config = TrainConfig(model_name="qwen3-0.6b", batch_size=2, context_length=512, recompute=4)
     found = make_planner(config, Request(GPUS["RTX 3090"], 2)).outlook()
