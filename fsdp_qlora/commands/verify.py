@@ -21,9 +21,7 @@ from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
 from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.data.batches import IGNORE_INDEX, collate
-from fsdp_qlora.data.prepare import prepare_rows
-from fsdp_qlora.data.prompts import find_template
-from fsdp_qlora.data.rendering import prompt_record
+from fsdp_qlora.data.prepare import prepare_rows, record_of
 from fsdp_qlora.model import models
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.planning.run_plan import data_options
@@ -63,7 +61,7 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     options = data_options(run, merge.folder, tokenizer)
     rows, report = prepare_rows(tokenizer, options)
     noted = read_json(merge.adapter.path / RECORD).get("prompt")
-    if noted and noted != prompt_record(report.dataset_format, find_template(options.prompt_template)):
+    if noted and noted != record_of(report, options):
         log.warning("The prompts of %s are not in the format of the training: see --prompt_template.", rows_file)
     batches = [collate(rows, [row], pad_token_id=0) for row in np.argsort(rows.lengths, kind="stable")]
     return [VerifyRow(batch["input_ids"][0], batch["labels"][0, 1:]) for batch in batches]

@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
 from fsdp_qlora.data import chats, preferences, prompts
-from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Labeled, Rendered, Segment, refuse_media, text_of
+from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, refuse_media, text_of
 from fsdp_qlora.errors import UserError
 
 Row = Mapping[str, object]
@@ -104,31 +104,6 @@ def read_text(row: Row) -> Rendered:
     return Rendered([Segment(text_of(row, "text"), learned=True)], is_joint=True, is_document=True)
 
 
-def read_prompt_completion(row: Row) -> Chat | Rendered:
-    """Text, or messages in both columns; the completion's are learned."""
-    if isinstance(row.get("prompt"), list) or isinstance(row.get("completion"), list):
-        return chats.read_prompted(row)
-    prompt = Segment(text_of(row, "prompt", required=False), learned=False)
-    refuse_media(prompt.text, "prompt")
-    return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], is_joint=True)
-
-
-def read_labeled(row: Row) -> Labeled:
-    """The same, or `messages` with an answer at the end; with `label`."""
-    label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower())
-    if label is None:
-        raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
-    if row.get("messages") is not None:
-        *prompt, answer = chats.turns(row["messages"], "messages")
-        row = {**row, "prompt": prompt, "completion": [answer]}
-    return Labeled(read_prompt_completion(row), label)
-
-
-def read_rating(row: Row, threshold: float) -> Labeled:
-    """The same with a `rating`, of which the threshold makes the label."""
-    return read_labeled({**row, "label": preferences.rating_of(row) >= threshold})
-
-
 def read_guanaco(row: Row) -> Rendered:
     """Turns after ### Human: and ### Assistant:. The assistant's are learned, each from the blank before it."""
     text = text_of(row, "text")
@@ -181,7 +156,7 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
 
 
 _PROMPTED = (*preferences.PROMPTS, "system", "tools")
-_ANSWER = ("prompt", "completion", "messages", "system", "tools")
+_ANSWERED = ("completion", "messages", *_PROMPTED)
 
 # With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
 # columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
@@ -191,8 +166,8 @@ FORMATS: dict[str, Format] = {
     "preference": Format(("chosen", "rejected"), _PROMPTED, preferences.read_pair, needs=PAIRS),
     # These are told by the objective and its threshold: a text may have a label or a rating too.
     "ratings": Format(("completions",), _PROMPTED, preferences.read_ratings, recognizes=lambda row: False, needs=PAIRS),
-    "label": Format(("label",), _ANSWER, read_labeled, recognizes=lambda row: False, needs=LABELS),
-    "rating": Format(("rating",), _ANSWER, read_rating, recognizes=lambda row: False, needs=LABELS),
+    "label": Format(("label",), _ANSWERED, preferences.read_labeled, recognizes=lambda row: False, needs=LABELS),
+    "rating": Format(("rating",), _ANSWERED, preferences.read_rating, recognizes=lambda row: False, needs=LABELS),
     "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
     "dolly": Format(("instruction", "response"), ("context", "system", "history"), read_dolly),
@@ -202,7 +177,7 @@ FORMATS: dict[str, Format] = {
         read_question,
         template=prompts.TEMPLATES["question_answer"],
     ),
-    "prompt_completion": Format(("prompt", "completion"), ("tools",), read_prompt_completion),
+    "prompt_completion": Format(("prompt", "completion"), ("tools",), preferences.read_prompt_completion),
     "guanaco": Format(("text",), (), read_guanaco, recognizes=is_guanaco),
     "text": Format(("text",), (), read_text),
 }
@@ -230,7 +205,7 @@ ALIASES: tuple[tuple[str, dict[str, str]], ...] = (
     ("preference", {"chosen_messages": "chosen", "rejected_messages": "rejected"}),
     ("preference", {"chosen_response": "chosen", "rejected_response": "rejected"}),  # argilla's UltraFeedback
     ("preference", {"response_j": "chosen", "response_k": "rejected"}),  # StackExchange's
-    *(("rating", {name: "rating"}) for name in preferences.RATINGS[1:]),
+    *(("rating", {name: "rating"}) for name in (*preferences.RATINGS[1:], "completions")),
     ("text", {"response": "text"}),  # ms-swift, for pretraining
 )
 

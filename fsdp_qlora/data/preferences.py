@@ -1,53 +1,63 @@
-"""Preference rows: a prompt, a chosen and a rejected answer, as text, chats or conversations."""
+"""Rows of a prompt and given answers: a chosen and a rejected one, or one or several with labels or ratings."""
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from fsdp_qlora.data import chats
-from fsdp_qlora.data.rows import BadRow, Pair, Rendered, Segment, text_of
+from fsdp_qlora.data.rows import Answered, BadRow, Chat, Fields, Rendered, Segment, refuse_media, text_of
 
 SAME, OTHER_PROMPTS = "chosen and rejected are the same", "chosen and rejected begin with different prompts"
-IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
 
+SIDES = ("chosen", "rejected")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
-PROMPTS = ("conversations", "prompt", "question", "instruction", "input")  # the first that is filled counts
+INSTRUCTIONS = ("question", "instruction", "input")  # prompts that are filled into a template, as where texts are rows
+PROMPTS = ("conversations", "prompt", *INSTRUCTIONS)  # the first that is filled counts
 
 Row = Mapping[str, object]
 
 
-def read_pair(row: Row) -> Pair:
+def read_prompt_completion(row: Row) -> Chat | Rendered:
+    """Text; or messages, in one of the columns or beside a system prompt. The completion's are learned."""
+    if row.get("system") or any(isinstance(row.get(name), list | Mapping) for name in ("prompt", "completion")):
+        return chats.read_prompted(row)
+    prompt = Segment(text_of(row, "prompt", required=False), learned=False)
+    refuse_media(prompt.text, "prompt")
+    return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], is_joint=True)
+
+
+def read_pair(row: Row) -> Answered:
     """Two answers: text, messages, or whole conversations or texts whose common beginning is the prompt.
 
     Raises:
         BadRow: an answer is missing, or they are the same, or answer different prompts.
     """
-    name = next((name for name in PROMPTS if row.get(name)), "prompt")
-    asked, answers = row.get(name), [row.get("chosen"), row.get("rejected")]
-    if name == "instruction" and (more := text_of(row, "input", required=False)):
-        asked = f"{asked}\n{more}"
-    if not row.get("system") and all(isinstance(text, str | None) for text in (asked, *answers)):
-        return _of_texts(text_of({name: asked}, name, required=False), text_of(row, "chosen"), text_of(row, "rejected"))
-    sides = [chats.said_by("assistant", row.get(side), side) for side in ("chosen", "rejected")]
+    name = _prompt_name(row)
+    is_text = all(isinstance(row.get(each), str | None) for each in (name, *SIDES))
+    if is_text and (name in INSTRUCTIONS or not row.get("system")):
+        asked: Any = text_of(row, name, required=False)
+        sides: list[Any] = [text_of(row, side) for side in SIDES]
+    else:
+        asked = chats.said_by("user", row[name], name) if row.get(name) else []
+        sides = [chats.said_by("assistant", row.get(side), side) for side in SIDES]
     if sides[0] == sides[1]:
         raise BadRow(SAME)
-    before = chats.said_by("user", asked, name) if asked else []
-    if not before or any(_is_prompt(side[0]) for side in sides):  # the whole conversations, and perhaps the prompt too
-        before = sides[0][: _num_common(*sides)]
-    if not before:
+    if not asked or any(_is_prompt(side[0]) for side in sides):  # the whole, and perhaps the prompt too
+        asked = sides[0][: _num_common(*sides)]
+        asked = asked.rstrip() or asked if isinstance(asked, str) else asked  # an answer begins with its blank
+        sides = [side[len(asked) :] for side in sides]
+    if not all(sides):
+        raise BadRow(f"empty {'rejected' if sides[0] else 'chosen'}")
+    if not asked or any(_is_prompt(side[0]) for side in sides):
         raise BadRow(OTHER_PROMPTS)
-    if sides[0][: len(before)] == before == sides[1][: len(before)]:
-        sides = [side[len(before) :] for side in sides]
-    if not all(sides) or any(_is_prompt(side[0]) for side in sides):
-        raise BadRow(OTHER_PROMPTS if all(sides) else f"empty {'rejected' if sides[0] else 'chosen'}")
-    others = {name: row.get(name) for name in ("tools", "system")}
-    return Pair(*(chats.read_prompted({"prompt": before, "completion": side, **others}) for side in sides))
+    return Answered([_answer(row, name, asked, side) for side in sides])
 
 
-def read_ratings(row: Row, threshold: float) -> Pair:
+def read_ratings(row: Row, threshold: float) -> Answered:
     """The best rated of `completions` and the worst, of equals the first; the threshold is between. Raises BadRow."""
     answers = chats.turns(row.get("completions"), "completions")
     best, worst = max(answers, key=rating_of), min(answers, key=rating_of)
@@ -56,6 +66,27 @@ def read_ratings(row: Row, threshold: float) -> Pair:
     if not rating_of(worst) < threshold <= rating_of(best):
         raise BadRow(f"all answers are rated {'below' if rating_of(best) < threshold else 'at least'} {threshold:g}")
     return read_pair({**row, "chosen": best.get("response"), "rejected": worst.get("response")})
+
+
+def read_labeled(row: Row) -> Answered:
+    """A completion of a prompt, or `messages` with an answer at the end; with `label`. Raises BadRow."""
+    label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower())
+    if label is None:
+        raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
+    if row.get("messages") is not None:
+        *prompt, answer = chats.turns(row["messages"], "messages")
+        return Answered([read_prompt_completion({**row, "prompt": prompt, "completion": [answer]})], [label])
+    name = _prompt_name(row)
+    return Answered([_answer(row, name, row.get(name), row.get("completion"))], [label])
+
+
+def read_rating(row: Row, threshold: float) -> Answered:
+    """The same with a `rating`, of which the threshold makes the label; or a list of answers that have one each."""
+    if not isinstance(row["rating"], list):
+        return read_labeled({**row, "label": rating_of(row) >= threshold})
+    name, answers = _prompt_name(row), chats.turns(row["rating"], "completions")
+    found = [_answer(row, name, row.get(name), answer.get("response")) for answer in answers]
+    return Answered(found, [rating_of(answer) >= threshold for answer in answers])
 
 
 def rating_of(row: Row) -> float:
@@ -67,34 +98,29 @@ def rating_of(row: Row) -> float:
     raise BadRow(f"rating is {found!r}, and can be a number")
 
 
-def _of_texts(prompt: str, chosen: str, rejected: str) -> Pair:
-    if chosen == rejected:
-        raise BadRow(SAME)
-    if not prompt:
-        prompt = chosen[: _num_common(chosen, rejected)]
-        prompt = prompt.rstrip() or prompt  # an answer begins with its blank, as in a text
-        if not prompt:
-            raise BadRow(OTHER_PROMPTS)
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    asked = Segment(prompt, learned=False)
-    answers = ([asked, Segment(answer, learned=True)] for answer in (chosen, rejected))
-    return Pair(*(Rendered(segments, is_joint=True) for segments in answers))
+def _answer(row: Row, name: str, asked: object, answer: object) -> Chat | Rendered | Fields:
+    """An answer to the prompt, which is in the column `name`."""
+    if name not in INSTRUCTIONS or not isinstance(answer, str):
+        others = {other: row.get(other) for other in ("system", "tools")}
+        return read_prompt_completion({"prompt": asked, "completion": answer, **others})
+    instruction = text_of({name: asked}, name)
+    refuse_media(instruction, name)
+    context, system = (text_of(row, other, required=False) for other in ("input", "system"))
+    return Fields(instruction, text_of({"answer": answer}, "answer"), context if name != "input" else "", system)
 
 
-def _is_prompt(turn: Mapping[str, Any]) -> bool:
-    return chats.ROLES.get(str(turn.get("role") or turn.get("from")).lower()) in ("system", "developer", "user")
+def _prompt_name(row: Row) -> str:
+    return next((name for name in PROMPTS if row.get(name)), "prompt")
+
+
+def _is_prompt(turn: object) -> bool:
+    role = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
+    return chats.ROLES.get(str(role).lower()) in ("system", "developer", "user")
 
 
 def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
     """How many characters or turns are the same at the beginning of both."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def as_row(sides: Sequence[list[Rendered]]) -> list[Rendered]:
-    """The answers of a row as they were rendered. Raises BadRow."""
-    if any(len(side) != 1 for side in sides):
-        raise BadRow(IN_PARTS)
-    return [rendered for side in sides for rendered in side]
 
 
 def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -103,13 +129,14 @@ def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict
     return {"ids": np.concatenate(ids), "learned": np.concatenate(masks), "split": len(ids[0])}
 
 
-def with_other_answers(
-    ids: Sequence[np.ndarray], learned: Sequence[np.ndarray], context_length: int
-) -> list[dict[str, Any]]:
-    """Each row and its prompt with the answer of the row before it, a second document, as from `join_sides`."""
-    starts = [int(mask.argmax()) for mask in learned]
+def with_other_answers(rows: Sequence[Any], context_length: int) -> list[Any]:
+    """Each encoded answer and its prompt with an answer of a row before, a second document, as from `join_sides`."""
+    starts = [int(row.learned.argmax()) for row in rows]
+    back = max(Counter(row.number for row in rows).values(), default=1)  # a row may have several answers
     found = []
-    for i, start in enumerate(starts):  # the row before the first is the last
-        other = [np.concatenate([of[i][:start], of[i - 1][starts[i - 1] :]])[:context_length] for of in (ids, learned)]
-        found.append(join_sides((ids[i], other[0]), (learned[i], other[1])))
+    for i, row in enumerate(rows):  # the row before the first is the last
+        kept, taken, before = slice(starts[i]), slice(starts[i - back], None), rows[i - back]
+        ids = np.concatenate([row.ids[kept], before.ids[taken]])[:context_length]
+        learned = np.concatenate([row.learned[kept], before.learned[taken]])[:context_length]
+        found.append(row._replace(**join_sides((row.ids, ids), (row.learned, learned))))
     return found

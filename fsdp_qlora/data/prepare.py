@@ -172,15 +172,19 @@ def prepare_data(tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, vo
         ends = np.cumsum([len(part) for part in eval_parts])
         eval_sets = dict(zip(eval_names, np.split(np.arange(len(evaluation)), ends[:-1]), strict=True))
     provenance = {
-        "prompt": prompt_record(
-            reports[0].dataset_format, find_template(options.prompt_template), is_chat=reports[0].is_chat
-        ),
+        "prompt": record_of(reports[0], options),
         "data": list(map(_describe, options.dataset, reports, counts)),
         "eval_data": list(map(_describe, eval_names.values(), eval_reports, [each.num_used for each in eval_reports])),
     }
     return RunData(
         train, train_rows, evaluation, eval_sets, provenance, tuple(reports), tuple(eval_reports), mixture, stream
     )
+
+
+def record_of(report: DataReport, options: DataOptions) -> dict[str, Any]:
+    """How the rows of a dataset became text, as `prompt_record`."""
+    chosen = find_template(options.prompt_template)
+    return prompt_record(report.dataset_format, chosen, is_chat=report.is_chat, is_filled=report.is_filled)
 
 
 def _prepare_each(

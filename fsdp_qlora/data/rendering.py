@@ -1,6 +1,7 @@
 """Rendering: a row's content becomes text through a prompt template or a chat template; the record of this."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_type_hints
@@ -9,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
-from fsdp_qlora.data.preferences import as_row
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, Labeled, Pair, Rendered, Segment
+from fsdp_qlora.data.rows import Answered, BadRow, Chat, Content, Fields, Rendered, Segment
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
+IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
 _WORTH_WORKERS = 200  # rows; starting a worker takes a second or two
 
 
@@ -76,7 +77,7 @@ class Renderer:
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
         if isinstance(content, Fields):
-            content = as_chat(content) if self._chosen.is_chat else self._prompt.fill(content)
+            content = as_chat(content) if self._chosen.is_chat else Rendered(self._prompt.fill(content), is_filled=True)
         if isinstance(content, Chat):
             rows, notes = self._chat_template.fill(content, worker, learn=self._learn)
             notes += (f"turns have fields that are not used: {', '.join(content.unused)}",) if content.unused else ()
@@ -84,11 +85,12 @@ class Renderer:
                 Rendered(segments, is_joint=True, is_templated=True, notes=() if number else notes)
                 for number, segments in enumerate(rows)
             ]
-        if isinstance(content, Pair):
-            return as_row([self.render(side, worker) for side in (content.chosen, content.rejected)])
-        if isinstance(content, Labeled):
-            [answer] = as_row([self.render(content.answer, worker)])
-            return [dataclasses.replace(answer, desired=content.desired)]
+        if isinstance(content, Answered):
+            answers = [self.render(answer, worker) for answer in content.answers]
+            if any(len(answer) > 1 for answer in answers):
+                raise BadRow(IN_PARTS)
+            labels = itertools.chain(content.desired, itertools.repeat(None))
+            return [dataclasses.replace(row, desired=label) for [row], label in zip(answers, labels, strict=False)]
         row = content if isinstance(content, Rendered) else Rendered(content)
         return [dataclasses.replace(row, segments=self._relearn(row.segments))]
 
@@ -105,11 +107,13 @@ def _learns(row: Rendered) -> bool:
     return any(row.learned) or any(segment.learned and segment.text for segment in row.segments)
 
 
-def prompt_record(dataset_format: str, chosen: ChosenTemplate, *, is_chat: bool = False) -> dict[str, Any]:
+def prompt_record(
+    dataset_format: str, chosen: ChosenTemplate, *, is_chat: bool = False, is_filled: bool = False
+) -> dict[str, Any]:
     """The text around the rows of a dataset, as JSON.
 
     Args:
-        is_chat: whether rows of it were filled into a chat template, where the format does not tell.
+        is_chat, is_filled: whether rows of it were filled into a chat or a prompt template, which it does not tell.
     Returns:
         kind: TEMPLATE, with `name` and the fields of PromptTemplate; CHAT, with the chat template in
         `chat_template` where it replaces the tokenizer's own; or TEXT, where nothing is added. The annotation of
@@ -118,7 +122,7 @@ def prompt_record(dataset_format: str, chosen: ChosenTemplate, *, is_chat: bool 
     content = _content_of(dataset_format)
     if content is Chat or is_chat or (content is Fields and chosen.is_chat):
         return {"kind": CHAT, "chat_template": chosen.chat}
-    if content is Fields:
+    if content is Fields or is_filled:
         template = chosen.prompt or FORMATS[dataset_format].template
         return {"kind": TEMPLATE, "name": chosen.name or dataset_format, **dataclasses.asdict(template)}
     return {"kind": TEXT}

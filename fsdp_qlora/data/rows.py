@@ -178,6 +178,8 @@ class DataReport:
     """Rows besides one for each row that was read: turns of chats and pieces of texts."""
     is_chat: bool = False
     """Whether rows were filled into a chat template."""
+    is_filled: bool = False
+    """Whether rows were filled into a prompt template."""
 
     def reject(self, number: int, reason: str) -> None:
         self.rejected.setdefault(reason, []).append(number)
@@ -322,6 +324,8 @@ class Rendered:
     """Whether the text is tokenized as a whole, as it is when the model is used, where no token crosses a boundary."""
     is_templated: bool = False
     """Whether the text has the tokens that begin and end it, as a chat template writes them."""
+    is_filled: bool = False
+    """Whether it is a filled prompt template."""
     is_document: bool = False
     """Whether what does not fit in the context is another row, so that nothing is cut."""
     ids: Sequence[int] = ()
@@ -335,22 +339,16 @@ class Rendered:
 
 
 @dataclass(frozen=True)
-class Labeled:
-    """An answer with its prompt, and whether it is desired."""
+class Answered:
+    """Answers to one prompt, each with the prompt, of which nothing is learned: a chosen and a rejected one, or, with
+    what `desired` says of each, any number.
+    """
 
-    answer: Chat | Rendered
-    desired: bool
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two answers to one prompt, each with the prompt, of which nothing is learned."""
-
-    chosen: Chat | Rendered
-    rejected: Chat | Rendered
+    answers: Sequence[Chat | Rendered | Fields]
+    desired: Sequence[bool] = ()
 
 
-Content = list[Segment] | Fields | Chat | Rendered | Pair | Labeled
+Content = list[Segment] | Fields | Chat | Rendered | Answered
 """A list of segments is tokenized segment by segment, as a filled prompt template is."""
 
 

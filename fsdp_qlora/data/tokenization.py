@@ -75,13 +75,13 @@ def tokenize_batch(
     """
     rendered = _render(rows, row_format, renderer, report)
     report.is_chat |= any(row.is_templated for _, row in rendered)
+    report.is_filled |= any(row.is_filled for _, row in rendered)
     encoded = list(encode(rendered, tokenizer, context_length))
     if row_format.needs == PAIRS:
         encoded = [_pair(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
     chosen = _choose(encoded, report)
     if row_format.needs == LABELS:
-        twos = with_other_answers([row.ids for row in chosen], [row.learned for row in chosen], context_length)
-        chosen = [row._replace(**two) for row, two in zip(chosen, twos, strict=True)]
+        chosen = with_other_answers(chosen, context_length)
     return _flatten(chosen), [len(row.ids) + row.num_cut for row in encoded]
 
 

@@ -32,15 +32,16 @@ SHARED = [{"from": "human", "value": "hi"}]
 WORDS = (" go", " no", " so")
 TEXTS = ("<s>hi| go</s>", "<s>hi| no</s>")
 CHATS = ("[u]hi[a]|go</s>", "[u]hi[a]|no</s>")
-# Row -> both answers, learned from the bar on.
+ASKED_IN_TEXT = ("[u]hi[a]| go</s>", "[u]hi[a]| no</s>")
+# Row -> both answers, learned from the bar on; of a model that is made for chats.
 ROWS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     ({"prompt": "hi", "chosen": " go", "rejected": " no"}, TEXTS),
     ({"chosen": "hi go", "rejected": "hi no"}, TEXTS),
-    ({"question": "hi", "response_j": " go", "response_k": " no"}, TEXTS),
-    ({"question": "hi", "chosen": " go", "rejected": " no"}, TEXTS),
+    ({"question": "hi", "response_j": " go", "response_k": " no"}, ASKED_IN_TEXT),
+    ({"question": "hi", "chosen": " go", "rejected": " no"}, ASKED_IN_TEXT),
     (
         {"instruction": "h", "input": "i", "chosen_response": " go", "rejected_response": " no"},
-        ("<s>h\ni| go</s>", "<s>h\ni| no</s>"),
+        ("[u]h\n\ni[a]| go</s>", "[u]h\n\ni[a]| no</s>"),
     ),
     ({"system": "s", "question": "hi", "chosen": "go", "rejected": "no"}, ("[s]s" + CHATS[0], "[s]s" + CHATS[1])),
     ({"prompt": [ASKED], "chosen": [GO], "rejected": [NO]}, CHATS),
@@ -85,7 +86,7 @@ def prepared(rows: list[dict[str, Any]], folder: Path, **options: Any) -> tuple[
 def test_both_answers_are_learned_after_their_common_prompt(
     row: dict[str, Any], expected: tuple[str, str], tmp_path: Path
 ) -> None:
-    (rows, _), tokenizer = prepared([row], tmp_path), spelled_tokenizer("byte_level")
+    (rows, _), tokenizer = prepared([row], tmp_path, prompt_template="chat"), spelled_tokenizer("byte_level")
     assert len(rows) == 1
     for document, text in enumerate(expected):
         span = slice(*rows.document_offsets[document : document + 2])
@@ -179,7 +180,7 @@ RATED: list[tuple[tuple[object, ...], str]] = [
     ((8, "nan"), "rating is 'nan', and can be a number"),
 ]
 COMPLETIONS = [
-    {"question": "hi", "completions": [{"response": w, RATINGS[i % 3]: r} for w, r in zip(WORDS, each, strict=False)]}
+    {"prompt": "hi", "completions": [{"response": w, RATINGS[i % 3]: r} for w, r in zip(WORDS, each, strict=False)]}
     for i, (each, _) in enumerate(RATED)
 ]
 
@@ -203,7 +204,15 @@ def test_an_answer_is_desired_from_the_threshold_on(tmp_path: Path) -> None:
     for name in RATINGS:
         rows = [{"prompt": "hi", "completion": " go", name: 7}, {"messages": [ASKED, NO], name: "6.9"}]
         assert prepared(rows, tmp_path, objective="kto", rating_threshold=7.0)[0].desired.tolist() == [True, False]
-    for objective, rated, cure in (("kto", rows, "kto"), ("dpo", COMPLETIONS, "dpo"), ("sft", COMPLETIONS, "dpo")):
+    listed, report = prepared(COMPLETIONS[:2], tmp_path, objective="kto", rating_threshold=5.0)
+    assert listed.desired.tolist() == [True, False, True, False, True, True] and report.num_apart == 4
+    assert listed.row_numbers.tolist() == [1, 1, 1, 2, 2, 2]
+    for objective, rated, cure in (
+        ("kto", rows, "kto"),
+        ("kto", COMPLETIONS, "kto"),
+        ("dpo", COMPLETIONS, "dpo"),
+        ("sft", COMPLETIONS, "dpo"),
+    ):
         with pytest.raises(UserError, match=f"its answers have ratings.* --rating_threshold 7 --objective {cure}"):
             prepared(rated, tmp_path, objective=objective)
     for wrong in (TrainConfig(rating_threshold=7.0), TrainConfig(objective="kto", dataset_format="rating")):
@@ -223,5 +232,11 @@ def test_formats_are_told_from_the_columns_and_chats_are_recorded_as_such(tmp_pa
         name = name_columns(list(row), {}, "auto", origin="", first_rows=[row])[1]
         assert FORMATS[name].needs == "pairs"
         is_chat = "[a]" in text
-        assert prompt_record(name, ChosenTemplate(), is_chat=is_chat)["kind"] == ("chat" if is_chat else "text")
-        assert prepared([row], tmp_path)[1].is_chat is is_chat
+        report = prepared([row], tmp_path, prompt_template="chat")[1]
+        assert report.is_chat is is_chat and not report.is_filled
+        record = prompt_record(name, ChosenTemplate("chat"), is_chat=is_chat)
+        assert record["kind"] == ("chat" if is_chat else "text")
+    rows, report = prepared([ROWS[2][0]], tmp_path)  # of any other model
+    assert report.is_filled and not report.is_chat
+    assert prompt_record("preference", ChosenTemplate(), is_filled=True)["kind"] == "template"
+    assert "### Instruction:\nhi\n\n### Response: go</s>" in spelled_tokenizer("byte_level").decode(rows.input_ids)
