@@ -56,6 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHARD: dict[str, Any] = {"sharding_strategy": "full_shard"}
 OFFLOAD: dict[str, Any] = {**SHARD, "use_cpu_offload": True}
 MIXED: dict[str, Any] = {"batch_size": 8, "is_mixed": True}
+PAIR: dict[str, Any] = {"batch_size": 1, "objective": "dpo"}  # two answers that fill the context, half of it shared
 CASES: dict[str, dict[str, Any]] = {
     "8b": {"shape": "8b", "ranks": 2, **SHARD},
     "8b_ddp": {"shape": "8b", "ranks": 2, "sharding_strategy": "ddp"},
@@ -105,6 +106,8 @@ CASES: dict[str, dict[str, Any]] = {
     "14b_1_card": {"shape": "14b", "batch_size": 1},
     "32b": {"shape": "32b", "ranks": 2, **SHARD},
     "32b_4x4096": {"shape": "32b", "ranks": 4, "batch_size": 1, "context_length": 4096, "recompute": 48, **SHARD},
+    "8b_dpo": {"shape": "8b", "ranks": 2, **PAIR, **SHARD},
+    "70b_dpo_offload": {"shape": "70b", "ranks": 2, **PAIR, **OFFLOAD},
     "moe": {"shape": "moe", "ranks": 2, **SHARD},
     "moe_1_card": {"shape": "moe", "batch_size": 1},
 }  # fmt: skip
@@ -203,8 +206,9 @@ def plan_of(
 
     from benchmarks.common import random_rows_of
     from fsdp_qlora.config.options import TrainConfig
+    from fsdp_qlora.data.prepare import RunData
     from fsdp_qlora.planning.plan import Machine, build_plan, place
-    from fsdp_qlora.planning.run_plan import longest_lengths
+    from fsdp_qlora.planning.run_plan import longest_lengths, make_schedule
     from fsdp_qlora.ranks import distributed
 
     local = str(ranks // nodes)
@@ -223,26 +227,35 @@ def plan_of(
     number = config.batch_size * config.gradient_accumulation_steps * ranks
     # As of a dataset: the shortest rows have a sixteenth of the longest's tokens, most of them few.
     lengths = [config.context_length // (1 + i % 16) if is_mixed else config.context_length for i in range(number)]
-    data = random_rows_of(lengths, model_config.vocab_size, masked=0, seed=0)
-    longest = longest_lengths(schedule_of(config, data, ranks), np.arange(number), data.lengths)
-    return config, place(config, plan, longest), data
+    is_pairs = config.objective != "sft"
+    data = random_rows_of(lengths * (1 + is_pairs), model_config.vocab_size, masked=0, seed=0)
+    data = make_pairs(data) if is_pairs else data
+    rows = RunData(data, np.arange(number))
+    longest = longest_lengths(config, make_schedule(config, rows, ranks), rows, plan.documents)
+    return config, place(config, plan, longest), rows
 
 
-def schedule_of(config: Any, rows: Any, world_size: int) -> Any:
-    from fsdp_qlora.data.schedule import Schedule
+def make_pairs(rows: Any) -> Any:
+    """Of rows of equal lengths each two become a pair of answers, whose first half is the prompt."""
+    import numpy as np
 
-    return config.pick(Schedule, num_rows=len(rows), world_size=world_size, rows_per_step=None, mixture=None)
+    from fsdp_qlora.data.rows import TokenizedRows
+
+    length = int(rows.lengths[0])
+    ids, learned = rows.input_ids.reshape(-1, 2, length), rows.learned.reshape(-1, 2, length)
+    ids[:, 1, : length // 2] = ids[:, 0, : length // 2]
+    learned[:, :, : length // 2] = False
+    splits = np.full(len(ids), length)
+    return TokenizedRows(ids.ravel(), learned.ravel(), rows.offsets[::2], rows.row_numbers[: len(ids)], splits)
 
 
 def build(**case: Any) -> tuple[Any, Any, Any]:
     """The trainer of rank 0 of a model whose weights are whatever lies in memory, the plan, and all rows' indices."""
-    import numpy as np
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from fsdp_qlora.data.prepare import RunData
     from fsdp_qlora.planning.plan import blocks_to_recompute
-    from fsdp_qlora.planning.run_plan import Plan
+    from fsdp_qlora.planning.run_plan import Plan, make_schedule
     from fsdp_qlora.ranks import distributed
     from fsdp_qlora.run.load_model import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
@@ -258,10 +271,8 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
-    rows = np.arange(len(data))
-    schedule = schedule_of(config, data, ranks.world_size)
-    trainer = build_trainer(config, Plan(plan, RunData(data, rows), schedule, warmup_steps=0), ranks)
-    return trainer, plan, rows
+    schedule = make_schedule(config, data, ranks.world_size)
+    return build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks), plan, data.train_rows
 
 
 def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:

@@ -71,7 +71,8 @@ def make_planner(config: TrainConfig, request: Request, tokens: float | None = N
     from fsdp_qlora.planning.run_plan import read_rows, rows_of_run  # most plans need no rows, and this takes a while
 
     data = read_rows(config, model)
-    planner = Planner(config, request, model, functools.partial(rows_of_run, data=data), tokens)
+    rows = functools.partial(rows_of_run, data=data, documents=model.documents)
+    planner = Planner(config, request, model, rows, tokens)
     number, longest = data.rows_per_epoch or len(data.train_rows), data.train.lengths[data.train_rows].max()
     total = format_count(planner.rows(config).tokens)
     log.info("The dataset: %s rows of at most %s tokens, %s in all epochs.", f"{number:,}", f"{longest:,}", total)

@@ -6,7 +6,6 @@ Names and defaults are TRL's, where it has them. R is the number of rows (pairs)
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,6 +68,11 @@ class Objective:
     @property
     def texts_per_row(self) -> int:
         return 1 if self.needs == TEXTS else 2
+
+    @property
+    def side(self) -> int | None:
+        """Which documents of rows are learned from: the first of each, or (None) all."""
+        return 0 if self.needs == LABELS else None
 
 
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -147,38 +151,3 @@ OBJECTIVES: dict[str, Objective] = {
     ),
     "orpo": Objective(PAIRS, orpo, score=Answers.mean_ratio, options=("beta", "sft_weight"), sft_weight=1.0),
 }
-
-
-def pair_metrics(
-    objective: Objective, chosen: Answers, rejected: Answers, settings: LossSettings
-) -> dict[str, torch.Tensor]:
-    """Name -> its value of each pair, [R], in TRL's names."""
-    means = objective.score is Answers.mean_ratio
-    rewards = [settings.beta * objective.score(side) for side in (chosen, rejected)]
-    logps = [side.policy / side.tokens if means else side.policy for side in (chosen, rejected)]
-    return {
-        "rewards/chosen": rewards[0],
-        "rewards/rejected": rewards[1],
-        "rewards/margins": rewards[0] - rewards[1],
-        "rewards/accuracies": (rewards[0] > rewards[1]).float(),
-        "logps/chosen": logps[0],
-        "logps/rejected": logps[1],
-    }
-
-
-def label_metrics(
-    answers: Answers, desired: torch.Tensor, num_desired: int, totals: tuple[int, float], settings: LossSettings
-) -> dict[str, torch.Tensor]:
-    """The same of answers with a label: the mean over all rows of each value is the mean over those with the label.
-
-    Args:
-        totals: number of rows, and the divergence.
-    """
-    num_rows, divergence = totals
-    reward = settings.beta * answers.ratio()
-    found: dict[str, torch.Tensor] = {}
-    for side, has_label, count in (("chosen", desired, num_desired), ("rejected", 1 - desired, num_rows - num_desired)):
-        share = has_label * (num_rows / count if count else math.nan)
-        found |= {f"rewards/{side}": reward * share, f"logps/{side}": answers.policy * share}
-    margins = found["rewards/chosen"] - found["rewards/rejected"]
-    return {**found, "rewards/margins": margins, "kl": margins.new_full(margins.shape, divergence)}

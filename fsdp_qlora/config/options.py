@@ -406,10 +406,14 @@ class TrainConfig:
         return TRAIN_TYPES[self.train_type]
 
     @property
+    def has_reference_beside(self) -> bool:
+        """Whether a reference passes through the model beside the policy."""
+        return OBJECTIVES[self.objective].has_reference and not self.precompute_reference
+
+    @property
     def keeps_start(self) -> bool:
-        """Whether the objective compares with an adapter, which is kept once more, and not with the base."""
-        starts_adapted = self.adapter is not None or self.init_lora_weights != "true"
-        return OBJECTIVES[self.objective].has_reference and starts_adapted and not self.precompute_reference
+        """Whether that reference is an adapter, which is kept once more, and not the base."""
+        return self.has_reference_beside and (self.adapter is not None or self.init_lora_weights != "true")
 
     @property
     def is_preview(self) -> bool:

@@ -22,7 +22,8 @@ def collate(tokenized: TokenizedRows, rows: Numbers, *, pad_token_id: int, side:
     Returns:
         `input_ids` and `labels`, int64 [B, T]. A label has the same position as its token and is -100 where the
         token is masked, padding or first in its row, so `(labels != -100).sum()` is the number of targets;
-        `num_targets`, that of each document (none without rows); `desired`, the rows' labels; `reference`, if known.
+        `num_targets`, that of each document (none without rows); `of_rows`, for the objective, float32: the same,
+        `desired`, the rows' labels, and `reference`, if known.
     """
     documents = tokenized.documents(rows, side)
     starts, ends = tokenized.document_offsets[documents], tokenized.document_offsets[documents + 1]
@@ -47,7 +48,11 @@ def _about(tokenized: TokenizedRows, rows: Numbers, documents: np.ndarray) -> di
         "desired": (tokenized.desired, np.asarray(rows, dtype=np.int64)),
         "reference": (tokenized.reference, documents),
     }
-    return {name: values[numbers].tolist() if len(values) else [] for name, (values, numbers) in known.items()}
+    of_rows = {name: values[numbers] if len(values) else values for name, (values, numbers) in known.items()}
+    return {
+        "num_targets": of_rows["num_targets"].tolist(),
+        "of_rows": {name: torch.from_numpy(values.astype(np.float32)) for name, values in of_rows.items()},
+    }
 
 
 def join(
@@ -71,7 +76,7 @@ def join(
     input_ids = tokenized.input_ids[places].astype(np.int64)
     labels = np.where(tokenized.learned[places], input_ids, IGNORE_INDEX)
     labels[firsts] = IGNORE_INDEX  # nothing comes before it to predict it from
-    described = describe_documents(lengths.tolist(), tokenized.num_shared(rows) if shares and side is None else None)
+    described = describe_documents(lengths.tolist(), tokenized.num_shared[rows] if shares and side is None else None)
     return {
         "input_ids": torch.from_numpy(input_ids)[None, described.get("own_tokens", slice(None))],
         "labels": torch.from_numpy(labels)[None],

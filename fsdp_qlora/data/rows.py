@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,14 +116,39 @@ class TokenizedRows:
             return numbers
         return 2 * numbers + side if side is not None else np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel()
 
-    def num_shared(self, rows: Numbers) -> np.ndarray:
-        """With how many tokens both documents of each row begin, int64."""
+    @cached_property
+    def num_shared(self) -> np.ndarray:
+        """With how many tokens both documents of each row begin, int64 [rows]."""
         found = []
-        for row in rows:
-            first, second = np.split(self.input_ids[slice(*self.offsets[row : row + 2])], [self.splits[row]])
-            length = min(len(first), len(second))
-            found.append(int(np.cumprod(first[:length] == second[:length]).sum()))
+        for start, split, end in zip(self.offsets[:-1], self.splits, self.offsets[1:], strict=True):
+            length = min(split, end - start - split)
+            is_same = self.input_ids[start : start + length] == self.input_ids[start + split : start + split + length]
+            found.append(length if is_same.all() else is_same.argmin())
         return np.array(found, dtype=np.int64)
+
+    def num_computed(self, side: int | None, *, shares: bool) -> np.ndarray:
+        """Tokens of each row that a model computes for its documents of a side (None for all), int64 [rows].
+
+        Args:
+            shares: what both documents of a row begin with is computed once.
+        """
+        if side == 0 and len(self.splits):
+            return self.splits
+        return self.lengths - self.num_shared if shares else self.lengths
+
+
+class Lengths(NamedTuple):
+    """Tokens of each document in a micro-batch.
+
+    shared: of each pair of documents, with how many of the first's tokens the second begins, which are computed once.
+    """
+
+    of_documents: list[int]
+    shared: list[int] | None = None
+
+    @property
+    def num_computed(self) -> int:
+        return sum(self.of_documents) - sum(self.shared or ())
 
 
 NO_ROWS = TokenizedRows(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(1, np.int64), np.zeros(0, np.int64))

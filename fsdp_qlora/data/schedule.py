@@ -141,18 +141,20 @@ class Schedule:
             longest = max([longest, *pieces], key=lambda piece: self.tokens_computed(piece, computed))
         return longest, most_turns
 
-    def useful_shares(self, pieces: list[np.ndarray], lengths: np.ndarray) -> tuple[float, float]:
+    def useful_shares(
+        self, pieces: list[np.ndarray], lengths: np.ndarray, computed: np.ndarray | None = None
+    ) -> tuple[float, float]:
         """Shares of the tokens that are rows' own: of those computed, and of those that the ranks' time is enough for.
 
         In each turn all ranks take as long as the one with the most tokens.
 
         Args:
-            pieces: a step's micro-batches.
+            pieces: a step's micro-batches. computed: as for `longest_micro_batch`, if they are not all.
         """
-        computed = [self.tokens_computed(piece, lengths) for piece in pieces]
-        turns = [computed[i : i + self.world_size] for i in range(0, len(computed), self.world_size)]
+        of_pieces = [self.tokens_computed(piece, lengths if computed is None else computed) for piece in pieces]
+        turns = [of_pieces[i : i + self.world_size] for i in range(0, len(of_pieces), self.world_size)]
         useful = sum(int(lengths[piece].sum()) for piece in pieces)
-        return useful / sum(computed), useful / sum(self.world_size * max(turn) for turn in turns)
+        return useful / sum(of_pieces), useful / sum(self.world_size * max(turn) for turn in turns)
 
     def first_micro_batches(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[np.ndarray]]:
         """The micro-batches of each of the first steps; of a stream only its first rows are known."""

@@ -107,6 +107,11 @@ def choose(config: PretrainedConfig, dtype: torch.dtype, device: torch.device, *
     return name
 
 
+def can_share(implementation: str | None) -> bool:
+    """Whether tokens with which two documents begin can be computed once for both, all but their attention."""
+    return implementation in _KERNELS
+
+
 def packing_blocker(model: PreTrainedModel) -> str | None:
     """What a model lacks so that documents cannot lie in one row, by its structure; None if nothing is known.
 

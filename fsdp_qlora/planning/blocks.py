@@ -3,7 +3,7 @@
 import copy
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from fsdp_qlora.data.batches import describe_documents
+from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.model.attention import EAGER, VARLEN, attending
 from fsdp_qlora.model.fused import set_save_inputs_only
 from fsdp_qlora.model.precision import Precision
@@ -102,25 +103,25 @@ class _Loss(torch.autograd.Function):
 
 
 def measure_blocks(
-    parts: ModelParts, precision: Precision, lengths: Sequence[int], documents: str | None
+    parts: ModelParts, precision: Precision, lengths: Lengths, documents: str | None
 ) -> list[BlockBytes]:
     """What each decoder block keeps and needs, blocks of equal shapes measured once; a second for an 8B or a 70B.
 
     Args:
-        lengths: tokens of the micro-batch's rows. documents: from `attention.choose`; every kernel but the eager one
+        lengths: of the micro-batch. documents: from `attention.choose`; every kernel but the eager one
             takes memory in proportion to the tokens.
     """
     found: dict[Any, BlockBytes] = {}
     try:
         with attending(parts.model, EAGER if documents == EAGER else VARLEN):
-            inputs = _arguments(parts, precision, describe_documents(list(lengths)))
+            inputs = _arguments(parts, precision, describe_documents(*lengths))
             for block in parts.blocks:
                 if (kind := _kind(block)) not in found:
                     found[kind] = _measure(block, precision, inputs)
     except Exception as error:  # a model's own code may fail in any way on tensors without values
         reason = str(error).partition("\n")[0]
         log.info("What a decoder block of this model keeps is only guessed from its shapes (%s).", reason)
-        return [_guess(block, precision, sum(lengths)) for block in parts.blocks]
+        return [_guess(block, precision, lengths.num_computed) for block in parts.blocks]
     return [found[_kind(block)] for block in parts.blocks]
 
 

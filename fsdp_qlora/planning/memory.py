@@ -43,6 +43,7 @@ class Step:
     recomputing: blocks that recompute, the first ones. accumulates: gradients of several micro-batches add up
     unsharded. reduces_each: they add up reduced. offloads_activations: block inputs are kept on the host.
     buffer_bytes: for weights in flight.
+    passes: of the policy, and of the reference, whose hidden states follow the policy's behind the last block.
     """
 
     precision: Precision
@@ -57,6 +58,7 @@ class Step:
     offloads_activations: bool = False
     buffer_bytes: int = 0
     on_gpu: bool = True
+    passes: int = 1
 
     @property
     def gathers_from_host(self) -> bool:
@@ -186,7 +188,7 @@ def _phases(
             **waiting,
             **adapters,
             **kept,
-            "hidden states at the head": 2 * hidden,
+            "hidden states at the head": 2 * step.passes * hidden,
             "head's gradient": _as_gathered(of_head, step) + 4 * of_head,
         },
         "backward": {},
@@ -216,7 +218,7 @@ def _in_backward(
                 "block at work": block.recomputing if recomputes else block.backward - block.kept,
                 "block inputs": hidden * min(index - first + 1, 2 if step.offloads_activations else len(blocks)),
                 "kept activations": sum(each.kept for each in blocks[max(first, step.recomputing) : index + 1]),
-                "hidden states at the head": hidden,
+                "hidden states at the head": hidden * (step.passes if index == len(blocks) - 1 else 1),
                 "gradients being reduced": 4 * reducing,
                 **{name: int(count * left / of_all) for name, count in of_trained.items()},
                 **of_optimizer,
@@ -228,7 +230,10 @@ def _in_backward(
 
 
 def _at_head(parts: ModelParts, step: Step, hidden: int) -> Sizes:
-    """What comes and goes at the head: hidden states before and after the norm, of learned tokens, their gradients."""
+    """What comes and goes at the head: hidden states before and after the norm, of learned tokens, their gradients.
+
+    The reference's have no gradients.
+    """
     _, is_shared_head = is_shared(parts, step.num_shards, step.precision.param_dtype)
     vocabulary, dtype = len(parts.embedding.weight), step.precision.compute_dtype  # type: ignore[arg-type]
     tokens = min(step.num_tokens, tokens_at_a_time(vocabulary, dtype))
@@ -237,7 +242,7 @@ def _at_head(parts: ModelParts, step: Step, hidden: int) -> Sizes:
     width = parts.model.config.get_text_config().hidden_size
     head = _ends(parts, step)
     return {
-        "hidden states at the head": 4 * hidden,
+        "hidden states at the head": (3 * step.passes + 1) * hidden,
         "head's weights": head,
         "hidden states exchanged for it": 2 * step.num_shards * tokens * width * dtype.itemsize * is_shared_head,
         # What is gathered lies in a buffer and then, beside it, in the weights.

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.gpus import Gpu
@@ -52,9 +53,9 @@ class Request(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A run's rows. longest: tokens of those in the longest micro-batch. turn: the mean one. tokens: in all epochs."""
+    """A run's rows. longest: the longest micro-batch. turn: the mean one. tokens: in all epochs."""
 
-    longest: Sequence[int]
+    longest: Lengths
     turn: Turn
     tokens: float
 
@@ -62,7 +63,7 @@ class Rows(NamedTuple):
 def allowed_rows(config: TrainConfig, world_size: int) -> Rows:
     """As many and as long rows as the options allow."""
     longest = longest_allowed(config)
-    tokens, squares = sum(longest), sum(length**2 for length in longest)
+    tokens, squares = sum(longest.of_documents), sum(length**2 for length in longest.of_documents)
     return Rows(longest, Turn(tokens, squares, world_size * tokens), _TOKENS)
 
 
@@ -151,9 +152,9 @@ class Planner:
             self._rows[key] = self._find_rows(config, self.request.num_gpus)
         return self._rows[key]
 
-    def _measure(self, lengths: Sequence[int]) -> list[BlockBytes]:
-        """What blocks keep and need for a micro-batch of rows with these lengths."""
-        key, model = tuple(lengths), self.model
+    def _measure(self, lengths: Lengths) -> list[BlockBytes]:
+        """What blocks keep and need for a micro-batch."""
+        key, model = (*lengths.of_documents, *(lengths.shared or ())), self.model
         if key not in self._blocks:
             self._blocks[key] = measure_blocks(model.meta.parts, model.precision, lengths, model.documents)
         return self._blocks[key]

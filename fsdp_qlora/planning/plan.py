@@ -19,9 +19,10 @@ from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.peft_format import peft_config
 from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.config.marks import of_quantizer
-from fsdp_qlora.config.objectives import OBJECTIVES
+from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
 from fsdp_qlora.config.train_types import TrainType
+from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import decoded, hub
 from fsdp_qlora.loading.first_adapters import check_fits
@@ -257,19 +258,19 @@ def check_model(config: TrainConfig, meta: MetaModel) -> None:
 def place(
     config: TrainConfig,
     plan: ModelPlan,
-    lengths: Sequence[int] | None = None,
+    lengths: Lengths | None = None,
     store: dist.Store | None = None,
     blocks: Sequence[BlockBytes] | None = None,
 ) -> PlacedModel:
     """Give a model its place: as the options ask, and where they leave it open by what fits, alike on all ranks.
 
     Args:
-        lengths: tokens of the rows in the longest micro-batch; None for as many and as long rows as the options allow.
+        lengths: of the longest micro-batch; None for as many and as long rows as the options allow.
         store: by which the ranks agree; None if each decides alone. blocks: as measured for these rows, if they are.
     """
     lengths = lengths or longest_allowed(config)
     blocks = blocks or measure_blocks(plan.meta.parts, plan.precision, lengths, plan.documents)
-    found = {each: _placed(config, plan, each, blocks, sum(lengths)) for each in candidates(config, plan)}
+    found = {each: _placed(config, plan, each, blocks, lengths.num_computed) for each in candidates(config, plan)}
     if len(found) == 1:
         return next(iter(found.values()))
     needs = {each: placement.with_margin(placed.memory.reserved) for each, placed in found.items()}
@@ -294,9 +295,10 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
     return min(map(int, distributed.values_of_ranks(str(here[0]), what, ranks, store)))
 
 
-def longest_allowed(config: TrainConfig) -> list[int]:
-    """Tokens of a micro-batch's rows, as many and as long as the options allow."""
-    return [config.context_length] * config.batch_size * OBJECTIVES[config.objective].texts_per_row
+def longest_allowed(config: TrainConfig) -> Lengths:
+    """A micro-batch of as many and as long rows as the options allow."""
+    texts_learned = 2 if OBJECTIVES[config.objective].needs == PAIRS else 1
+    return Lengths([config.context_length] * config.batch_size * texts_learned)
 
 
 def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
@@ -338,6 +340,7 @@ def _placed(
         offloads_activations=config.use_activation_cpu_offload,
         buffer_bytes=config.loading_buffer_mib * 2**20,
         on_gpu=machine.device.type == "cuda",
+        passes=1 + config.has_reference_beside,
     )
     memory = estimate_memory(plan.meta.parts, blocks, step)
     return PlacedModel(**vars(plan), placement=chosen, num_shards=num_shards, memory=memory, step=step, blocks=blocks)

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
-from fsdp_qlora.config.objectives import OBJECTIVES
+from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
+from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.data.schedule import Schedule, epoch_order
 from fsdp_qlora.data.tokenization import sample_line
 from fsdp_qlora.generation.prompts import Question, read_questions
@@ -27,6 +28,7 @@ from fsdp_qlora.generation.tasks import Tasks
 from fsdp_qlora.metrics.metric_log import refuse_sinks
 from fsdp_qlora.metrics.profiling import check_output
 from fsdp_qlora.model import models
+from fsdp_qlora.model.attention import can_share
 from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
 from fsdp_qlora.output.text import fit
 from fsdp_qlora.planning import describe
@@ -76,7 +78,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])
     if prompts and config.prompt_template is None and model.tokenizer.chat_template:
         log.info("%s", prompts)
-    rows = functools.partial(rows_of_run, data=data)
+    rows = functools.partial(rows_of_run, data=data, documents=model.documents)
     chosen = choose_settings(config, model, rows, store) if config.auto else {}
     config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, machine.world_size)
@@ -158,18 +160,28 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
     return plan
 
 
-def rows_of_run(config: TrainConfig, world_size: int, data: RunData) -> Rows:
-    """What a plan needs of a run's rows; of a stream they are as long as the options allow, on average as its first."""
+def rows_of_run(config: TrainConfig, world_size: int, data: RunData, documents: str | None) -> Rows:
+    """What a plan needs of a run's rows; of a stream they are as long as the options allow, on average as its first.
+
+    Args:
+        documents: the attention implementation, as of the model's plan.
+    """
     schedule, rows = make_schedule(config, data, world_size), data.train_rows
     lengths = np.minimum(data.train.lengths, schedule.context_length)  # a plan may try a shorter context
     is_known = data.rows_per_epoch is not None
-    longest = longest_lengths(schedule, rows, lengths) if is_known else longest_allowed(config)
+    longest = longest_lengths(config, schedule, data, documents) if is_known else longest_allowed(config)
     of_epoch = lengths[epoch_order(rows, seed=config.seed, epoch=0, mixture=data.mixture)]
     number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
     return Rows(longest, mean_turn(schedule, rows, lengths), float(number * of_epoch.mean()))
 
 
-def longest_lengths(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """Tokens of the rows in the run's longest micro-batch, padding included."""
-    longest, _ = schedule.longest_micro_batch(rows, lengths, lengths)
-    return schedule.lengths_computed(longest, lengths)
+def longest_lengths(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> Lengths:
+    """The run's longest micro-batch, padding included."""
+    rows, objective = data.train, OBJECTIVES[config.objective]
+    shares = objective.needs == PAIRS and can_share(documents)
+    computed = rows.num_computed(objective.side, shares=shares)
+    lengths, computed = (np.minimum(each, schedule.context_length) for each in (rows.lengths, computed))
+    longest, _ = schedule.longest_micro_batch(data.train_rows, lengths, computed)
+    of_documents = np.minimum(np.diff(rows.document_offsets), config.context_length)
+    found = schedule.lengths_computed(rows.documents(longest, objective.side), of_documents)
+    return Lengths(found, np.minimum(rows.num_shared[longest], config.context_length).tolist() if shares else None)

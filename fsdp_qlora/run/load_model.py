@@ -42,8 +42,6 @@ from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
 log = logging.getLogger("fsdp_qlora")
 
-_PAIRS_LOOKED_AT = 1000
-
 
 def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: Ranks) -> DeviceMesh:
     """Turn the plan's model into verified shards, in place. Called on every rank.
@@ -111,7 +109,6 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         lr_ratio_B=config.loraplus_lr_ratio,
     )
     objective = OBJECTIVES[config.objective]
-    is_beside = objective.has_reference and not config.precompute_reference
     options = TrainerOptions(
         precision=plan.model.precision,
         learning_rate=partial(
@@ -134,7 +131,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         objective=StepObjective(
             config.objective,
             config.pick(LossSettings),
-            ReferencePass(model) if is_beside else None,
+            ReferencePass(model) if config.has_reference_beside else None,
         ),
     )
     return Trainer(model, optimizer, plan.data.train, ranks, schedule, options, control or Control())
@@ -175,12 +172,11 @@ def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
 
 def shares_prompts(plan: Plan, ranks: Ranks) -> bool:
     """Whether what both answers of a pair begin with can be computed once, which is logged. Called on every rank."""
-    model, data, rows = plan.model, plan.data.train, plan.data.train_rows[:_PAIRS_LOOKED_AT]
+    model, data = plan.model, plan.data.train
     reason = probe_packing(model.meta.model, model.documents, ranks, model.precision, is_exact=False, num_shared=3)
     if reason:
         log.info("The prompt of a pair is computed with each answer: %s.", reason)
     else:
-        num_tokens = int(data.lengths[rows].sum())
-        useful = num_tokens / (num_tokens - int(data.num_shared(rows).sum()))
+        useful = len(data.input_ids) / data.num_computed(None, shares=True).sum()
         log.info("The prompt of a pair is computed once: %.2f tokens of both answers per token computed.", useful)
     return reason is None

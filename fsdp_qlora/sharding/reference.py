@@ -20,34 +20,32 @@ class ReferencePass:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        blocks = recomputed_blocks(model)
-        self._last = blocks[-1]
-        self._adapted = {block: adapted_layers(block) for block in blocks}
-        self._is_on = False
+        self._adapted = {block: adapted_layers(block) for block in recomputed_blocks(model)}
         self._hidden: torch.Tensor | None = None
-        for block in blocks:
-            block.follow = self._follow
 
     @contextlib.contextmanager
     def beside_policy(self) -> Iterator[None]:
         """In this block of code a forward pass of the model gives [2 * B, T, H]: policy, then reference."""
-        self._is_on = True
+        for block in self._adapted:
+            block.follow = self._follow
         try:
             yield
         finally:
-            self._is_on, self._hidden = False, None
+            self._hidden = None
+            for block in self._adapted:
+                block.follow = None
 
     def _follow(self, block: RecomputedBlock, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """After a block's own forward pass."""
-        if not self._is_on:
-            return output
         hidden = args[0].detach() if self._hidden is None else self._hidden  # the embedding has no adapters
         # Not the block's __call__: FSDP2 and other hooks have done their work for this pass.
         with torch.no_grad(), as_at_start(self._adapted[block]):
             found = unwrapped(block).forward(hidden, *args[1:], **kwargs)
-        self._hidden = found if isinstance(found, torch.Tensor) else found[0]
-        if block is not self._last:
+        found = found if isinstance(found, torch.Tensor) else found[0]
+        is_last = block is next(reversed(self._adapted))
+        self._hidden = None if is_last else found
+        if not is_last:
             return output
         if isinstance(output, torch.Tensor):
-            return torch.cat([output, self._hidden])
-        return torch.cat([output[0], self._hidden]), *output[1:]
+            return torch.cat([output, found])
+        return torch.cat([output[0], found]), *output[1:]

@@ -5,7 +5,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -171,7 +171,7 @@ class Trainer:
             **{"step": step + 1, "epoch": (step + 1) / self.schedule.steps_per_epoch},
             **{"loss": sums[0] / totals.divisor, "grad_norm": grad_norm, "lr": lr},
             "num_target_tokens": int(self.data.num_targets[rows].sum()),
-            **self.objective.means(sums, len(rows)),
+            **self.objective.means(sums, totals),
             **self._size_and_speed(rows, pieces, time.perf_counter() - started),
             "memory_gib": self._memory_record(memory),
             **({} if is_finite else {"skipped": True}),
@@ -196,9 +196,7 @@ class Trainer:
     def _size_and_speed(self, rows: np.ndarray, pieces: list[np.ndarray], seconds: float) -> dict[str, Any]:
         """Entries of a step's record that follow from its rows and time."""
         num_tokens = int(self.data.lengths[rows].sum())
-        of_computed, of_lock_step = self.schedule.useful_shares(pieces, self.data.lengths)
-        if self.options.shares_prompts:
-            of_computed = num_tokens / (num_tokens / of_computed - int(self.data.num_shared(rows).sum()))
+        of_computed, of_lock_step = self.schedule.useful_shares(pieces, self.data.lengths, self._computed(None))
         return {
             "num_tokens": num_tokens,
             "useful_of_computed": round(of_computed, 4),
@@ -235,9 +233,11 @@ class Trainer:
         self._try(*self._longest(rows))
 
     def _longest(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
-        computed = self.data.lengths.copy()
-        computed[rows] -= self.data.num_shared(rows) if self.options.shares_prompts else 0
-        return self.schedule.longest_micro_batch(rows, self.data.lengths, computed)
+        return self.schedule.longest_micro_batch(rows, self.data.lengths, self._computed(self.objective.row.side))
+
+    def _computed(self, side: int | None) -> np.ndarray:
+        """Tokens of each row that are computed for its documents of a side."""
+        return self.data.num_computed(side, shares=self.options.shares_prompts)
 
     def _try(self, micro_batch: np.ndarray, num_turns: int) -> int:
         """Returns the most bytes of GPU memory that were allocated between a forward and a backward pass."""
@@ -248,7 +248,7 @@ class Trainer:
         for is_last in (False, True) if num_turns > 1 else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
             with self._attention():
-                batch = self._batch([micro_batch] * self.ranks.world_size, self.data, self.objective.side)
+                batch = self._batch([micro_batch] * self.ranks.world_size, self.data, self.objective.row.side)
                 loss = self._loss(batch, self.objective.totals(self.data, micro_batch))[0]
                 held = max(held, torch.cuda.memory_allocated())
                 loss.backward()
@@ -291,7 +291,7 @@ class Trainer:
         with self._attention():
             for turn in turns:
                 self.heartbeat.beat(step, "evaluate")
-                measured.append(self._loss(self._batch(turn, data, self.objective.side), totals).double())
+                measured.append(self._loss(self._batch(turn, data, self.objective.row.side), totals).double())
                 self.control.agree(gather_numbers(self.control.flags(step), self.ranks.device))
                 if self.control.stop:
                     break
@@ -303,7 +303,7 @@ class Trainer:
         return {
             "eval_loss": mean_loss,
             **self.objective.describe_loss(mean_loss),
-            **self.objective.means(sums, len(rows)),
+            **self.objective.means(sums, totals),
             "num_target_tokens": int(data.num_targets[rows].sum()),
         }
 
@@ -323,40 +323,36 @@ class Trainer:
         """The rows of all ranks' micro-batches, turn by turn."""
         return [pieces[i : i + self.ranks.world_size] for i in range(0, len(pieces), self.ranks.world_size)]
 
-    @torch.no_grad()
     def _sum_of_ratios(self, turns: list[list[np.ndarray]], data: TokenizedRows) -> float:
         """The sum of the log-ratios of policy and reference over the rows' second documents. Called on every rank."""
-        self.model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        with self._attention():
-            for turn in turns:
-                total += self._answers(turn, data, side=1).ratio().sum()
-        return gather_numbers([total], self.ranks.device).sum().item()
+        ratios = [answers.ratio().sum().double() for answers in self._answers(turns, data, side=1)]
+        return gather_numbers([torch.stack(ratios).sum()], self.ranks.device).sum().item()
 
-    @torch.no_grad()
     def log_probabilities(self, data: TokenizedRows) -> np.ndarray:
         """Of each document by the model as it is, float32 [documents]. Called on every rank."""
-        self.model.eval()
         found = torch.zeros(len(data.document_targets), device=self.ranks.device)
         turns = self._eval_turns(np.arange(len(data)), data)
-        with self._attention():
-            for turn in tqdm(turns, "Reference", unit=" micro-batches", disable=not self.ranks.is_rank_0):
-                documents = torch.from_numpy(data.documents(turn[self.ranks.rank])).to(found.device)
-                found[documents] = self._answers(turn, data, side=None).policy
+        shown = tqdm(turns, "Reference", unit=" micro-batches", disable=not self.ranks.is_rank_0)
+        for turn, answers in zip(turns, self._answers(shown, data, side=None), strict=True):
+            found[torch.from_numpy(data.documents(turn[self.ranks.rank])).to(found.device)] = answers.policy
         reshard_all(self.model)
         dist.all_reduce(found)  # a document has its value on one rank, and is 0 on the others
         return found.cpu().numpy()
 
-    def _answers(self, turn: Sequence[np.ndarray], data: TokenizedRows, side: int | None) -> Answers:
-        """Each document of this rank's micro-batch of a turn."""
-        self.heartbeat.beat(self.heartbeat.step, "compute")
-        micro_batch = self._batch(turn, data, side)
-        losses, inputs = self._token_losses(micro_batch)
-        return self.objective.answers(losses, micro_batch, inputs)
+    @torch.no_grad()
+    def _answers(self, turns: Iterable[list[np.ndarray]], data: TokenizedRows, side: int | None) -> Iterator[Answers]:
+        """The documents of this rank's micro-batches, turn by turn."""
+        self.model.eval()
+        with self._attention():
+            for turn in turns:
+                self.heartbeat.beat(self.heartbeat.step, "compute")
+                micro_batch = self._batch(turn, data, side)
+                losses, inputs = self._token_losses(micro_batch)
+                yield self.objective.answers(losses, micro_batch, inputs)
 
     def _micro_batches(self, pieces: list[np.ndarray]) -> list[dict[str, Any]]:
         """This rank's batches of an optimizer step."""
-        return [self._batch(turn, self.data, self.objective.side) for turn in self._turns(pieces)]
+        return [self._batch(turn, self.data, self.objective.row.side) for turn in self._turns(pieces)]
 
     def _batch(self, turn: Sequence[np.ndarray], data: TokenizedRows, side: int | None) -> dict[str, Any]:
         """This rank's batch of a turn, with what it must know of the ranks that share the vocabulary with it."""
@@ -380,7 +376,7 @@ class Trainer:
         rows, targets = learned_rows(micro_batch["labels"], at_least=micro_batch.get("most_learned", 1))
         if (places := micro_batch.get("documents", {}).get("places")) is not None:
             rows = places[rows]
-        of_objective = self.objective.inputs(micro_batch)
+        of_objective = micro_batch["of_rows"] if self.objective.of_each else {}
         inputs = self._inputs(micro_batch, rows=rows, targets=targets, **of_objective)
         rows, targets = inputs.pop("rows"), inputs.pop("targets")
         taken = {name: inputs.pop(name) for name in of_objective}

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.model.attention import EAGER
 from fsdp_qlora.model.attention import choose as choose_attention
 from fsdp_qlora.model.precision import PRECISIONS
@@ -132,31 +133,24 @@ def _parts(train_type: str = "qlora", config: PretrainedConfig = LLAMA) -> Model
 
 def test_a_block_on_the_meta_device_keeps_what_its_shapes_say() -> None:
     tokens, hidden, inner, heads, groups = 1024, 4096, 12288, 32 * 128, 8 * 128
-    [block] = {*measure_blocks(_parts(), BF16, (tokens,), None)}
+    [block] = {*measure_blocks(_parts(), BF16, Lengths([tokens]), None)}
     # The second norm's input; queries, keys, values and what attention makes of them; gate and up: in 16 bits.
     expected = 2 * tokens * (hidden + 2 * heads + 2 * groups + 2 * inner)
     assert block.kept == pytest.approx(expected, rel=0.02)
     # In the backward pass at least gate, up and their gradients; with recompute also the first norm's output.
     assert block.kept < block.backward < block.recomputing < 4 * block.kept
     # Twice the tokens keep twice as much, however they are split into rows.
-    [twice] = {
-        *measure_blocks(
-            _parts(),
-            BF16,
-            (
-                tokens,
-                600,
-                424,
-            ),
-            None,
-        )
-    }
+    [twice] = {*measure_blocks(_parts(), BF16, Lengths([tokens, 600, 424]), None)}
     assert twice.kept == pytest.approx(2 * block.kept, rel=1e-3)
+    # What two documents share is kept once, but for its attention, which gives the next layer a copy without it.
+    [shared] = {*measure_blocks(_parts(), BF16, Lengths([tokens, tokens], [512]), None)}
+    saved = 2 * 512 * (hidden + 2 * inner) - 2 * (2 * tokens - 512) * heads
+    assert shared.kept == pytest.approx(twice.kept - saved, rel=0.02)
 
 
 def test_scores_of_eager_attention_and_all_experts_of_a_mixture_are_counted() -> None:
     def kept(documents: str | None, tokens: int) -> int:
-        return measure_blocks(_parts(), BF16, (tokens,), documents)[0].kept
+        return measure_blocks(_parts(), BF16, Lengths([tokens]), documents)[0].kept
 
     scores = kept(EAGER, 2048) - kept(None, 2048)
     assert scores == pytest.approx(4 * (kept(EAGER, 1024) - kept(None, 1024)), rel=0.05) and scores > 0
@@ -164,7 +158,7 @@ def test_scores_of_eager_attention_and_all_experts_of_a_mixture_are_counted() ->
         hidden_size=256, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, vocab_size=320, head_dim=64,
     )  # fmt: skip
-    [block] = {*measure_blocks(_parts("qlora", mixture), BF16, (512,), None)}
+    [block] = {*measure_blocks(_parts("qlora", mixture), BF16, Lengths([512]), None)}
     assert block.kept > 2 * 512 * 4 * 2 * 128  # gate and up of each token's four experts
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_qlora.config.objectives import OBJECTIVES, Answers, LossSettings, label_metrics, pair_metrics
+from fsdp_qlora.config.objectives import OBJECTIVES, Answers, LossSettings
+from fsdp_qlora.training.objective import StepObjective, Totals
 from tests.preferences.pairs import CASES, STEPS, make_labeled, make_pairs, options_of_a_run, sketch
 from tests.tiny import train_ok
 
@@ -56,21 +57,21 @@ def test_the_loss_of_a_pair_is_its_formula(name: str, options: dict[str, Any], e
     chosen, rejected = answers(*((CHOSEN, REJECTED) if row.has_reference else without))
     assert row.loss is not None
     assert row.loss(chosen, rejected, settings).item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    metrics = pair_metrics(row, chosen, rejected, settings)
-    assert metrics["rewards/margins"] == metrics["rewards/chosen"] - metrics["rewards/rejected"]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("desired", [0.0, 1.0])
 def test_the_loss_of_an_answer_with_a_label_is_its_formula(desired: float) -> None:
-    row, settings = OBJECTIVES["kto"], LossSettings(desirable_weight=2.0)
-    [answer] = answers(CHOSEN)
+    objective = StepObjective("kto", LossSettings(desirable_weight=2.0))
+    totals = Totals(1, (int(desired), 1 - int(desired)), divergence=0.5)
     expected = 2 / (1 + math.exp(0.1 * (2.0 - 0.5))) if desired else 1 / (1 + math.exp(0.1 * (0.5 - 2.0)))
-    assert row.loss is not None
-    assert row.loss(answer, torch.tensor([desired]), 0.5, settings).item() == pytest.approx(expected, rel=1e-6)
-    metrics = label_metrics(answer, torch.tensor([desired]), int(desired), (1, 0.5), settings)
-    assert metrics["rewards/chosen" if desired else "rewards/rejected"].item() == pytest.approx(0.2)
-    assert metrics["rewards/margins"].isnan().item() and metrics["kl"].item() == 0.5
+    numbers = {"num_targets": 4.0, "desired": desired, "reference": -14.0}
+    inputs = {name: torch.tensor([value]) for name, value in numbers.items()}
+    sums = objective.measure(torch.full((1, 4), 3.0), {"num_targets": [4]}, totals, inputs).tolist()
+    assert sums[0] == pytest.approx(expected, rel=1e-6)
+    metrics = objective.means(sums, totals)
+    assert metrics["rewards/chosen" if desired else "rewards/rejected"] == pytest.approx(0.2)
+    assert math.isnan(metrics["rewards/margins"]) and metrics["kl"] == 0.5
 
 
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])

@@ -1,5 +1,6 @@
 """Rows of two answers: what they may look like, what is learned of them, and which are refused."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.formats import FORMATS, name_columns
 from fsdp_qlora.data.preferences import RATINGS
-from fsdp_qlora.data.prepare import DataOptions, prepare_rows
+from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_rows
 from fsdp_qlora.data.prompts import ChosenTemplate
 from fsdp_qlora.data.rendering import prompt_record
-from fsdp_qlora.data.rows import DataReport, TokenizedRows, join_rows
+from fsdp_qlora.data.rows import DataReport, Lengths, TokenizedRows, join_rows
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.model.attention import FLASH, VARLEN
+from fsdp_qlora.planning.run_plan import longest_lengths, make_schedule
 from tests.tiny import spelled_tokenizer
 
 CHAT = (
@@ -140,6 +143,32 @@ def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path: Path) 
     assert picked.splits.tolist() == [9, 5] and picked.document_targets.tolist() == [7, 2, 3, 3]
 
 
+@pytest.mark.quick
+def test_what_both_answers_begin_with_is_planned_once_where_attention_can_share_it() -> None:
+    generator = np.random.default_rng(0)
+    splits, others = generator.integers(2, 9, size=(2, 5000))
+    offsets = np.cumsum([0, *(splits + others)])
+    ids = generator.integers(3, size=offsets[-1], dtype=np.int32)
+    ids[offsets[:-1]] = ids[offsets[:-1] + splits] = 0  # as a text begins
+    pairs = TokenizedRows(ids, np.ones(len(ids), np.bool_), offsets, np.arange(5000), splits)
+    sides = np.split(ids, pairs.document_offsets[1:-1])
+    expected = [
+        sum(1 for _ in itertools.takewhile(bool, map(np.equal, *pair)))
+        for pair in zip(sides[::2], sides[1::2], strict=True)
+    ]
+    assert pairs.num_shared.tolist() == expected
+
+    def longest(implementation: str | None, **options: Any) -> Lengths:
+        config = TrainConfig(batch_size=1, num_epochs=1, **{"objective": "dpo", **options})
+        data = RunData(pairs, np.arange(len(pairs)))
+        return longest_lengths(config, make_schedule(config, data, 1), data, implementation)
+
+    shared = longest(VARLEN)
+    assert shared.num_computed == (splits + others - expected).max() and sum(shared.of_documents) > shared.num_computed
+    assert longest(FLASH) == ([8, 8], None) == longest(None, padding=True)
+    assert longest(VARLEN, objective="kto") == ([8], None)
+
+
 LABELED: list[dict[str, Any]] = [
     {"prompt": "hi", "completion": " go", "label": True},
     {"prompt": "so", "completion": " no", "label": False},
@@ -158,7 +187,7 @@ def test_an_answer_with_a_label_has_another_rows_answer_beside_it(tmp_path: Path
     assert texts[::2] == ["<s>hi go</s>", "<s>so no</s>", "[u]hi[a]go</s>", "[u]hi[a]no</s>"]
     assert texts[1::2] == ["<s>hino</s>", "<s>so go</s>", "[u]hi[a] no</s>", "[u]hi[a]go</s>"]
     first, second = (join(rows, [1, 2], pad_token_id=1, side=side) for side in (0, 1))
-    assert first["desired"] == second["desired"] == [0, 1]
+    assert first["of_rows"]["desired"].tolist() == second["of_rows"]["desired"].tolist() == [0, 1]
     assert first["num_targets"] == rows.document_targets[[2, 4]].tolist()
     assert second["num_targets"] == rows.document_targets[[3, 5]].tolist()
     assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
