@@ -66,10 +66,6 @@ class Objective:
     sft_weight: float = 0.0
 
     @property
-    def texts_per_row(self) -> int:
-        return 1 if self.needs == TEXTS else 2
-
-    @property
     def side(self) -> int | None:
         """Which documents of rows are learned from: the first of each, or (None) all."""
         return 0 if self.needs == LABELS else None

@@ -11,8 +11,6 @@ import numpy as np
 from fsdp_qlora.data import chats
 from fsdp_qlora.data.rows import Answered, BadRow, Chat, Fields, Rendered, Segment, refuse_media, text_of
 
-SAME, OTHER_PROMPTS = "chosen and rejected are the same", "chosen and rejected begin with different prompts"
-
 SIDES = ("chosen", "rejected")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
 INSTRUCTIONS = ("question", "instruction", "input")  # prompts that are filled into a template, as where texts are rows
@@ -45,7 +43,7 @@ def read_pair(row: Row) -> Answered:
         asked = chats.said_by("user", row[name], name) if row.get(name) else []
         sides = [chats.said_by("assistant", row.get(side), side) for side in SIDES]
     if sides[0] == sides[1]:
-        raise BadRow(SAME)
+        raise BadRow("chosen and rejected are the same")
     if not asked or any(_is_prompt(side[0]) for side in sides):  # the whole, and perhaps the prompt too
         asked = sides[0][: _num_common(*sides)]
         asked = asked.rstrip() or asked if isinstance(asked, str) else asked  # an answer begins with its blank
@@ -53,7 +51,7 @@ def read_pair(row: Row) -> Answered:
     if not all(sides):
         raise BadRow(f"empty {'rejected' if sides[0] else 'chosen'}")
     if not asked or any(_is_prompt(side[0]) for side in sides):
-        raise BadRow(OTHER_PROMPTS)
+        raise BadRow("chosen and rejected begin with different prompts")
     return Answered([_answer(row, name, asked, side) for side in sides])
 
 

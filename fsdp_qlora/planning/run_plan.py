@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
-from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
+from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS, TEXTS
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
@@ -137,7 +137,7 @@ def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_
         world_size=world_size,
         rows_per_step=rows_per_step,
         mixture=data.mixture,
-        context_length=config.context_length * OBJECTIVES[config.objective].texts_per_row,
+        context_length=config.context_length * (1 if OBJECTIVES[config.objective].needs == TEXTS else 2),
     )
     if rows is not None:
         return schedule

@@ -196,7 +196,8 @@ class Trainer:
     def _size_and_speed(self, rows: np.ndarray, pieces: list[np.ndarray], seconds: float) -> dict[str, Any]:
         """Entries of a step's record that follow from its rows and time."""
         num_tokens = int(self.data.lengths[rows].sum())
-        of_computed, of_lock_step = self.schedule.useful_shares(pieces, self.data.lengths, self._computed(None))
+        computed = self.data.num_computed(None, shares=self.options.shares_prompts)
+        of_computed, of_lock_step = self.schedule.useful_shares(pieces, self.data.lengths, computed)
         return {
             "num_tokens": num_tokens,
             "useful_of_computed": round(of_computed, 4),
@@ -233,11 +234,8 @@ class Trainer:
         self._try(*self._longest(rows))
 
     def _longest(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
-        return self.schedule.longest_micro_batch(rows, self.data.lengths, self._computed(self.objective.row.side))
-
-    def _computed(self, side: int | None) -> np.ndarray:
-        """Tokens of each row that are computed for its documents of a side."""
-        return self.data.num_computed(side, shares=self.options.shares_prompts)
+        computed = self.data.num_computed(self.objective.row.side, shares=self.options.shares_prompts)
+        return self.schedule.longest_micro_batch(rows, self.data.lengths, computed)
 
     def _try(self, micro_batch: np.ndarray, num_turns: int) -> int:
         """Returns the most bytes of GPU memory that were allocated between a forward and a backward pass."""
