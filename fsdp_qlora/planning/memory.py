@@ -22,6 +22,9 @@ from fsdp_qlora.training.head_loss import logits_bytes, tokens_at_a_time
 # largest matrix of a block in the compute dtype, by where blocks come from, and for each weight of a block that trains
 # whole so many float32 numbers; from the host it is gathered in memory of a stream of its own, and copied out.
 ALLOCATOR = {"gathered": 0.8, "device": 0.8, "host": 1.2, "trained": 0.4, "trained from host": 1.3}
+# Host memory of a rank's process without tensors, resident in a tiny model's run: Python, torch, transformers;
+# 438 MiB on a CPU, 457 on the stand-in for CUDA, of which 114 and 139 are pages of files that the ranks share.
+PROCESS = 450 * 2**20
 _WORKSPACES = 2 * 8_519_680  # of cuBLAS, for the threads of forward and backward passes, as torch allocates them
 _CATEGORIES = {
     "codes": "quantized weights",

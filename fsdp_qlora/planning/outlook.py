@@ -13,6 +13,7 @@ from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import with_margin
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
 from fsdp_qlora.planning.speed import Turn, size_of, tokens_per_second
@@ -82,8 +83,8 @@ class Outlook(NamedTuple):
 
     @property
     def host_bytes(self) -> int:
-        """Of all ranks."""
-        return self.request.num_gpus * sum(self.plan.memory.host.values())
+        """Of all ranks, with their processes."""
+        return self.request.num_gpus * (sum(self.plan.memory.host.values()) + PROCESS)
 
     @property
     def fits_host(self) -> bool:
