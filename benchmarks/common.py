@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.rows import Lengths, TokenizedRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.loading.decoded import StoredTensor
 from fsdp_qlora.loading.load_weights import match_tensors
@@ -99,17 +99,20 @@ def build_run(
     data: TokenizedRows,
     ranks: Ranks,
     *,
+    lengths: Sequence[int] | None = None,
     on_phase: Callable[[str], None] = lambda phase: None,
 ) -> Run:
     """Load a model and build its trainer as train.py does; all rows belong to one step.
 
     Args:
+        lengths: tokens of the rows that memory is planned for; None for the most that the options allow.
         on_phase: called with a name after each phase.
     """
     configure_kernels()
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     machine = Machine.of(config, ranks)
-    model_plan = place(config, build_plan(config, machine, weight_files.folder, model_config, tokenizer))
+    built = build_plan(config, machine, weight_files.folder, model_config, tokenizer)
+    model_plan = place(config, built, Lengths([*lengths]) if lengths else None)
     model = model_plan.meta.model
     weights = match_tensors(model, weight_files)
     on_phase("planned")

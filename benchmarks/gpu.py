@@ -112,7 +112,7 @@ def build(
         data, rows = make_rows(work.batches, config.vocab_size)
     given = dataclasses.replace(make_options(work), **options)
     files = RandomWeights(config, PRECISIONS[work.precision].frozen_dtype, ranks.device)
-    run = build_run(given, config, files, data, ranks)
+    run = build_run(given, config, files, data, ranks, lengths=work.planned_lengths if rows else None)
     return Timed(run, ranks.device, work), rows
 
 
@@ -210,7 +210,7 @@ def measure_recompute(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             aim = f"none at least 1.25 times all within {args.memory_gib:g} GiB" if batch.rows == 1 else ""
             holds = at_least(gain, 1.25) if aim else None
             rows.append(row(f"recompute, 7B, {batch}", "tokens/s", figures, aim=aim, holds=holds, ratio=gain))
-    return {"rows": rows, "blocks_with_recompute": numbers, "num_blocks": blocks}
+    return {"rows": rows, "planned": train.planned, "blocks_with_recompute": numbers, "num_blocks": blocks}
 
 
 def set_number(model: torch.nn.Module, number: int) -> int:
@@ -237,18 +237,22 @@ def measure_offload(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     layers = 2 if args.tiny else args.layers or BLOCKS
     work = work_of(args, ranks, "70b", (Batch(2, 2048),), layers=layers)
     some = max(layers // 2, 2)
-    figures = {}
+    figures: dict[str, float] = {}
+    planned: dict[str, Any] = {}
     with process_group(ranks):
         choices: dict[str, bool | int] = {"resident": False, "offloaded": True, f"{some} of {layers} blocks": some}
         for name, offload in choices.items():
             train, [step_rows] = build(work, ranks, use_cpu_offload=offload)
             figures[name] = 1e3 * median_seconds(train, step_rows)
+            if train.planned:
+                [planned[name]] = train.planned.values()
             del train
             release(ranks.device)
     more = ratio_of(figures, "offloaded", "resident")
     aim = "offloaded at most 1.05 times resident"
     holds = at_least(1.05, more) if np.isfinite(more) else None
-    return {"rows": [row("offload, 70B blocks", "ms per step", figures, aim=aim, holds=holds, ratio=more)]}
+    rows = [row("offload, 70B blocks", "ms per step", figures, aim=aim, holds=holds, ratio=more)]
+    return {"rows": rows, "planned": planned}
 
 
 def reset_peak(device: torch.device) -> None:
@@ -284,7 +288,8 @@ def measure_context(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
                 longest = max(longest, batch.length)
             figures = {"longest": float(longest)}
             holds = longest >= 80_000 if not args.tiny else None
-            result = {"rows": [row("longest context, 8B", "tokens", figures, aim=aim, holds=holds, seconds=found)]}
+            rows = [row("longest context, 8B", "tokens", figures, aim=aim, holds=holds, seconds=found)]
+            result = {"rows": rows, "planned": train.planned}
             note(args, result)  # for the case that time runs out
     return result
 
@@ -306,6 +311,7 @@ def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         speeds["recompute none"] = tokens / median_seconds(train, of_batch[0])
         memory["recompute none"] = {"peak_allocated": peak(ranks.device)}
         busy_none = busy_share(train, of_batch[1])
+        planned = train.planned
         del train
     release(ranks.device)
     rows = [
@@ -319,7 +325,7 @@ def measure_speed(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         shares = {"recompute all": busy, "recompute none": busy_none}
         holds = at_least(busy, 0.95)
         rows.append(row(f"GPU busy, 8B, {small}", "share of the step", shares, aim="at least 0.95", holds=holds))
-    found = {**ours, "memory_bytes": memory, "rows": rows}
+    found = {**ours, "memory_bytes": memory, "rows": rows, "planned": planned}
     if "losses" in ours["batches"][str(batch)]:
         note(args, found)  # for the case that time runs out
         peers = measure_peers(work, ours, ranks.device)
@@ -428,6 +434,7 @@ def report(record: dict[str, Any], command: str) -> str:
         f"# fsdp_qlora {VERSION} on {_box(parts).get('gpu', 'a CPU')}\n\n{time.strftime('%Y-%m-%d')}: `{command}`\n\n"
         f"{said}## The machine\n\n{_machine(parts)}\n\n"
         f"## Before and after\n\n{_table(('', 'unit', 'figures', 'ratio', 'aim', ''), map(_row, rows))}\n\n"
+        f"## Planned and measured\n\n{_table(_PLANNED, _planned(parts))}\n\n"
         f"## Steps\n\n{_table(('part', 'tokens', 'tokens/s', 's per step', 'MFU', 'GiB reserved'), _steps(parts))}\n\n"
         f"## Peers\n\n{_table(('part', 'who', 's per step', 'loss', 'gradient norm', 'same work'), _peers(parts))}\n\n"
         f"## What did not run\n\n{_table(('part', 'why'), _not_run(parts))}\n\n"
@@ -495,6 +502,20 @@ def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return "; ".join(f"{name}: {each}" for name, each in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+_PLANNED = ("part", "", "GiB planned", "GiB reserved", "tokens/s planned", "tokens/s measured")
+
+
+def _planned(parts: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            *(part, name, _number(each["planned_gib"]["reserved"]), _number(each["measured_gib"]["reserved"])),
+            *(_number(each["planned_tokens_per_second"]), _number(each["tokens_per_second"])),
+        ]
+        for part, result in parts.items()
+        for name, each in result.get("planned", {}).items()
+    ]
 
 
 def _steps(parts: dict[str, Any]) -> list[list[str]]:
@@ -627,6 +648,8 @@ def describe(result: dict[str, Any]) -> list[str]:
         return [f"left out: {result['left_out']}"]
     lines = [f"FAILED: {result['error']}"] if "error" in result else []
     lines += [describe_row(each) for each in result.get("rows", [])]
+    for _, name, planned, reserved, speed, measured in _planned({"": result}):
+        lines.append(f"{name}: planned {planned} GiB, {speed} tokens/s; measured {reserved} GiB, {measured} tokens/s")
     lines += [f"{name}: {row}" for name, row in result.get("peers", {}).items()]
     for batch, row in result.get("batches", {}).items():
         if "out_of_memory" in row:

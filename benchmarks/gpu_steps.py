@@ -13,6 +13,7 @@ FLOPs of a step, for MFU (dequantization and elementwise work are not counted):
 `mfu` counts what is recomputed as well; `mfu_without_recompute` (PaLM's definition) leaves it out.
 """
 
+import dataclasses
 import math
 import re
 import resource
@@ -31,8 +32,11 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES, ShardedOptimizer
+from fsdp_qlora.planning.facts import Measured
+from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.model_parts import CategoryBytes
+from fsdp_qlora.sharding.recompute import recomputed_blocks
 
 GIB = 2**30
 Attention = Literal["sdpa", "flash_attention_2"]
@@ -98,6 +102,7 @@ class Batch(NamedTuple):
 class Steps:
     """What to run. layers: decoder blocks, 0 for the shape's own. seconds: of measured steps.
 
+    batches: memory is planned for the first one.
     attention: of the peers. Ours is the program's own choice, unless it is asked for flash_attention_2.
     """
 
@@ -110,6 +115,10 @@ class Steps:
     precision: str = "bf16"
     attention: Attention = "sdpa"
     lora_rank: int = 16
+
+    @property
+    def planned_lengths(self) -> list[int]:
+        return [self.batches[0].length] * self.batches[0].rows
 
 
 def make_config(work: Steps) -> LlamaConfig:
@@ -208,7 +217,7 @@ def measure(work: Steps, ranks: Ranks) -> tuple[dict[str, Any], "Timed"]:
     config = make_config(work)
     data, rows = make_rows(work.batches, config.vocab_size)
     files = RandomWeights(config, PRECISIONS[work.precision].frozen_dtype, ranks.device)
-    run = build_run(make_options(work), config, files, data, ranks, on_phase=meter.record)
+    run = build_run(make_options(work), config, files, data, ranks, lengths=work.planned_lengths, on_phase=meter.record)
     build_seconds = time.perf_counter() - started
     train = Timed(run, ranks.device, work)
     results = {
@@ -251,12 +260,16 @@ def _measure_batch(
 
 @dataclass
 class Timed:
-    """A trainer's steps, one after another, each with its seconds."""
+    """A trainer's steps, one after another, each with its seconds.
+
+    planned: of the last step of the first batch what was planned and measured, by the blocks that recomputed; on a GPU.
+    """
 
     run: Run
     device: torch.device
     work: Steps
     step: int = field(default=0)
+    planned: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def one(self, rows: np.ndarray) -> tuple[dict[str, Any], float]:
         """A step's record, and its seconds."""
@@ -264,8 +277,21 @@ class Timed:
         started = time.perf_counter()
         record = self.run.trainer.train_step(self.step, rows)
         synchronize(self.device)
+        seconds = time.perf_counter() - started
         self.step += 1
-        return record, time.perf_counter() - started
+        lengths = self.run.plan.data.train.lengths[rows]
+        if self.device.type == "cuda" and sorted(lengths.tolist()) == sorted(self.work.planned_lengths):
+            self._compare({**record, "step_seconds": seconds}, rows)
+        return record, seconds
+
+    def _compare(self, record: dict[str, Any], rows: np.ndarray) -> None:
+        """Note what the plan says of a step, as a run does in its facts.json."""
+        plan, number = self.run.plan, sum(block.is_on for block in recomputed_blocks(self.run.trainer.model))
+        data = dataclasses.replace(plan.data, train_rows=rows)
+        schedule = dataclasses.replace(plan.schedule, num_rows=len(rows))
+        gpu = gpu_of(torch.cuda.get_device_properties(self.device))
+        measured = Measured(dataclasses.replace(plan, data=data, schedule=schedule), gpu)
+        self.planned[f"{number} blocks recompute"] = measured.stepped({**record, "recompute": number})["measured"]
 
     def steps(self, rows: np.ndarray) -> dict[str, Any]:
         """The losses of all steps on these rows, the first gradient norm, the seconds of the measured ones."""

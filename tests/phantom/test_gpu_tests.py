@@ -34,7 +34,12 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
     parts = json.loads(output.read_text())["parts"]
     assert [name for name, part in parts.items() if "error" in part] == []
     assert len(parts["offload"]["rows"][0]["figures"]) == 3
-    assert "On the stand-in for CUDA" in report.read_text()
+    text, planned = report.read_text(), parts["offload"]["planned"]
+    assert "On the stand-in for CUDA" in text and "| offload | resident | " in text
+    assert list(planned) == list(parts["offload"]["rows"][0]["figures"])
+    for each in [*planned.values(), *parts["context"]["planned"].values()]:
+        assert each["measured_gib"]["reserved"] == pytest.approx(each["planned_gib"]["reserved"], abs=0.25)
+        assert each["planned_tokens_per_second"] > 0
 
 
 def test_the_tests_of_the_cpu_run_on_a_machine_with_a_gpu(tmp_path):
