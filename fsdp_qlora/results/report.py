@@ -40,6 +40,7 @@ _MOST_POINTS = 1200  # of a curve: more than a screen has
 _MOST_SAMPLES = 400
 _MOST_CHARACTERS = 4000  # of a sample
 _REWARDS = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+_SUMS = {"tokens": "num_tokens", "learned": "num_target_tokens", "seconds": "step_seconds", "skipped": "skipped"}
 _CURVES = ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", *_REWARDS)
 
 
@@ -156,16 +157,9 @@ def _rows_to_draw(rows: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _totals(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over all steps, and the padding's share if the steps have it."""
-    tokens = sum(_number(record.get("num_tokens")) for record in steps)
-    seconds = sum(_number(record.get("step_seconds")) for record in steps)
-    return {
-        "tokens": tokens,
-        "learned": sum(_number(record.get("num_target_tokens")) for record in steps),
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds if seconds else None,
-        "skipped": sum(bool(record.get("skipped")) for record in steps),
-    }
+    """Sums over all steps, and the mean speed."""
+    sums = {name: sum(_number(record.get(column)) for record in steps) for name, column in _SUMS.items()}
+    return {**sums, "tokens_per_second": sums["tokens"] / sums["seconds"] if sums["seconds"] else None}
 
 
 def _settings(path: Path) -> dict[str, Any]:
