@@ -32,11 +32,10 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.files import FILE_KINDS, read_file
-from fsdp_qlora.data.folders import find_files
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import TEMPLATES
-from fsdp_qlora.data.rows import DataReport, Segment, SourceFile, TokenizedRows
+from fsdp_qlora.data.rows import DataReport, Segment, TokenizedRows
 from fsdp_qlora.data.schedule import (
     Schedule,
     epoch_order,
@@ -328,18 +327,6 @@ def test_a_file_that_is_changed_while_it_is_read_leaves_no_rows_in_the_cache(
     assert not list((tmp_path / "cache" / "tokenized").glob("*.safetensors"))
     write_jsonl(path, ROWS)
     assert len(prepare(path)[0]) == 3
-
-
-def test_a_folder_of_many_files_is_found_and_located_in_seconds(prepare: Any, tmp_path: Path) -> None:
-    for name in ("train", "test"):
-        (tmp_path / name).mkdir()
-        for number in range(4000):
-            (tmp_path / name / f"{number}.txt").write_text("" if number % 500 else "go")
-    started = time.monotonic()
-    assert len(find_files(tmp_path)) == 4000 and time.monotonic() - started < 10
-    files = [SourceFile(f"{number}.txt", "line", number) for number in range(30_000)]
-    report = DataReport("rows", "text", 30_000, files, rejected={"empty": list(range(1, 30_001))})
-    assert report.places()[-1] == ("rows/29999.txt:1", "empty") and time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("name", ["absent.jsonl", "no/such/folder", "folder/", "./owner/dataset", "folder/rows.txt"])
