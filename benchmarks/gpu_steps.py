@@ -290,7 +290,7 @@ class Timed:
         data = dataclasses.replace(plan.data, train_rows=rows)
         schedule = dataclasses.replace(plan.schedule, num_rows=len(rows))
         gpu = gpu_of(torch.cuda.get_device_properties(self.device))
-        measured = Measured(dataclasses.replace(plan, data=data, schedule=schedule), gpu)
+        measured = Measured(self.run.config, dataclasses.replace(plan, data=data, schedule=schedule), gpu)
         self.planned[f"{number} blocks recompute"] = measured.stepped({**record, "recompute": number})["measured"]
 
     def steps(self, rows: np.ndarray) -> dict[str, Any]:

@@ -119,11 +119,6 @@ class Schedule:
         found = lengths[micro_batch]
         return int(len(found) * found.max() if self.padding else found.sum())
 
-    def lengths_computed(self, micro_batch: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Tokens of a micro-batch's rows as they are computed, padding included."""
-        found: list[int] = lengths[micro_batch].tolist()
-        return [max(found, default=0)] * len(found) if self.padding else found
-
     def longest_micro_batch(
         self, train_rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray
     ) -> tuple[np.ndarray, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.output.environment import describe_environment
@@ -14,8 +15,8 @@ from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.gpus import Gpu
 from fsdp_qlora.planning.memory import estimate_memory
 from fsdp_qlora.planning.plan import PlacedModel
-from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.planning.speed import mean_turn, size_of, tokens_per_second
+from fsdp_qlora.planning.run_plan import Plan, mean_turn
+from fsdp_qlora.planning.speed import size_of, tokens_per_second
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -30,8 +31,8 @@ class Measured:
     come in random order, so both are of the same work.
     """
 
-    def __init__(self, plan: Plan, gpu: Gpu) -> None:
-        self._plan, self._gpu, self._model, self._has_warned = plan, gpu, plan.model, False
+    def __init__(self, config: TrainConfig, plan: Plan, gpu: Gpu) -> None:
+        self._config, self._plan, self._gpu, self._model, self._has_warned = config, plan, gpu, plan.model, False
         self._planned_speed = self._tokens = self._seconds = 0.0
 
     def stepped(self, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class Measured:
             step = dataclasses.replace(model.step, recomputing=number)
             memory = estimate_memory(model.meta.parts, model.blocks, step)
             self._model, self._planned_speed = dataclasses.replace(model, memory=memory), 0.0
-        self._planned_speed = self._planned_speed or planned_speed(self._plan, self._model, self._gpu)
+        self._planned_speed = self._planned_speed or planned_speed(self._config, self._plan, self._model, self._gpu)
         self._tokens += record["num_tokens"]
         self._seconds += record["step_seconds"]
         measured = {name: max(record["memory_gib"][name]) for name in ("allocated", "reserved")}
@@ -59,9 +60,9 @@ class Measured:
         return {"measured": {**found, **{name: round(speed, 1) for name, speed in speeds.items()}}}
 
 
-def planned_speed(plan: Plan, model: PlacedModel, gpu: Gpu) -> float:
+def planned_speed(config: TrainConfig, plan: Plan, model: PlacedModel, gpu: Gpu) -> float:
     """Tokens per second of the run's first steps."""
-    turn = mean_turn(plan.schedule, plan.data.train_rows, plan.data.train.lengths)
+    turn = mean_turn(config, plan.schedule, plan.data, model.documents)
     return tokens_per_second(model, size_of(model.meta.parts), turn, gpu)
 
 

@@ -35,7 +35,7 @@ from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.auto import choose_settings
 from fsdp_qlora.planning.outlook import Rows
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, longest_allowed, place, plan_model
-from fsdp_qlora.planning.speed import mean_turn
+from fsdp_qlora.planning.speed import Turn
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.files import read_json
 
@@ -172,16 +172,41 @@ def rows_of_run(config: TrainConfig, world_size: int, data: RunData, documents: 
     longest = longest_lengths(config, schedule, data, documents) if is_known else longest_allowed(config)
     of_epoch = lengths[epoch_order(rows, seed=config.seed, epoch=0, mixture=data.mixture)]
     number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
-    return Rows(longest, mean_turn(schedule, rows, lengths), float(number * of_epoch.mean()))
+    return Rows(longest, mean_turn(config, schedule, data, documents), float(number * of_epoch.mean()))
+
+
+def mean_turn(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> Turn:
+    """The mean of the turns of a run's first steps."""
+    lengths = np.minimum(data.train.lengths, schedule.context_length)
+    steps = schedule.first_micro_batches(data.train_rows, lengths)
+    # The longest micro-batch of a turn comes first.
+    first = [piece for step in steps for piece in step[:: schedule.world_size]]
+    longest = [lengths_of(config, schedule, data, documents, piece) for piece in first]
+    useful = sum(int(lengths[piece].sum()) for step in steps for piece in step)
+    squares = sum(length**2 for each in longest for length in each.of_documents)
+    return Turn(*(total / len(longest) for total in (sum(each.num_computed for each in longest), squares, useful)))
 
 
 def longest_lengths(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> Lengths:
     """The run's longest micro-batch, padding included."""
-    rows, objective = data.train, OBJECTIVES[config.objective]
-    shares = objective.needs == PAIRS and can_share(documents)
-    computed = rows.num_computed(objective.side, shares=shares)
-    lengths, computed = (np.minimum(each, schedule.context_length) for each in (rows.lengths, computed))
+    computed = data.train.num_computed(OBJECTIVES[config.objective].side, shares=_shares(config, documents))
+    lengths, computed = (np.minimum(each, schedule.context_length) for each in (data.train.lengths, computed))
     longest, _ = schedule.longest_micro_batch(data.train_rows, lengths, computed)
-    of_documents = np.minimum(np.diff(rows.document_offsets), config.context_length)
-    found = schedule.lengths_computed(rows.documents(longest, objective.side), of_documents)
-    return Lengths(found, np.minimum(rows.num_shared[longest], config.context_length).tolist() if shares else None)
+    return lengths_of(config, schedule, data, documents, longest)
+
+
+def lengths_of(
+    config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None, micro_batch: np.ndarray
+) -> Lengths:
+    """Tokens of a micro-batch as they are computed, padding included; a plan may try a shorter context."""
+    rows, most = data.train, config.context_length
+    of_side = rows.documents(micro_batch, OBJECTIVES[config.objective].side)
+    found = np.minimum(rows.document_offsets[of_side + 1] - rows.document_offsets[of_side], most).tolist()
+    if schedule.padding:
+        found = [max(found, default=0)] * len(found)
+    shared = np.minimum(rows.num_shared[micro_batch], most).tolist() if _shares(config, documents) else None
+    return Lengths(found, shared)
+
+
+def _shares(config: TrainConfig, documents: str | None) -> bool:
+    return OBJECTIVES[config.objective].needs == PAIRS and can_share(documents)

@@ -6,9 +6,6 @@ Each of 33 published runs of the 2024 program, planned by the others of its GPU,
 import math
 from typing import NamedTuple
 
-import numpy as np
-
-from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.model.attention import head_size
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.plan import PlacedModel
@@ -37,8 +34,8 @@ class Work(NamedTuple):
 class Turn(NamedTuple):
     """A micro-batch of each rank, which together take as long as the longest.
 
-    tokens: computed for the longest, padding included. squares: of its rows' lengths, added up. useful: tokens of all
-    ranks' rows.
+    tokens: computed for the longest, padding included. squares: of its documents' lengths, added up. useful: tokens of
+    all ranks' rows.
     """
 
     tokens: float
@@ -73,19 +70,21 @@ def count_work(
     recomputed_share: float,
     host_share: float,
     frees_blocks: bool = True,
+    references: int = 0,
 ) -> Work:
     """The work of a micro-batch.
 
     Args:
         tokens, squares: as of a `Turn`. recomputed_share: of the blocks.
-        host_share: of the base, that comes from the host.
+        host_share: of the base, that comes from the host. references: forward passes without adapters.
     """
-    passes = 2 + recomputed_share + size.trains_all  # forward, again, gradients of inputs, and of weights
-    per_token = 2 * (passes * size.linear + (3 + recomputed_share) * size.adapter + 2 * size.head)
+    again = recomputed_share + references
+    passes = 2 + again + size.trains_all  # forward, again, gradients of inputs, and of weights
+    per_token = 2 * (passes * size.linear + (3 + recomputed_share) * size.adapter + (2 + references) * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
-    attention = (3.5 + recomputed_share) * 2 * size.attended * size.blocks * squares
+    attention = (3.5 + again) * 2 * size.attended * size.blocks * squares
     decoding = passes * DECODED_BYTES * size.linear * size.is_decoded
-    elementwise = tokens * size.blocks * size.hidden * 2 * _PASSES * (3 + recomputed_share) / 4
+    elementwise = tokens * size.blocks * size.hidden * 2 * _PASSES * (3 + again) / 4
     gathers = 2 if frees_blocks else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
@@ -100,20 +99,6 @@ def seconds(work: Work, gpu: Gpu) -> float:
     return computing + communicating - _OVERLAP * min(computing, communicating)
 
 
-def mean_turn(schedule: Schedule, rows: np.ndarray, lengths: np.ndarray) -> Turn:
-    """The mean of the turns of a run's first steps.
-
-    Args:
-        rows: to train on. lengths: tokens of every row of the dataset.
-    """
-    steps = schedule.first_micro_batches(rows, lengths)
-    # The longest micro-batch of a turn comes first.
-    longest = [schedule.lengths_computed(piece, lengths) for step in steps for piece in step[:: schedule.world_size]]
-    useful = sum(int(lengths[piece].sum()) for step in steps for piece in step)
-    squares = sum(length**2 for each in longest for length in each)
-    return Turn(*(total / len(longest) for total in (sum(map(sum, longest)), squares, useful)))
-
-
 def tokens_per_second(plan: PlacedModel, size: Size, turn: Turn, gpu: Gpu) -> float:
     """Of all ranks of a model in its place. size: of its parts."""
     work = count_work(
@@ -124,6 +109,7 @@ def tokens_per_second(plan: PlacedModel, size: Size, turn: Turn, gpu: Gpu) -> fl
         recomputed_share=plan.memory.recomputing / size.blocks,
         host_share=plan.placement.offload.blocks / size.blocks,
         frees_blocks=SHARDING_STRATEGIES[plan.placement.sharding_strategy][1],
+        references=plan.step.passes - 1,
     )
     return turn.useful / seconds(work, gpu)
 

@@ -156,7 +156,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         try:
             with recorder.watching():
                 if ranks.device.type == "cuda":
-                    recorder.measured = Measured(plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
+                    recorder.measured = Measured(config, plan, gpu_of(torch.cuda.get_device_properties(ranks.device)))
                     try_memory(config, plan, trainer, start)
                 train(trainer, plan.data, progress, recorder)
         except (RunStopped, NotFinite) as error:

@@ -199,17 +199,18 @@ def test_memory_and_speed_are_facts_beside_the_plan_with_a_warning_of_memory(cap
     def planned(lengths: Sequence[int], *, padding: bool = False) -> Any:
         schedule = Schedule(
             num_rows=len(lengths), batch_size=2, gradient_accumulation_steps=1, world_size=2, num_epochs=1,
-            max_steps=-1, seed=0, padding=padding,
+            max_steps=-1, seed=0, padding=padding, context_length=512,
         )  # fmt: skip
-        data = SimpleNamespace(train=SimpleNamespace(lengths=np.array(lengths)), train_rows=np.arange(len(lengths)))
+        rows = TokenizedRows(*np.zeros((2, sum(lengths)), np.int32), np.cumsum([0, *lengths]), np.array(lengths))
+        data = RunData(rows, np.arange(len(lengths)))
         return SimpleNamespace(model=model, data=data, schedule=schedule)
 
     speeds = [
-        planned_speed(plan, model, GPUS["RTX 3090"])
+        planned_speed(config, plan, model, GPUS["RTX 3090"])
         for plan in (planned([512] * 8), planned([512, *[64] * 7]), planned([512, *[64] * 7], padding=True))
     ]
     assert speeds[0] == pytest.approx(found.tokens_per_second) and speeds == sorted(speeds, reverse=True)
-    measured = Measured(planned([512] * 8), GPUS["RTX 3090"])
+    measured = Measured(config, planned([512] * 8), GPUS["RTX 3090"])
 
     def stepped(reserved: float, seconds: float) -> dict[str, Any]:
         gathered = {"allocated": [8.0, 9.1], "reserved": [9.0, reserved]}

@@ -143,6 +143,13 @@ def test_a_well_known_model_in_the_cache_of_the_hub_is_planned_with_its_tokenize
     assert folder == snapshot and found.vocab_size == SIZES["vocab_size"]
 
 
+def test_a_reference_beside_the_policy_takes_the_time_of_one_more_forward_pass() -> None:
+    config = TrainConfig(model_name="qwen3-0.6b", context_length=512, objective="dpo", recompute="none")
+    alone = replace(config, precompute_reference=True)
+    speeds = [make_planner(each, Request(GPUS["RTX 3090"], 1)).outlook().tokens_per_second for each in (alone, config)]
+    assert 1.2 < speeds[0] / speeds[1] < 1.5
+
+
 def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"model_name": "qwen3-0.6b", "batch_size": 4, "gradient_accumulation_steps": 2, "context_length": 4096}
     found = _json(capsys, "--auto", "--gpu_memory_gib", "5.5", **options)
