@@ -125,14 +125,14 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def _read_manifest(folder: Path) -> dict[str, FileRecord]:
     path = folder / MANIFEST
+    if not path.is_file():
+        raise DamagedCheckpoint(f"{path.name} is not {'a file' if path.exists() else 'there'}")
     try:
         manifest = json.loads(path.read_bytes())
         if manifest.pop("sha256") != _manifest_hash(manifest):
             raise ValueError("its hash differs")
         version = manifest["format"]
         files = {name: FileRecord(**record) for name, record in manifest["files"].items()}
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path.name} is not there") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path.name} has changed ({error})") from error
     if version != FORMAT_VERSION:
