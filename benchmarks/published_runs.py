@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fsdp_qlora.planning.gpus import ACHIEVED, GPUS
-from fsdp_qlora.planning.speed import Size, count_work, seconds
+from fsdp_qlora.planning.speed import Size, Turn, count_work, seconds
 
 RUNS = json.loads((Path(__file__).parent / "published_runs.json").read_text())
 # hidden, inner, blocks, heads, groups, vocabulary
@@ -43,10 +43,10 @@ def size_of(row: dict[str, Any]) -> Size:
 
 def planned(row: dict[str, Any], achieved: float) -> float:
     """Seconds of a row."""
+    tokens = row["batch_size"] * row["context_length"]
     work = count_work(
         size_of(row),
-        row["batch_size"] * row["context_length"],
-        row["batch_size"] * row["context_length"] ** 2,
+        Turn(tokens, tokens * row["context_length"], tokens),
         num_shards=1 if row["strategy"] == "ddp" else row["gpus"],
         recomputed_share=1.0,
         host_share=float(row["cpu_offload"]),

@@ -27,7 +27,7 @@ MORE_PARAMETERS: dict[str, str] = {}  # function -> why it takes more
 
 # What a contributor has to hold in the head. Lower a number when a sum falls.
 MOST = {
-    "lines of the library": 27_576,
+    "lines of the library": 27_574,
     "files of the library": 138,
     "folders of the library": 21,
     "files at the package's root": 5,

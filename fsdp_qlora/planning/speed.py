@@ -63,8 +63,7 @@ class Size(NamedTuple):
 
 def count_work(
     size: Size,
-    tokens: float,
-    squares: float,
+    turn: Turn,
     *,
     num_shards: int,
     recomputed_share: float,
@@ -75,20 +74,20 @@ def count_work(
     """The work of a micro-batch.
 
     Args:
-        tokens, squares: as of a `Turn`. recomputed_share: of the blocks.
-        host_share: of the base, that comes from the host. references: forward passes without adapters.
+        recomputed_share: of the blocks. host_share: of the base, that comes from the host.
+        references: forward passes without adapters.
     """
     again = recomputed_share + references
     passes = 2 + again + size.trains_all  # forward, again, gradients of inputs, and of weights
     per_token = 2 * (passes * size.linear + (3 + recomputed_share) * size.adapter + (2 + references) * size.head)
     # Causal: half of the scores; the backward pass takes 2.5 times the forward pass.
-    attention = (3.5 + again) * 2 * size.attended * size.blocks * squares
+    attention = (3.5 + again) * 2 * size.attended * size.blocks * turn.squares
     decoding = passes * DECODED_BYTES * size.linear * size.is_decoded
-    elementwise = tokens * size.blocks * size.hidden * 2 * _PASSES * (3 + again) / 4
+    elementwise = turn.tokens * size.blocks * size.hidden * 2 * _PASSES * (3 + again) / 4
     gathers = 2 if frees_blocks else 1
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
-    return Work(tokens * per_token + attention, decoding + elementwise, gathered, from_host)
+    return Work(turn.tokens * per_token + attention, decoding + elementwise, gathered, from_host)
 
 
 def seconds(work: Work, gpu: Gpu) -> float:
@@ -103,8 +102,7 @@ def tokens_per_second(plan: PlacedModel, size: Size, turn: Turn, gpu: Gpu) -> fl
     """Of all ranks of a model in its place. size: of its parts."""
     work = count_work(
         size,
-        turn.tokens,
-        turn.squares,
+        turn,
         num_shards=plan.num_shards,
         recomputed_share=plan.memory.recomputing / size.blocks,
         host_share=plan.placement.offload.blocks / size.blocks,
