@@ -32,7 +32,7 @@ MOST = {
     "folders of the library": 21,
     "files at the package's root": 5,
     "options": 120,
-    "lines of tests": 21_155,
+    "lines of tests": 21_156,
 }
 
 

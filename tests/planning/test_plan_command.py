@@ -281,6 +281,7 @@ def test_what_cannot_be_planned_is_one_sentence(
     (tmp_path / "prices.yaml").write_text("date: 1\noffers:\n- {gpu: T4, num_gpus: 1}\n")
     (tmp_path / "none.yaml").write_text("date: 1\noffers: []\n")
     places = {"empty": tmp_path / "empty", "prices": tmp_path / "prices.yaml", "model": models()}
+    capsys.readouterr()  # what making the model has written
     status = main(["plan", *(word.format(**places) for word in argv)])
     captured = capsys.readouterr()
     assert status == 2 and said in captured.err and "Traceback" not in captured.err
