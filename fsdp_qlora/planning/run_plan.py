@@ -83,7 +83,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     config = dataclasses.replace(config, **chosen)
     schedule = make_schedule(config, data, machine.world_size)
     asked = tuple(question for _, question in questions)
-    placed = place(config, model, rows(config, machine.world_size).longest, store)
+    placed = place(config, model, longest_lengths(config, schedule, data, model.documents), store)
     check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
     plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, tasks, chosen)
     _tell(config, plan)
@@ -168,8 +168,7 @@ def rows_of_run(config: TrainConfig, world_size: int, data: RunData, documents: 
     """
     schedule, rows = make_schedule(config, data, world_size), data.train_rows
     lengths = np.minimum(data.train.lengths, schedule.context_length)  # a plan may try a shorter context
-    is_known = data.rows_per_epoch is not None
-    longest = longest_lengths(config, schedule, data, documents) if is_known else longest_allowed(config)
+    longest = longest_lengths(config, schedule, data, documents)
     of_epoch = lengths[epoch_order(rows, seed=config.seed, epoch=0, mixture=data.mixture)]
     number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
     return Rows(longest, mean_turn(config, schedule, data, documents), float(number * of_epoch.mean()))
@@ -188,7 +187,9 @@ def mean_turn(config: TrainConfig, schedule: Schedule, data: RunData, documents:
 
 
 def longest_lengths(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> Lengths:
-    """The run's longest micro-batch, padding included."""
+    """The run's longest micro-batch, padding included; of a stream, whose rows are unknown, the most possible."""
+    if data.rows_per_epoch is None:
+        return longest_allowed(config)
     computed = data.train.num_computed(OBJECTIVES[config.objective].side, shares=_shares(config, documents))
     lengths, computed = (np.minimum(each, schedule.context_length) for each in (data.train.lengths, computed))
     longest, _ = schedule.longest_micro_batch(data.train_rows, lengths, computed)

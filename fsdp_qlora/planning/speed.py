@@ -9,7 +9,6 @@ from typing import NamedTuple
 from fsdp_qlora.model.attention import head_size
 from fsdp_qlora.planning.gpus import ACHIEVED, Gpu
 from fsdp_qlora.planning.plan import PlacedModel
-from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 from fsdp_qlora.sharding.model_parts import ModelParts
 
 # Fitted to the published runs together with `Gpu.achieved`.
@@ -106,7 +105,7 @@ def tokens_per_second(plan: PlacedModel, size: Size, turn: Turn, gpu: Gpu) -> fl
         num_shards=plan.num_shards,
         recomputed_share=plan.memory.recomputing / size.blocks,
         host_share=plan.placement.offload.blocks / size.blocks,
-        frees_blocks=SHARDING_STRATEGIES[plan.placement.sharding_strategy][1],
+        frees_blocks=plan.step.frees_blocks,
         references=plan.step.passes - 1,
     )
     return turn.useful / seconds(work, gpu)
