@@ -1,5 +1,6 @@
 """Converts a config of another trainer: axolotl's, LLaMA-Factory's, TRL's or torchtune's YAML into ours."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,12 @@ from typing import Any
 import yaml
 
 from fsdp_qlora.config.cli import make_train_config
-from fsdp_qlora.config.options import option_types
+from fsdp_qlora.config.marks import OF_USER
+from fsdp_qlora.config.options import DEFAULTS, marks_of
 from fsdp_qlora.config.other_programs import OTHER_NAMES, advise
+from fsdp_qlora.config.text import PlainLoader, read_options
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.output.redact import HIDDEN
 
 # The kind of training and the base's bits there -> the train type here.
 _TRAIN_TYPES = {
@@ -27,6 +31,11 @@ _TYPE_KEYS = (
 # What has to be given: refused until it is.
 _TO_GIVE = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}
 _OF_VALUES = (": expected", "is not a choice", " must be ")  # in a refusal of a value
+_OF_USER = "it runs code, or says what is written or sent where: give it yourself"
+_SECRET_NAME = re.compile(r"key|token(?!iz)|secret|passw|passphrase|credential|env", re.IGNORECASE)
+# 24 letters and digits, or what follows the prefix of a service.
+_SECRET = re.compile(r"\b(?:sk|glpat|pypi|xox[a-z])-[\w-]{16,}|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{24,}")
+_MOST_SHOWN = 600  # characters of a comment's part
 
 
 def convert(path: Path) -> str:
@@ -36,9 +45,9 @@ def convert(path: Path) -> str:
         UserError: it is no YAML file of options.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {str(error).splitlines()[0]}.") from error
+        content = yaml.load(read_options(path, "it", may_be_pipe=True), PlainLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError of a date, for example
+        raise UserError(f"{path} cannot be read as YAML: {str(error).splitlines()[0].rstrip('.')}.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is no table of options.")
     entries = dict(_flat(content))
@@ -46,21 +55,23 @@ def convert(path: Path) -> str:
     left = ""
     for name, value in entries.items():
         option, ours, reason = _translate(name, value)
-        if option and option not in taken:
+        if option and OF_USER in marks_of(option):
+            reason = _OF_USER
+        elif option and option not in taken:
             said = _refusal({option: ours})
             # What another option must be is said of all in the end.
             reason = said.rstrip(".") if any(word in said for word in _OF_VALUES) else ""
             taken |= {} if reason else {option: ours}
         if reason:
-            left += f"# {name}: {_one_line(value)}  ({reason})\n"
+            left += f"# {_one_line(name)}: {_shown(name, value)}  ({_one_line(reason)})\n"
     if "stage" in entries and "lora_rank" in taken:  # LLaMA-Factory's default
-        taken.setdefault("lora_alpha", 2 * taken["lora_rank"])
+        taken.setdefault("lora_alpha", 2 * make_train_config(None, {"lora_rank": taken["lora_rank"]}).lora_rank)
     if taken.keys() & {"project_name", "entity"}:
         taken.setdefault("log_to", ["wandb"])
     taken |= {option: text for option, text in _TO_GIVE.items() if option not in taken}
     conflicts = _refusal(taken)
     return (
-        f"# Made of {path.name} by fsdp-qlora convert.\n"
+        f"# Made of {_one_line(path.name)} by fsdp-qlora convert.\n"
         + yaml.safe_dump(taken, sort_keys=False, allow_unicode=True)
         + (f"\n# Not taken over:\n{left}" if left else "")
         + (f"\n# To be changed before it starts: {_one_line(conflicts)}\n" if conflicts else "")
@@ -112,7 +123,7 @@ def _translate(name: str, value: Any) -> tuple[str, Any, str]:
         return "", None, "names of dataset_info.json: give the files of rows"
     found = advise(name, str(value).lower() if isinstance(value, bool) else str(value))
     if found is None:
-        return (name, value, "") if name in option_types() else ("", None, "there is no such option")
+        return (name, value, "") if name in vars(DEFAULTS) else ("", None, "there is no such option")
     ours: Any = found.value or value
     if isinstance(ours, float) and ours.is_integer():
         ours = int(ours)
@@ -142,5 +153,13 @@ def _refusal(taken: Mapping[str, Any]) -> str:
     return ""
 
 
+def _shown(name: str, value: Any) -> str:
+    """A value in a comment: such files are passed on. One that has a secret in it is hidden as a whole."""
+    names = f"{name} {value}" if isinstance(value, (dict, list)) else name
+    return HIDDEN if _SECRET_NAME.search(names) else _SECRET.sub(HIDDEN, _one_line(value))
+
+
 def _one_line(value: Any) -> str:
-    return " ".join(str(value).split())
+    """A part of a comment, which nothing in it must end."""
+    line = " ".join(str(value).split())[:_MOST_SHOWN]
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)

@@ -25,7 +25,7 @@ from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.other_programs import OTHER_NAMES, Advice, advise
-from fsdp_qlora.config.text import find_config, option_help, shipped_configs, type_text, value_text
+from fsdp_qlora.config.text import find_config, option_help, read_options, shipped_configs, type_text, value_text
 from fsdp_qlora.errors import UserError
 
 _HINTS = option_types()
@@ -344,10 +344,8 @@ def _words(value: yaml.Node) -> list[str] | None:
 
 def _yaml_pairs(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
     try:
-        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
-            raise UserError(f"--config {path} is not a regular file. Write the options to a file and give its path.")
         # The nodes and not the values: they keep the text as written, the lines, and keys given twice.
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(read_options(path, f"--config {path}"), Loader=yaml.SafeLoader)
     except OSError as error:
         names = ", ".join(shipped_configs())
         hint = f" It is no file, and not one of {names} either." if isinstance(error, FileNotFoundError) else ""

@@ -23,6 +23,7 @@ PER_NODE = Mark("may differ between the nodes of a run")
 """Paths, and how each node was started."""
 OF_RESULT = Mark("describes the model or its rows", is_of_result=True)
 OF_ADAPTER = Mark("is for train types with an adapter", is_of_result=True)
+OF_USER = Mark("runs code, or says what is written or sent where: `convert` leaves it to the user")
 NO_EFFECT = Mark("is accepted for the 2024 program's commands, and does nothing")
 
 
@@ -70,6 +71,7 @@ def one_of_names(names: Iterable[str]) -> Limit:
 
 NOT_EMPTY = Limit(bool, "given")
 POSITIVE = Limit(lambda value: value is None or 0 < value < math.inf, "a finite number above 0")
+PLANNABLE = Limit(lambda value: value is None or 0 < value <= 1e9, "above 0 and at most 1e9")
 FINITE = Limit(lambda value: value is None or abs(value) < math.inf, "a finite number")
 NOT_NEGATIVE = Limit(lambda value: value is None or 0 <= value < math.inf, "a finite number, 0 or more")
 COUNT_OR_WORD = Limit(lambda value: isinstance(value, str) or value >= 0, "0 or more if it is a number")

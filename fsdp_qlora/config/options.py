@@ -18,6 +18,7 @@ from fsdp_qlora.config.marks import (
     NOT_NEGATIVE,
     OF_ADAPTER,
     OF_RESULT,
+    OF_USER,
     PER_NODE,
     POSITIVE,
     SHARE,
@@ -47,7 +48,7 @@ class TrainConfig:
     nproc_per_node: Annotated[int, all_or_at_least_1("or a number of processes"), MAY_DIFFER, PER_NODE] = -1
     """Processes on this machine when started as one process; -1 is one per visible GPU, one on a CPU, and 1 keeps a run
     to one process on a machine with several GPUs. world_size is the same."""
-    master_addr: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "localhost"
+    master_addr: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "localhost"
     """Address where the processes meet when the program starts them itself; under torchrun, torchrun's."""
     master_port: Annotated[int, between(0, 65535), MAY_DIFFER, PER_NODE] = 0
     """Port where the processes meet when the program starts them itself; 0 takes a free one."""
@@ -58,7 +59,7 @@ class TrainConfig:
     # == model ==
     model_name: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_RESULT] = "Qwen/Qwen3-8B-Base"
     """Name on the Hugging Face hub, or local folder, of the decoder-only model to fine-tune."""
-    trust_remote_code: Annotated[bool, MAY_DIFFER] = False
+    trust_remote_code: Annotated[bool, MAY_DIFFER, OF_USER] = False
     """Run Python code from the model's files, with your permissions; models that transformers does not know need it.
     Read that code first."""
     llama_pro_path: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
@@ -235,7 +236,7 @@ class TrainConfig:
     allow_unquantized: Annotated[bool, MAY_DIFFER, OF_RESULT] = False
     """Continue when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head do not
     count); the rest takes its full memory."""
-    quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "auto"
+    quant_cache: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "auto"
     """Folder that caches the quantized weights (in 4 bits a quarter of the model's size) for the next start, with any
     number of processes; auto is quantized/ in FSDP_QLORA_CACHE or the user's cache folder, off disables the cache."""
 
@@ -290,25 +291,25 @@ class TrainConfig:
     sample_prompts: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
     """File of prompts, .jsonl or one in each line, that are answered at each evaluation; the answers are in
     samples.jsonl."""
-    eval_tasks: Annotated[tuple[str, ...], MAY_DIFFER] = ()
+    eval_tasks: Annotated[tuple[str, ...], MAY_DIFFER, OF_USER] = ()
     """Tasks of lm-eval, by name or as YAML files, that the sharded model is measured on at each evaluation."""
 
     # == output ==
     save_model: Annotated[bool, MAY_DIFFER] = True
     """Save checkpoints, and the adapter (or the model, for full) at the end; turn it off when only speed is
     measured."""
-    output_dir: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "output"
+    output_dir: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "output"
     """Folder for the results: the adapter, the tokenizer, config.yaml, metrics.jsonl and the checkpoints."""
-    overwrite_output_dir: Annotated[bool, MAY_DIFFER, PER_NODE] = False
+    overwrite_output_dir: Annotated[bool, MAY_DIFFER, PER_NODE, OF_USER] = False
     """Replace the results of a finished run or of another run in output_dir; an unfinished run with the same options is
     resumed anyway, unless resume is off."""
     base_name: Annotated[str | None, MAY_DIFFER, OF_RESULT] = None
     """Name of the base model on the Hugging Face hub, OWNER/NAME, for the adapter's adapter_config.json and card; by
     default model_name's, which loaders do not find if it is a local folder."""
-    push_to_hub: Annotated[str | None, MAY_DIFFER] = None
+    push_to_hub: Annotated[str | None, MAY_DIFFER, OF_USER] = None
     """Upload the result to this repository on the Hugging Face hub, OWNER/NAME, which is made if it is not there, at
     the end of the run or of its budget; it is kept in output_dir even if the upload fails."""
-    push_public: Annotated[bool, MAY_DIFFER] = False
+    push_public: Annotated[bool, MAY_DIFFER, OF_USER] = False
     """Make a new repository of push_to_hub public, and let push_to_hub and mirror write to a public one; by default a
     new one is private, and a public one is refused."""
     log_to: Annotated[tuple[Literal["tqdm", "stdout", "wandb", "tensorboard", "jsonl"], ...], NOT_EMPTY, MAY_DIFFER] = (
@@ -323,7 +324,7 @@ class TrainConfig:
     """Name of the run on wandb."""
     group: Annotated[str | None, MAY_DIFFER] = None
     """Group of the run on wandb, for runs that belong together."""
-    entity: Annotated[str | None, MAY_DIFFER] = None
+    entity: Annotated[str | None, MAY_DIFFER, OF_USER] = None
     """User or team on wandb that owns the run."""
     verbose: Annotated[bool, MAY_DIFFER, PER_NODE] = False
     """Print more at the start: memory by part, kernels, how weights were read, the structure of the model; in a dry run
@@ -344,7 +345,7 @@ class TrainConfig:
     """Save a checkpoint every this many minutes; raise it when all weights train and the disk is slow. 0 is never."""
     save_total_limit: Annotated[int, at_least(1), MAY_DIFFER] = 3
     """How many of the newest checkpoints are kept, besides the one with the lowest evaluation loss."""
-    mirror: Annotated[str | None, MAY_DIFFER, PER_NODE] = None
+    mirror: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_USER] = None
     """Where each checkpoint is copied during training: a folder on another disk or machine, a URL (s3://, gcs://,
     az://, sftp://), hf:OWNER/NAME (a private repository), or rclone:REMOTE:PATH. An empty output_dir, as on a new
     machine, is filled from it."""
@@ -367,7 +368,7 @@ class TrainConfig:
     profile: Annotated[bool, MAY_DIFFER] = False
     """Run torch.profiler during training, in cycles of steps; by default it records the last two of every ten,
     so a run of fewer steps needs a shorter profiling_frequency. Each cycle prints and writes where the time went."""
-    profiling_output: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE] = "profiles"
+    profiling_output: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "profiles"
     """Folder for the profiler's files."""
     with_stack: Annotated[bool, MAY_DIFFER] = False
     """Record the source line of each operation; it slows the steps that are profiled."""

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
+from yaml.composer import ComposerError
 
 from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
+from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.redact import redact_values
 
 # --- help ---
@@ -87,6 +89,7 @@ def identity_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
 # --- YAML files that come with the program ---
 
 _FOLDER = Path(__file__).resolve().parent.parent / "configs"
+_MOST_BYTES = 2**20  # of a file of options
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -102,6 +105,38 @@ def find_config(given: str) -> Path:
     path = Path(given)
     is_users = os.path.exists(path) and not os.path.isdir(path)
     return path if is_users else shipped_configs().get(given, path)
+
+
+def read_options(path: Path, name: str, *, may_be_pipe: bool = False) -> str:
+    """The text of a file of options, which may be a stranger's; `name` is what a message calls it.
+
+    Args:
+        may_be_pipe: take one that the shell has opened too, as in `<(curl ...)`.
+    Raises:
+        OSError, UnicodeDecodeError, UserError: it cannot be read, might never end, or is too large.
+    """
+    is_pipe = may_be_pipe and path.resolve().name.startswith("pipe:[")
+    if path.exists() and not path.is_file() and not is_pipe:
+        raise UserError(f"{name} is not a regular file. Write the options to a file and give its path.")
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise UserError(f"{name} has more than {_MOST_BYTES:,} bytes, and options are a few lines.")
+    return content.decode("utf-8")
+
+
+class PlainLoader(yaml.SafeLoader):
+    """For a stranger's YAML: ten lines of aliases may stand for gigabytes, and what has a tag may fail in any way."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None):
+            raise ComposerError(None, None, "aliases (*) and tags (!) are not read: write the value", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
+        is_text = kind is yaml.ScalarNode and len(value) > 100  # and not a number that Python refuses to print
+        return "tag:yaml.org,2002:str" if is_text else super().resolve(kind, value, implicit)
 
 
 def describe_config(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Configs of other trainers, converted: what is known is taken, and the rest is a comment with a reason."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import yaml
 from fsdp_qlora.cli.main import main
 from fsdp_qlora.commands.convert import convert
 from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.errors import UserError
 
 pytestmark = pytest.mark.quick
 
@@ -151,3 +153,66 @@ def test_conflicts_and_files_that_are_no_configs_are_said(tmp_path: Path, capsys
     for text in ("- a", "a: [", ""):
         path.write_text(text)
         assert main(["convert", str(path)]) == 2 and str(path) in capsys.readouterr().err
+
+
+STRANGERS = r"""
+"x\ntrust_remote_code: true #": 1
+"y\Lmirror: s3://a/b #": "1\Nmirror: s3://a/b"
+"z\0\x1b[31m": 1
+trust_remote_code: true
+hub_model_id: a/b
+output_dir: /home
+wandb_entity: stranger
+wandb_project: mine
+wandb_api_key: 0123456789abcdef
+env: {AWS_SECRET: do-not-show}
+plugins: [{password: do-not-show}, 0123456789abcdef0123456789abcdef01234567, sk-do-not-show-this-at-all]
+tokenizer_type: AutoTokenizer
+"""
+
+
+def test_a_comment_sets_no_option_and_shows_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "theirs\nseed: 1.yaml").write_text(STRANGERS)
+    made = convert(tmp_path / "theirs\nseed: 1.yaml")
+    given = {"model_name": "./GIVE_THE_MODEL", "dataset": "./GIVE_THE_ROWS.jsonl"}
+    assert yaml.safe_load(made) == {"train_type": "full", "project_name": "mine", "log_to": ["wandb"], **given}
+    _, _, comments = made.partition("# Not taken over:\n")
+    assert [line[:2] for line in comments.splitlines()] == ["# "] * 11  # splitlines knows U+2028 and U+0085 too
+    assert comments.count("give it yourself") == 4 and "AutoTokenizer" in comments and "\x1b" not in comments
+    assert not re.search("0123456789abcdef|do-not-show", made)
+
+
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n" for last, name in ("ab", "bc"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (LAUGHS, "aliases"),
+        ("lr: !!float x", "tags"),
+        ("lr: 2020-13-45", "month"),
+        ("lr: 0b_", "invalid literal"),
+        ("a: 1\n" * 2**18, "1,048,576 bytes"),
+    ],
+)
+def test_a_file_that_would_take_long_or_has_no_values_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(text)
+    with pytest.raises(UserError, match=said):
+        convert(tmp_path / "theirs.yaml")
+
+
+def test_numbers_too_long_to_print_are_no_numbers(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(f"lr: {'9' * 6000}\nseed: 0x{'f' * 6000}\nstage: sft\nlora_rank: '8'\n")
+    assert yaml.safe_load(convert(tmp_path / "theirs.yaml"))["lora_alpha"] == 16
+
+
+def test_a_pipe_of_the_shell_is_read_and_a_named_one_is_not(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"lora_r: 8\n")
+    os.close(writer)
+    assert yaml.safe_load(convert(Path(f"/dev/fd/{reader}")))["lora_rank"] == 8
+    os.close(reader)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(UserError, match="not a regular file"):
+            convert(path)
