@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.gpus import Gpu, find_gpu, gpu_like
@@ -43,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
     """
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
     config, searches = dataclasses.replace(config, auto=False), config.auto
-    if args.num_gpus is not None and args.num_gpus < 1:
-        raise UserError(f"--num_gpus {args.num_gpus}: give 1 or more.")
+    for name in ("gpu_memory_gib", "num_gpus", "host_ram_gib", "million_tokens", "price_per_hour"):
+        if not PLANNABLE.accepts(value := getattr(args, name)):
+            raise UserError(f"--{name} must be {PLANNABLE.allowed}, but is {value}.")
     tokens = args.million_tokens and args.million_tokens * 1e6
     if args.compare is not None:
         return _compare(args, config, tokens)

@@ -1,13 +1,15 @@
 """The rent table: one run on each offer of a price table, with the settings that are fastest there."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
-from fsdp_qlora.config.text import value_text
+from fsdp_qlora.config.marks import PLANNABLE
+from fsdp_qlora.config.text import PlainLoader, read_options, value_text
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.output.text import GIB
+from fsdp_qlora.output.text import GIB, printable
 from fsdp_qlora.planning.describe import format_count
 from fsdp_qlora.planning.gpus import find_gpu
 from fsdp_qlora.planning.outlook import Outlook, Planner, Request
@@ -22,14 +24,13 @@ def read_offers(path: Path) -> tuple[str, list[Request]]:
         UserError: it cannot be read, has no offers, or one of a GPU that is not known.
     """
     try:
-        table = yaml.safe_load(path.read_text(encoding="utf-8"))
+        table = yaml.load(read_options(path, "it"), PlainLoader)
         offers = [Request(**row | {"gpu": find_gpu(str(row["gpu"]))}) for row in table["offers"]]
-        if not offers or not all(
-            min(row.num_gpus, row.price_per_hour or 0, row.host_ram_gib or 1) > 0 for row in offers
-        ):
-            raise ValueError("it has no offers, or one without GPUs, price or memory")
-        return str(table["date"]), offers
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        numbers = [(row.num_gpus, row.price_per_hour or 0, row.host_ram_gib) for row in offers]
+        if not offers or not all(map(PLANNABLE.accepts, itertools.chain(*numbers))):
+            raise ValueError("it has no offers, or one whose GPUs, price or memory are not above 0 and at most 1e9")
+        return printable(" ".join(str(table["date"]).split())), offers
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"--compare {path}: {reason}. A price table has a date and offers, each with gpu, num_gpus and "

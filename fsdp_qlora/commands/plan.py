@@ -41,7 +41,7 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
     """
     path = Path(name).expanduser()
     if path.name.endswith(".json") and path.is_file():
-        path = path.parent
+        return load_config(path, name, trust_remote_code=trust_remote_code), path.parent
     known = None if path.is_dir() else known_config(name)
     if known is not None:
         cached = try_to_load_from_cache(name, "config.json") if hub.is_hub_name(name) else None

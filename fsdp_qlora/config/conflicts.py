@@ -17,6 +17,7 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.storage.files import folder_error, is_repository, mirror_error
 
+_MOST_TOKENS = 2**26  # of a micro-batch: at 4,096 numbers in 16 bits for each they are 512 GiB
 NEEDS_LM_EVAL = 'needs the package lm_eval: pip install "fsdp_qlora[lm-eval]"'
 
 
@@ -197,6 +198,8 @@ def _optimizer_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _data_conflicts(c: TrainConfig) -> Iterator[str]:
+    if c.batch_size * c.context_length > _MOST_TOKENS:
+        yield f"--batch_size times --context_length must be at most {_MOST_TOKENS:,} tokens, more than any GPU holds."
     if c.padding and c.packing:
         yield "--packing true puts rows into one row without padding: leave out --padding true, or --packing true."
     if c.eval_dataset and c.eval_fraction > 0:
@@ -247,11 +250,13 @@ def _run_conflicts(c: TrainConfig) -> Iterator[str]:
 
 
 def _text_errors(c: TrainConfig) -> Iterator[str]:
-    """Text that is not UTF-8, which Python keeps as lone surrogates: it would fail only when a file is written."""
+    """Text that is not UTF-8, which Python keeps as lone surrogates, and null characters: they would fail only when a
+    file is written."""
     for name, value in vars(c).items():
         for text in value if isinstance(value, tuple) else [value]:
-            if isinstance(text, str) and text.encode(errors="replace").decode() != text:
-                yield f"--{name} is not UTF-8 text: {text[:80]!a}. Give the file or folder another name."
+            if isinstance(text, str) and text.encode(errors="replace").decode().replace("\0", "") != text:
+                what = "has a null character" if "\0" in text else "is not UTF-8 text"
+                yield f"--{name} {what}: {text[:80]!a}. Give the file or folder another name."
 
 
 def _flags(names: list[str]) -> str:

@@ -47,11 +47,12 @@ def load_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
     """Read a decoder-only model's configuration.
 
     Args:
+        folder: of the model, or a file that is its config.json under any name.
         trust_remote_code: run code from the folder; its files are named in the log.
     Raises:
         UserError: config.json is missing or unreadable, or the model is not decoder-only or needs its own code.
     """
-    _check_model_type(folder / "config.json", name, trust_remote_code=trust_remote_code)
+    _check_model_type(folder if folder.is_file() else folder / "config.json", name, trust_remote_code=trust_remote_code)
     if trust_remote_code:
         log.info("Code that comes with the model runs if it is needed (--trust_remote_code): %s.", _own_code(folder))
     try:
@@ -232,6 +233,9 @@ def build_meta_model(
                 f"The {config.model_type} model described by config.json cannot be built: "
                 f"{str(error).partition(chr(10))[0]}. Download it again."
             ) from error
+        if empty := [path for path, parameter in model.named_parameters() if not parameter.numel()]:
+            what = f"The {config.model_type} model described by config.json"
+            raise UserError(f"{what} has weights without numbers, such as {empty[0]}. Download it again.")
         model.tie_weights()
         model.config.use_cache = False
         return model

@@ -124,8 +124,8 @@ def test_memory_time_and_tokens_are_those_of_the_dataset_if_there_is_a_tokenizer
     tokens = describe.format_count(3 * sum(lengths))
     assert line == f"The dataset: 8 rows of at most {max(lengths)} tokens, {tokens} in all epochs."
     assert f", {tokens} tokens\n" in said
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
-    for name in ("qwen3-0.6b", tmp_path / "config.json"):
+    (tmp_path / "any_name.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    for name in ("qwen3-0.6b", tmp_path / "any_name.json"):
         _, said = _plan(capsys, *gpu, **options | {"model_name": name})
         assert "Planned without the rows of --dataset: " in said and "10.0M tokens" in said
 
@@ -200,7 +200,7 @@ def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
 ) -> None:
     prices = tmp_path / "prices.yaml"
     prices.write_text(
-        "date: 2026-01-02\n"
+        'date: "2026-01-02\\e]0;title\\a\\n"\n'
         "offers:\n"
         "- {gpu: RTX 3060, num_gpus: 1, price_per_hour: 0.01}\n"
         "- {gpu: H100 SXM, num_gpus: 1, price_per_hour: 30, host_ram_gib: 100, where: somewhere}\n"
@@ -209,7 +209,7 @@ def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
     options = {"model_name": "qwen3-14b", "context_length": 4096, "use_cpu_offload": False}
     _, said = _plan(capsys, "--compare", str(prices), **options)
     lines = said.splitlines()
-    assert max(map(len, lines)) <= 80 and "2026-01-02" in lines[1]
+    assert max(map(len, lines)) <= 80 and lines[1].endswith(r"2026-01-02\x1b]0;title\x07")
     assert [line[4:12] for line in lines[-3:]] == ["RTX 4090", "H100 SXM", "RTX 3060"] and "needs " in lines[-1]
     by_time = _json(capsys, "--compare", str(prices), "--sort", "time", **options)
     assert [each["gpu"] for each in by_time] == ["H100 SXM", "RTX 4090", "RTX 3060 12GB"]
@@ -251,7 +251,15 @@ def test_a_drawing_has_a_rectangle_for_each_quantity_of_each_phase(
     ("argv", "said"),
     [
         ([], "Give --gpu NAME"),
-        (["--gpu", "RTX 3090", "--num_gpus", "0"], "give 1 or more"),
+        (["--gpu", "RTX 3090", "--num_gpus", "0"], "--num_gpus must be above 0"),
+        (["--gpu", "RTX 3090", "--num_gpus", f"{10**23}"], "--num_gpus must be above 0 and at most 1e9"),
+        (["--gpu_memory_gib", "nan"], "--gpu_memory_gib must be above 0"),
+        (["--gpu_memory_gib", "1e300"], "--gpu_memory_gib must be above 0"),
+        (["--gpu", "RTX 3090", "--host_ram_gib", "nan"], "--host_ram_gib must be above 0"),
+        (["--gpu", "RTX 3090", "--million_tokens", "-1"], "--million_tokens must be above 0"),
+        (["--gpu", "RTX 3090", "--price_per_hour", "inf"], "--price_per_hour must be above 0"),
+        (["--gpu", "RTX 3090", "--batch_size", f"{10**12}"], "--batch_size times --context_length"),
+        (["--gpu", "RTX 3090", "--model_name", "{nothing}"], "has weights without numbers"),
         (["--gpu", "RTX 3090", "--colour", "red"], "colour"),
         (["--gpu", "RTX 3095"], "RTX 3090"),
         (["--gpu", "RTX 3090", "--model_name", "qwen3-9b"], "qwen3-8b"),
@@ -264,6 +272,7 @@ def test_a_drawing_has_a_rectangle_for_each_quantity_of_each_phase(
         (["--compare", "--gpu", "RTX 3090"], "leave out --gpu"),
         (["--compare", "{empty}/none.yaml"], "No such file"),
         (["--compare", "{prices}"], "price_per_hour"),
+        (["--compare", "{empty}/../nan.yaml"], "not above 0"),
         (["--compare", "{empty}/../none.yaml"], "it has no offers"),
     ],
 )
@@ -280,7 +289,10 @@ def test_what_cannot_be_planned_is_one_sentence(
     (tmp_path / "empty").mkdir()
     (tmp_path / "prices.yaml").write_text("date: 1\noffers:\n- {gpu: T4, num_gpus: 1}\n")
     (tmp_path / "none.yaml").write_text("date: 1\noffers: []\n")
-    places = {"empty": tmp_path / "empty", "prices": tmp_path / "prices.yaml", "model": models()}
+    (tmp_path / "nan.yaml").write_text("date: 1\noffers:\n- {gpu: T4, num_gpus: 1, price_per_hour: .nan}\n")
+    nothing = tmp_path / "any_name.json"
+    nothing.write_text(json.dumps({"model_type": "llama", **SIZES, "hidden_size": 0}))
+    places = {"nothing": nothing, "empty": tmp_path / "empty", "prices": tmp_path / "prices.yaml", "model": models()}
     capsys.readouterr()  # what making the model has written
     status = main(["plan", *(word.format(**places) for word in argv)])
     captured = capsys.readouterr()
