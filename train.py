@@ -1,13 +1,16 @@
 """Fine-tune a language model whose quantized weights are sharded over all ranks: `python train.py --help`.
 
-The same as `fsdp-qlora train`, for a clone that is not installed: `main` is in fsdp_qlora/cli/train.py.
+The same as `fsdp-qlora train`, for a clone that is not installed: what `train` does is in fsdp_qlora/cli/train.py.
 """
 
 import sys
 
-from fsdp_qlora.cli.train import main
+from fsdp_qlora.cli import main as program
 
-__all__ = ["main"]
+
+def main(argv: list[str]) -> int:
+    return program.main(["train", *argv])
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,14 +1,16 @@
 """The ways in which a run may end: exceptions, and the exit status of training for each."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_qlora.output.text import printable
+from fsdp_qlora.output.text import cut, printable
 
 
 class UserError(ValueError):
@@ -88,6 +90,19 @@ def how_it_ends(error: Exception) -> Ending:
     return ENDINGS["failed"]._replace(is_final=True)  # it would fail again
 
 
+@contextlib.contextmanager
+def paths_refused() -> Iterator[None]:
+    """Take the system's refusal of a name that no file can have for bad input, wherever the name is used first."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"{error.filename}: the name is longer than that of any file.") from error
+        if "embedded null" in str(error):
+            raise UserError("A path has a null character, which is in no file's name.") from error
+        raise
+
+
 def print_error(error: Exception) -> None:
     """Print an error's message, with the rank if there are several, and record it for torchrun's own report.
 
@@ -96,12 +111,12 @@ def print_error(error: Exception) -> None:
     if getattr(error, "is_printed", False):
         return
     error.is_printed = True  # type: ignore[attr-defined]
-    note_reason(str(error))
+    note_reason(message := cut(str(error)))
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     if not isinstance(error, RunStopped):
-        write_line(f"{rank}error: {error}")
+        write_line(f"{rank}error: {message}")
     elif os.environ.get("LOCAL_RANK", "0") == "0":
-        write_line(f"{rank}{error}")
+        write_line(f"{rank}{message}")
 
 
 def write_line(text: str) -> None:

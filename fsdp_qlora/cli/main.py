@@ -10,7 +10,7 @@ from typing import TextIO
 
 from fsdp_qlora.cli.commands import COMMANDS, Command
 from fsdp_qlora.config.cli import Parser, with_underscores
-from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, print_error
+from fsdp_qlora.errors import ENDINGS, LostRank, TrainingError, UserError, how_it_ends, paths_refused, print_error
 from fsdp_qlora.output.redact import guard_output, lost_output
 from fsdp_qlora.output.text import LineHandler, quiet_libraries
 from fsdp_qlora.version import VERSION
@@ -29,7 +29,14 @@ def program() -> int:
 def main(argv: list[str]) -> int:
     """Run a command. Returns the exit status: 2 for bad input, 0 when it is done, else as in errors.ENDINGS."""
     guard_output()  # also for the reader of a pipe, such as `head`, that has read enough
-    status = _choose(argv)
+    try:
+        with paths_refused():
+            status = _choose(argv)
+    except (UserError, TrainingError, LostRank) as error:
+        print_error(error)
+        status = how_it_ends(error).exit_code
+    except KeyboardInterrupt:
+        status = ENDINGS["interrupted"].exit_code
     sys.stdout.flush()
     lost = lost_output()
     if status or lost is None or lost.errno == errno.EPIPE or argv[0] == "train":  # a run's results are in its folder
@@ -46,8 +53,7 @@ def _choose(argv: list[str]) -> int:
         print(f"{PROGRAM} {VERSION}")
         return 0
     if not argv or argv[0] not in COMMANDS:
-        print(f"error: {_explain_unknown(argv)}\n{usage()}", file=sys.stderr)
-        return 2
+        raise UserError(f"{_explain_unknown(argv)}\n{usage()}")
     name, *words = argv
     command = COMMANDS[name]
     if command.add_options is None:
@@ -61,18 +67,12 @@ def _run(name: str, command: Command, words: list[str]) -> int:
     parser = Parser(prog=f"{PROGRAM} {name}", description=command.run.__doc__, allow_abbrev=False)
     command.add_options(parser)
     quiet_libraries()
-    try:
-        args, others = parser.parse_known_args(with_underscores(words))
-        args.words, args.training_options = words, others
-        if others and not command.takes_training_options:
-            raise UserError(f"Unknown option {others[0]}. See --help.")
-        with _logging_to(sys.stderr if getattr(args, "json", False) else sys.stdout):
-            return int(command.run(args) or 0)
-    except (UserError, TrainingError, LostRank) as error:
-        print_error(error)
-        return how_it_ends(error).exit_code
-    except KeyboardInterrupt:
-        return ENDINGS["interrupted"].exit_code
+    args, others = parser.parse_known_args(with_underscores(words))
+    args.words, args.training_options = words, others
+    if others and not command.takes_training_options:
+        raise UserError(f"Unknown option {others[0]}. See --help.")
+    with _logging_to(sys.stderr if getattr(args, "json", False) else sys.stdout):
+        return int(command.run(args) or 0)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ log = logging.getLogger("fsdp_qlora")
 
 GIB = 2**30
 _COLUMNS = 100  # of a line of the start
+_LONGEST, _SCREEN = 1000, 6000  # characters of a message's line, and of a message
 
 # C0 and C1 control characters but newline and tab, and halves of surrogate pairs, which no terminal can be given.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -47,6 +48,15 @@ def fit(text: str, path: str = "") -> str:
     room = max(_COLUMNS - len(text), 0)
     line = text + (path if len(path) <= room else f"...{path[len(path) - room + 3 :]}")
     return line if len(line) <= _COLUMNS else f"{line[: _COLUMNS // 2 - 5]} ... {line[-_COLUMNS // 2 :]}"
+
+
+def cut(text: str) -> str:
+    """A message of at most about a screen, without the middle of its long lines: it may quote the longest of a file."""
+    return _without_middle("\n".join(_without_middle(line, _LONGEST) for line in text.split("\n")), _SCREEN)
+
+
+def _without_middle(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - _COLUMNS]} ... {text[-_COLUMNS:]}"
 
 
 def quiet_libraries() -> None:

@@ -1,6 +1,7 @@
 """The installed program: its table of commands, its settings by name, what it says of itself."""
 
 import ast
+import errno
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from fsdp_qlora.cli.train import set_torch_variables
 from fsdp_qlora.commands import doctor
 from fsdp_qlora.config.cli import make_train_config, parse_train_config
 from fsdp_qlora.config.text import shipped_configs
+from fsdp_qlora.errors import paths_refused
 from tests.tiny import ROOT
 
 pytestmark = pytest.mark.quick
@@ -58,6 +60,38 @@ def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest
         assert main(argv) == 2
         err = capsys.readouterr().err
         assert said in err and all(f"  {name} " in err for name in COMMANDS)
+
+
+LONG = "x" * 300  # a name of a file has at most 255 bytes
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["train", "--dataset", f"{LONG}.jsonl"], "longer than that of any file"),
+        (["merge", "--adapter", LONG, "--out", "out"], "longer than that of any file"),
+        (["report", LONG], "longer than that of any file"),
+        (["train", "--config", "{null}"], "--output_dir has a null character"),
+        (["export", "{null}", "--out", "out", "--adapter", "a\0b"], "a null character"),
+        (["x" * 100_000], "no command is named"),
+        (["train", "--" + "x" * 100_000], "Unknown option"),
+        (["train", "--dataset", *(f"{'x' * 5000}/{number}.jsonl" for number in range(20))], "longer than"),
+    ],
+)
+def test_a_name_no_file_can_have_is_bad_input_of_a_screen(
+    argv: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    null = tmp_path / "null.yaml"
+    null.write_text('output_dir: "a\\0b"\n')
+    assert main([word.format(null=null) for word in argv]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and len(captured.err) < 7000 and captured.out == ""
+
+
+def test_other_errors_of_the_system_and_of_the_program_stay_as_they_are() -> None:
+    for error in (PermissionError(errno.EACCES, "denied", "a"), ValueError("a bug"), UserError("bad")):
+        with pytest.raises(type(error), match=re.escape(str(error))), paths_refused():
+            raise error
 
 
 @pytest.mark.parametrize(
