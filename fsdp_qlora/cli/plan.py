@@ -2,11 +2,11 @@
 
 import argparse
 import dataclasses
-import gc
 import json
 import textwrap
 from pathlib import Path
 
+from fsdp_qlora.cli.train import importing
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.options import TrainConfig
@@ -98,12 +98,8 @@ def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None
 
 
 def _load() -> None:
-    """Import what plans, without the collector: its walks over torch's modules, none of them garbage, are a quarter."""
-    gc.disable()
-    import fsdp_qlora.commands.compare  # noqa: F401  it imports the plan
-
-    gc.freeze()
-    gc.enable()
+    with importing():
+        import fsdp_qlora.commands.compare  # noqa: F401  it imports the plan
 
 
 def _gpu(args: argparse.Namespace, here: Gpu | None) -> Gpu:

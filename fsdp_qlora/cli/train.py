@@ -4,18 +4,23 @@ The run is `run` in fsdp_qlora/run/run.py. It calls `train` in fsdp_qlora/traini
 the optimizer step is in training/trainer.py.
 """
 
+import contextlib
 import faulthandler
+import gc
+import itertools
 import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from fsdp_qlora.checkpointing.run_folder import is_run, read_run
 from fsdp_qlora.checkpointing.same_run import StartRequest, find_differences, refuse
-from fsdp_qlora.cli.launch import relaunch_if_needed
+from fsdp_qlora.cli.launch import is_started_by_others, relaunch_if_needed
 from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import MAY_DIFFER
+from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
@@ -36,6 +41,7 @@ from fsdp_qlora.output.text import quiet_libraries
 # A path, and not a name on the hub: it begins as one, or ends as a file of rows or prompts.
 _PATH = re.compile(r"(~|\.{0,2})/.*|.*\.(jsonl?|csv|tsv|parquet|txt|jinja|j2)(\.(gz|zst))?", re.DOTALL | re.IGNORECASE)
 
+_MOST_BYTES = 2**22  # of a file whose first rows are looked at twice
 _FILES = ("sample_prompts", "prompt_template")
 
 
@@ -50,6 +56,7 @@ def main(argv: list[str]) -> int:
     try:
         config = parse_train_config(argv)
         refuse_early(config)
+        refuse_names(config)
         if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
             return status_of_workers
         sys.argv = redact_values(sys.argv)  # wandb keeps a copy
@@ -57,7 +64,8 @@ def main(argv: list[str]) -> int:
         if sys.__stderr__ and not faulthandler.is_enabled():  # a crash in a library shows where Python was
             faulthandler.enable(sys.__stderr__)
         # Imported here so that --help and wrong options answer at once.
-        from fsdp_qlora.run.run import run
+        with importing():
+            from fsdp_qlora.run.run import run
 
         run(config)
     except (UserError, TrainingError, RunStopped) as error:
@@ -72,6 +80,17 @@ def main(argv: list[str]) -> int:
         note_reason(f"{type(error).__name__}: {error}")
         raise
     return 0
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import torch without the collector: its walks over torch's modules, none of them garbage, are a sixth."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def set_torch_variables() -> None:
@@ -101,6 +120,32 @@ def refuse_early(config: TrainConfig) -> None:
             refuse(folder, differences)
 
 
+def refuse_names(config: TrainConfig) -> None:
+    """Refuse a model that is nowhere, a dataset of an unknown name, and small files whose columns are of no format.
+
+    Raises:
+        UserError: as the run would say it, some imports later.
+    """
+    from fsdp_qlora.data import formats, sources  # the hub's client takes a while to import
+    from fsdp_qlora.loading import hub
+
+    if not is_started_by_others() and not hub.is_here(config.model):
+        hub.find_model_folder(config.model, with_weights=False, with_code=config.trust_remote_code, is_preview=True)
+    renames = formats.parse_columns(config.columns)
+    used = partial(formats.used_columns, dataset_format=config.dataset_format, renames=renames)
+    for name in map(sources.parse_name, config.dataset):
+        if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name):
+            continue  # found later, perhaps over the network
+        source, path = sources.find_source(name, streamed=config.streaming), Path(name.name).expanduser()
+        is_small = path.is_file() and path.stat().st_size <= _MOST_BYTES
+        if is_small and OBJECTIVES[config.objective].needs == TEXTS:
+            entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=used)
+            rows = [entry.row for entry in entries if isinstance(entry.row, dict)]
+            columns, first = list(dict.fromkeys(itertools.chain(*rows))), rows[: sources.ROWS_LOOKED_AT]
+            if rows:
+                formats.name_columns(columns, renames, config.dataset_format, origin=source.origin, first_rows=first)
+
+
 def _missing(config: TrainConfig) -> Iterator[str]:
     """A sentence for each path that leads nowhere."""
     folders, files = {"model_name": config.model}, {name: getattr(config, name) for name in _FILES}
@@ -114,3 +159,5 @@ def _missing(config: TrainConfig) -> Iterator[str]:
         if _PATH.fullmatch(path) and not Path(path).expanduser().exists():
             what = "folder" if option in folders else "file or folder"
             yield f"{option} {word}: there is no such {what}. Check the path."
+    if (model := Path(config.model).expanduser()).is_dir() and not (model / "config.json").is_file():
+        yield f"model_name {config.model}: it has no config.json, so it is not a model's folder."

@@ -37,6 +37,8 @@ from fsdp_qlora.data.schedule import Mixture, mix, split_eval, split_rows
 from fsdp_qlora.data.sources import (
     DEFAULT_SAMPLES,
     DUMMY,
+    ROWS_LOOKED_AT,
+    ROWS_PER_BATCH,
     Entry,
     Source,
     check_weights,
@@ -52,8 +54,6 @@ log = logging.getLogger("fsdp_qlora")
 
 _NEEDED = {PAIRS: "preferences, a chosen and a rejected answer", LABELS: "answers with a label"}
 _FIRST_ROWS = 1000  # of a stream, which are checked before training
-_ROWS_LOOKED_AT = 100  # to tell their format
-_ROWS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class DatasetPipeline:
         pieces, lengths = [NO_ROWS], [0]
         report, left = DataReport(source.origin), iter(entries)
         with tqdm(desc="Tokenizing", unit=" rows", disable=not show_progress) as bar:
-            while batch := list(islice(left, _ROWS_PER_BATCH)):
+            while batch := list(islice(left, ROWS_PER_BATCH)):
                 if rows := self._named(batch, source, report):
                     row_format = FORMATS[self._format_name]
                     if (threshold := self.options.rating_threshold) is not None:
@@ -361,7 +361,7 @@ class DatasetPipeline:
         known = len(self._columns)
         self._columns.update(dict.fromkeys(column for _, row in rows for column in row))
         if rows and (len(self._columns) > known or self._format_name == "auto"):
-            first_rows = [row for _, row in rows[:_ROWS_LOOKED_AT]]
+            first_rows = [row for _, row in rows[:ROWS_LOOKED_AT]]
             self._names, self._format_name = name_columns(
                 list(self._columns), self.renames, self._format_name, origin=source.origin, first_rows=first_rows
             )

@@ -38,6 +38,8 @@ log = logging.getLogger("fsdp_qlora")
 
 DEMO = "alpaca_demo"
 DUMMY = "dummy"  # random tokens, made without text: see tokenization.dummy_rows
+ROWS_LOOKED_AT = 100  # to tell their format
+ROWS_PER_BATCH = 1000  # enough to keep the threads of a fast tokenizer busy
 DEFAULT_SAMPLES = {"alpaca_sample": 128, "orca_math": 512, DUMMY: 512}
 _WEIGHT = re.compile(r":([-+]?(?:\d+\.?\d*|\.\d+|nan|inf))$", re.IGNORECASE)
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]$")

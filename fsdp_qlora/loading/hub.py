@@ -5,16 +5,20 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.distributed import Ranks, once_per_machine
 from fsdp_qlora.storage.files import free_disk
+
+if TYPE_CHECKING:  # a wrong name is refused without torch
+    import torch.distributed as dist
+
+    from fsdp_qlora.ranks.distributed import Ranks
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -38,6 +42,12 @@ _REASONS: dict[type[Exception], str] = {
 def is_hub_name(name: str) -> bool:
     """Whether a word has the form owner/name and does not look like a path to a file."""
     return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) is not None and not re.search(r"\.[A-Za-z]\w*$", name)
+
+
+def is_here(model: str) -> bool:
+    """Whether a model is a path here, or in the hub's cache."""
+    cached = try_to_load_from_cache(model, "config.json") if is_hub_name(model) else None
+    return Path(model).expanduser().exists() or isinstance(cached, str)
 
 
 def ask_hub(name: str, repo_type: str) -> Exception | None:
@@ -86,8 +96,8 @@ def find_model_folder(
     with_code: bool = False,
     is_preview: bool = False,
     revision: str | None = None,
-    ranks: Ranks | None = None,
-    store: dist.Store | None = None,
+    ranks: "Ranks | None" = None,
+    store: "dist.Store | None" = None,
 ) -> Path:
     """The local folder of a model: the given one, or the hub's snapshot, which is downloaded if needed.
 
@@ -119,6 +129,8 @@ def find_model_folder(
 
     if ranks is None or store is None:
         return Path(download())
+    from fsdp_qlora.ranks.distributed import once_per_machine
+
     what = f"the download of {model_name}" if with_weights else f"the configuration of {model_name}"
     return Path(once_per_machine(download, what, ranks, store, hours=_DOWNLOAD_HOURS))
 
@@ -138,7 +150,7 @@ def download_adapter(name: str) -> Path:
         raise UserError(f"--adapter {name}: there is no such folder, and {reason}.") from error
 
 
-def fetch_weights(model_name: str, folder: Path, *, ranks: Ranks, store: dist.Store) -> None:
+def fetch_weights(model_name: str, folder: Path, *, ranks: "Ranks", store: "dist.Store") -> None:
     """Download the weights to a folder that `find_model_folder` found without them: those of the same commit.
 
     Raises:

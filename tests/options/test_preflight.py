@@ -1,6 +1,7 @@
 """What is wrong with files and folders is said before torch is imported."""
 
 import json
+import os
 import subprocess
 import sys
 from itertools import product
@@ -32,6 +33,28 @@ def test_missing_files_are_named_without_torch() -> None:
     assert done.stdout == "2 set()\n"
     for option, value in options.items():
         assert f"{option} {value}: there is no such " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model_name": "."}, "has no config.json"),
+        ({"model_name": "owner/model"}, "model_name owner/model: there is no such local folder"),
+        ({"dataset": "alpaka"}, "Did you mean 'alpaca'?"),
+        ({"dataset": "rows.jsonl"}, "missing columns. It has: x, y."),
+        ({"dataset": "texts.jsonl", "columns": "output=z"}, "columns: "),
+    ],
+)
+def test_names_and_columns_are_refused_without_torch(options: dict[str, str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"x": 1, "y": 2}\n')
+    (tmp_path / "texts.jsonl").write_text('not JSON\n{"text": "a"}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    code = "import sys, train; print(train.main(sys.argv[1:]), {'torch', 'transformers'} & set(sys.modules))"
+    command = [sys.executable, "-c", code, *flags(**{"model_name": "model", "dataset": "texts.jsonl", **options})]
+    places = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=places, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 set()\n" and said in done.stderr
 
 
 def test_a_file_of_each_kind_is_known_by_its_name() -> None:
