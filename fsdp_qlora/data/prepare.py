@@ -137,6 +137,12 @@ class RunData:
         reports = self.eval_reports if self.stream is not None else self.reports + self.eval_reports
         return [place for report in reports for place in report.places()]
 
+    def describe_left_out(self) -> list[str]:
+        """A line for the end, if rows were left out: how many of those that were read before training."""
+        reports = self.reports + self.eval_reports
+        left, total = sum(each.num_rejected for each in reports), sum(each.num_rows for each in reports)
+        return [f"Rows left out: {left:,} of {total:,}"] if left else []
+
     def files(self) -> dict[str, str]:
         """Files for the run's folder, name -> text: rejected.jsonl, if rows were left out."""
         lines = [json.dumps(redact_values({"row": place, "reason": reason})) + "\n" for place, reason in self.rejected]

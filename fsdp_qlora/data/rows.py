@@ -18,6 +18,7 @@ Row = dict[str, object]
 Numbers = Sequence[int] | np.ndarray
 
 NUMBERS_SHOWN = 10  # rows named in a message
+_NAMED = 5  # unused columns in one
 CUT_SHARE_TO_WARN = 0.05  # of the tokens
 _ROWS_COUNTED = 4096  # at a time
 
@@ -257,8 +258,10 @@ class DataReport:
 
     def describe_notes(self) -> list[str]:
         """One line for each oddity of rows that are used, and for columns that are not."""
-        unused = f"{self.origin}: columns that the format {self.dataset_format} does not use: "
-        return [*([unused + ", ".join(self.unused_columns)] if self.unused_columns else []), *self._lines(self.notes)]
+        names, more = [fit(name) for name in self.unused_columns[:_NAMED]], len(self.unused_columns) - _NAMED
+        unused = f"{self.origin}: columns that the format {self.dataset_format} does not use: {', '.join(names)}"
+        unused += f" and {more:,} more" if more > 0 else ""
+        return [*([unused] if names else []), *self._lines(self.notes)]
 
     def describe_cut(self, context_length: int) -> list[str]:
         """A line of advice where many tokens are cut or prompts fill the context."""

@@ -175,8 +175,9 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
 
 
 def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """One line of the text of a row: the end of its first prompt, and the beginning of what is learned after it."""
-    start, end = tokenized.offsets[row : row + 2]
+    """One line of the text of a row, of a pair's chosen one: the end of its first prompt, and what is learned after."""
+    [document] = tokenized.documents([row], side=0)
+    start, end = tokenized.document_offsets[document : document + 2]
     first = start + int(tokenized.learned[start:end].argmax())
     asked, learned = (
         " ".join(str(tokenizer.decode(tokenized.input_ids[span])).split())

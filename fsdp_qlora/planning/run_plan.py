@@ -123,6 +123,8 @@ def _tell(config: TrainConfig, plan: Plan) -> None:
     on_gpu, gpu_bytes = machine.device.type == "cuda", here[1] if here else None
     memory = describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)
     describe.tell(config, *memory, model.reason)
+    for line in data.describe_left_out():
+        log.warning("%s", line)
     if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:
         strategy = model.placement.sharding_strategy
         log.info("%s", describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes))

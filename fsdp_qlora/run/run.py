@@ -171,6 +171,8 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
         recorder.metrics.summary(progress.summary())
     seconds = clock.elapsed() - guard.started
     log.info(describe.describe_result(progress.summary(), folder, seconds, saved=config.save_model))
+    for line in plan.data.describe_left_out():
+        log.info("%s", line)
 
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:

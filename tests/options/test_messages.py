@@ -23,6 +23,19 @@ def test_escape_sequences_in_rows_are_shown_and_not_obeyed(models: Callable[...,
     assert r"blue\x1b]0;title\x07" in output
 
 
+def test_a_plan_shows_one_text_and_counts_rows_left_out_at_its_end(models: Callable[..., Path], tmp_path: Path) -> None:
+    row = {"prompt": "which?", "chosen": "red", "rejected": "blue"}
+    rows = [{**row, **{f"extra_{number}": 1 for number in range(7)}, "y" * 1000: 1}] * 8 + [{**row, "chosen": None}] * 2
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    options = {"model_name": models(), "dataset": data, "objective": "dpo", "max_bad_rows": 0.5, "dry_run": True}
+    _, output = run_ranks(1, flags(**options), tmp_path / "logs")
+    lines = output.splitlines()
+    assert next(line for line in lines if "does not use: " in line).endswith("extra_3, extra_4 and 3 more")
+    [sample] = [line for line in lines if line.startswith("Sample")]
+    assert "red" in sample and "blue" not in sample
+    assert lines[-1] == "Rows left out: 2 of 10"
+
+
 def _read_damaged(path: str) -> int:
     from fsdp_qlora.data.cache import read_cache
     from fsdp_qlora.ranks.distributed import read_ranks, set_up_logging
