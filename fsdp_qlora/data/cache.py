@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fsdp_qlora.data.rows import NO_ROWS, DataReport, SourceFile, TokenizedRows, join_rows
+from fsdp_qlora.data.rows import ENDED_WORKERS, NO_ROWS, DataReport, SourceFile, TokenizedRows, join_rows
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.output.text import warn_from_any_rank
 from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
@@ -57,6 +57,8 @@ def through_cache(
             log.debug("Tokenized rows are read from %s", path)
             return found
         made = make()
+        if any(reason.startswith(ENDED_WORKERS) for reason in made[1].rejected):
+            return made  # another start may not lose these rows
         _write(path, *made)
         return read_cache(path) or made  # mapped, so that all ranks share it
 

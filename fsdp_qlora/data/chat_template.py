@@ -1,7 +1,8 @@
 """Chats become text through the tokenizer's chat template, which a process of its own fills.
 
 A template comes with the model, from strangers. transformers renders it in jinja2's sandbox, which keeps
-it from reading and writing, but bounds neither its time nor its memory: the kernel does, in the worker. It is no
+it from reading and writing, but bounds neither its time nor its memory: the kernel does, in the worker. Its time is
+that of the processor, so a pause or a busy machine costs no chat. It is no
 `ProcessPoolExecutor`: that one imports the main module again (a script without a guard would train in each worker) and
 modules of the current folder, and does not end a call that takes too long.
 """
@@ -19,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_qlora.data.rows import BadRow, Chat, Segment
+from fsdp_qlora.control.clock import within
+from fsdp_qlora.data.rows import ENDED_WORKERS, BadRow, Chat, Segment
 from fsdp_qlora.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,8 +32,9 @@ Span = tuple[int, int]
 Render = Callable[..., tuple[str, Sequence[Span]]]
 """(messages, add_generation_prompt=False) -> the text, and what the template marks as generated."""
 
-SECONDS_PER_CHAT = 10
+SECONDS_PER_CHAT = 10  # of the processor
 MEMORY_BYTES = 2 * 2**30  # besides what the process has when it is ready
+_ANSWER_SECONDS = 120.0  # also for the start of a process on a busy machine; one that is stopped never answers
 _MOST_KILLS = 3  # in a row: then the template is at fault, not a chat
 _ROOT = str(Path(__file__).resolve().parents[2])
 # Not -m, and without "" on the path: both would import modules of the current folder.
@@ -43,7 +46,7 @@ _CURE = (
 
 
 class TemplateWorker:
-    """A process that fills chat templates. It starts with the first chat, and again after one that ended it."""
+    """A process that fills chat templates. It starts with the first chat, and again when it has ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -53,33 +56,46 @@ class TemplateWorker:
         """What `answer` returns for a request.
 
         Raises:
-            BadRow: it ended the process, or is no JSON.
-                UserError: several one after the other did.
+            BadRow: it is no JSON, takes too long, or has ended two processes.
+            UserError: several one after the other take too long.
         """
         try:
             line = f"{SECONDS_PER_CHAT} {json.dumps(request)}"
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(f"tools or messages contain values that JSON cannot represent ({error})") from error
-        if self._process is None:
-            command = [sys.executable, "-c", _COMMAND]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        process, reply = self._process, ""
-        assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-            reply = process.stdout.readline()
-        if reply:
-            self._kills = 0
-            return dict(json.loads(reply))
-        self.close()
-        if process.returncode != -signal.SIGALRM:  # by the kernel or a person: other chats may do
-            raise BadRow(f"the process that fills the chat template was ended by signal {-process.returncode}")
+        for _ in range(2):  # the kernel, or a person, may have ended the first process
+            reply, status = self._exchange(line + "\n")
+            if reply:
+                self._kills = 0
+                return dict(json.loads(reply))
+            if status == -signal.SIGPROF:
+                break
+        else:
+            raise BadRow(f"{ENDED_WORKERS}, the last by signal {-status}")
         self._kills += 1
         reason = f"did not end within {SECONDS_PER_CHAT} s for it"
         if self._kills == _MOST_KILLS:
             raise UserError(f"The chat template {reason}, as for {_MOST_KILLS - 1} chats before. {_CURE}")
         raise BadRow(f"the chat template {reason}")
+
+    def _exchange(self, line: str) -> tuple[str, int]:
+        """The process's answer to a line; "" and its exit status if there is none, after which it has ended."""
+        if self._process is None:
+            command = [sys.executable, "-c", _COMMAND]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = self._process
+
+        def send_and_receive() -> str:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(line)
+            process.stdin.flush()
+            return process.stdout.readline()
+
+        with contextlib.suppress(BrokenPipeError, TimeoutError):
+            if (reply := within(_ANSWER_SECONDS, send_and_receive)).endswith("\n"):
+                return reply, 0
+        self.close()
+        return "", process.returncode
 
     def close(self) -> None:
         """End the process."""
@@ -213,17 +229,17 @@ def work() -> None:
     """Answer requests: each line of stdin is one, each line of stdout its answer, both JSON."""
     from transformers.utils.chat_template_utils import render_jinja_template  # noqa: F401  before the limits
 
-    # The default action of the alarm ends the process, also within one endless operation.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # The signal's default action ends the process, also within one endless operation.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _limit_memory()
     for line in sys.stdin:
         seconds, _, request = line.partition(" ")
-        signal.setitimer(signal.ITIMER_REAL, float(seconds))
+        signal.setitimer(signal.ITIMER_PROF, float(seconds))
         try:
             reply = answer(json.loads(request))
         except (RecursionError, MemoryError):
             reply = {"error": "too large or nested too deeply for a chat template"}
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), flush=True)
 
 

@@ -26,6 +26,7 @@ _ROWS_COUNTED = 4096  # at a time
 NO_ROOM = "no room for a response within context_length"
 NO_TARGET = "nothing to learn"
 NO_ROOM_FOR_TURN = "a turn that is a row of its own has no room within context_length"
+ENDED_WORKERS = "two processes that fill the chat template have ended at it"  # and how: perhaps not the row's fault
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +230,18 @@ def test_prompts_are_filled_in_the_bounded_process_too() -> None:
         PromptFormat(tokenizer, {"kind": "chat", "chat_template": "{{ 'a' * 99999999999 }}"})
 
 
-def test_kills_of_the_process_cost_their_rows_and_time_outs_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_killed_or_stopped_is_replaced_and_time_outs_end_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     worker = TemplateWorker()
-    killing = ChatTemplate(spelled_tokenizer("byte_level"), template())
-    killing.fill(Chat(CHAT["messages"]), worker, learn="assistant")
-    for _ in range(3):
+    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), template())
+    first = chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant")
+    monkeypatch.setattr("fsdp_qlora.data.chat_template._ANSWER_SECONDS", 0.5)
+    for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
         assert worker._process is not None
-        worker._process.kill()
-        worker._process.wait()
-        with pytest.raises(BadRow, match="ended by signal 9"):
-            killing.fill(Chat(CHAT["messages"]), worker, learn="assistant")
-        killing.fill(Chat(CHAT["messages"]), worker, learn="assistant")
+        worker._process.send_signal(number)
+        assert chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant") == first
+    monkeypatch.undo()
     monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 0.1)
     endless = ChatTemplate(spelled_tokenizer("byte_level"), "{{ 9 ** (9 ** (9 ** 9)) }}")
     for refusal in (BadRow, BadRow, UserError):  # three in a row are the template's fault

@@ -19,7 +19,7 @@ from fsdp_qlora.data.schedule import Schedule, mix
 from fsdp_qlora.data.sources import DatasetName, find_source, parse_name
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.run_plan import data_options
-from tests.data.conftest import SharedWorker
+from tests.data.conftest import WORKER, SharedWorker
 from tests.data.test_data import rows_of, write_csv, write_jsonl, write_parquet
 from tests.tiny import make_rows, spelled_tokenizer
 
@@ -58,6 +58,21 @@ def prepare(
 ALPACA: Rows = make_rows(4)
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "go on"}]
 SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
+
+
+def test_a_chat_that_ends_its_process_twice_is_left_out_and_kept_in_no_cache(
+    prepare: Callable[..., tuple[RunData, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_jsonl(
+        tmp_path / "chats.jsonl", [{"messages": TALK}, {"messages": [TALK[0], TALK[1] | {"name": "so"}]}]
+    )
+    exchange = WORKER._exchange
+    with monkeypatch.context() as patch:
+        patch.setattr(WORKER, "_exchange", lambda line: ("", -9) if '"so"' in line else exchange(line))
+        data, said = prepare(path, max_bad_rows=0.5)
+        assert len(data.train) == 1 and "have ended at it, the last by signal 9: " in said
+    assert len(prepare(path, max_bad_rows=0.5)[0].train) == 2  # the machine has room again
+    assert len(list((tmp_path / "cache" / "tokenized").glob("*.safetensors"))) == 1
 
 
 def written(content: Callable[[Rows], bytes]) -> Callable[[Path, Rows], Path]:
