@@ -17,7 +17,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control.restarts import AUTO_RESTART, NOTE_FILE, forward_exit, is_restart
@@ -241,6 +244,8 @@ def _prepare_environment() -> None:
     """Set up the environment that the workers inherit."""
     os.environ.pop(_LAUNCHER_PID, None)  # of a worker that has started this launcher
     _end_with_parent()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
+        signal.signal(signal.SIGTSTP, _stop_with_workers)
     if is_restart():
         os.environ[AUTO_RESTART] = "1"
     # A stop waits for the step and its checkpoint, but less than the 30 s after which an outer agent kills us.
@@ -255,6 +260,18 @@ def _prepare_environment() -> None:
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
+
+
+def _stop_with_workers(number: int, frame: FrameType | None) -> None:
+    """Ctrl-Z: stop the workers, which are in sessions of their own, and this process; `fg` and `bg` continue all."""
+    workers = psutil.Process().children()
+    for worker in workers:
+        worker.suspend()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)  # until SIGCONT
+    signal.signal(number, _stop_with_workers)
+    for worker in workers:
+        worker.resume()
 
 
 def _let_workers_find_us() -> None:

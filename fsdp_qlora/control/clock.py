@@ -25,10 +25,10 @@ def awake() -> float:
     return time.monotonic()
 
 
-def within(seconds: float, function: Callable[[], T]) -> T:
+def within(seconds: float, function: Callable[[], T], *, counts: Callable[[], bool] = lambda: True) -> T:
     """Call `function` in a daemon thread and wait for its result at most `seconds`.
 
-    In slices: while this process or machine stands still none goes by.
+    In slices, those after which `counts` is true: while this process or machine stands still none goes by.
 
     Raises:
         TimeoutError: it is still running; its result is lost.
@@ -43,9 +43,11 @@ def within(seconds: float, function: Callable[[], T]) -> T:
             result.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     threading.Thread(target=call, name="bounded-call", daemon=True).start()
-    for _ in range(max(1, round(seconds / _SLICE_SECONDS))):
+    left = max(1, round(seconds / _SLICE_SECONDS))
+    while left:
         if wait([result], _SLICE_SECONDS).done:
             return result.result()
+        left -= counts()
     raise TimeoutError(f"no answer within {seconds:g} s")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
+import psutil
 import torch.distributed as dist
 
 from fsdp_qlora.control.clock import within
@@ -33,17 +34,26 @@ _STARTING, _TRAINING, _DONE = b"starting", b"training", b"done"
 class BoundedStore:
     """A store whose requests end. torch's wait for as long as a host that is stopped, or lost, does not answer.
 
+    Args:
+        seconds: for each; those in which the parent of this process, a launcher that may keep the store, is stopped (by
+            Ctrl-Z, or a debugger) do not count.
     Raises:
         TimeoutError: by a request that is not answered in `seconds`.
         Exception: raised by the store.
     """
 
     def __init__(self, store: dist.Store, *, seconds: float) -> None:
-        self._store, self._seconds = store, seconds
+        self._store, self._seconds, self._parent = store, seconds, os.getppid()
 
     def __getattr__(self, request: str) -> Callable[..., Any]:
         """A request of the store: set, get, check, compare_set."""
-        return lambda *arguments: within(self._seconds, partial(getattr(self._store, request), *arguments))
+        send = getattr(self._store, request)
+        return lambda *arguments: within(self._seconds, partial(send, *arguments), counts=self._is_parent_awake)
+
+    def _is_parent_awake(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self._parent).status() != psutil.STATUS_STOPPED
+        return True
 
 
 class Presence:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,6 +110,45 @@ def test_sigterm_to_the_launcher_is_passed_on_and_its_exit_status_is_the_documen
     stopped = f"Stopped after step {about['step']} (SIGTERM)"
     assert log(tmp_path).count(stopped) == 1 and f"error: {stopped}" not in log(tmp_path)
     run(options, tmp_path / "logs")
+    assert_same(tmp_path / "out")
+
+
+# Stands for train.py, in which silence and pauses count sooner.
+IMPATIENT = """
+import os, sys, time
+import train
+from fsdp_qlora.cli.launch import relaunch_if_needed
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.control import presence, watchdog
+from tests.chaos.harness import at_step, be_impatient
+
+if "RANK" not in os.environ:
+    os.setpgrp()  # as a shell's job
+status = relaunch_if_needed(parse_train_config(sys.argv[1:]), sys.argv[1:], ("-u", __file__))
+if status is not None:
+    sys.exit(status)
+be_impatient()
+presence.PAUSE_SECONDS = watchdog.PAUSE_SECONDS = 2.0
+for step in range(20):
+    at_step(step, lambda: time.sleep(0.3))
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGSTOP])
+def test_a_launcher_that_is_stopped_for_a_while_ends_no_run(
+    number: signal.Signals, reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    argv = flags(**reference.same_but(tmp_path / "out", nproc_per_node=2))
+    process = start([sys.executable, str(tmp_path / "impatient.py"), *argv])
+    wait_for_step(tmp_path / "out", 3, process, tmp_path)
+    launcher = psutil.Process(process.pid)
+    launcher.send_signal(number)
+    time.sleep(8)  # three times as long as a rank may be silent, without a sign of life
+    launcher.send_signal(signal.SIGCONT)
+    assert process.wait(HANG_SECONDS) == 0, log(tmp_path)
     assert_same(tmp_path / "out")
 
 

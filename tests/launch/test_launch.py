@@ -239,6 +239,25 @@ def test_a_final_end_keeps_torchrun_from_restarting(monkeypatch):
         assert restarts.previous_exit() == ((1, message) if attempt else None)
 
 
+def test_ctrl_z_stops_the_workers_too_and_fg_continues_all(entry, environment, tmp_path):
+    output = tmp_path / "output"
+    command = [sys.executable, entry, "--nproc_per_node", "2", "--name", "sleep"]
+    with output.open("w") as stream:  # a process group of its own, as a shell gives it
+        launcher = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, preexec_fn=os.setpgrp)
+    try:
+        wait_for(lambda: len(pids_of_workers(output.read_text())) == 2)
+        processes = [psutil.Process(pid) for pid in (launcher.pid, *pids_of_workers(output.read_text()))]
+        for _ in range(2):
+            launcher.send_signal(signal.SIGTSTP)
+            wait_for(lambda: {process.status() for process in processes} == {psutil.STATUS_STOPPED})
+            launcher.send_signal(signal.SIGCONT)
+            wait_for(lambda: all(process.status() != psutil.STATUS_STOPPED for process in processes))
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.send_signal(signal.SIGCONT)
+    assert launcher.wait(timeout=600) == 75
+
+
 def test_workers_end_when_their_launcher_was_killed(entry, environment, tmp_path):
     launcher = tmp_path / "launcher.py"
     launcher.write_text(

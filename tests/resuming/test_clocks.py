@@ -1,6 +1,10 @@
 """Clocks that jump: a suspended machine, a virtual one that stands still, a time of day that is set."""
 
+import signal
+import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 
 from fsdp_qlora.control import watchdog
 from fsdp_qlora.control.clock import Heartbeat
-from fsdp_qlora.control.presence import Presence
+from fsdp_qlora.control.presence import BoundedStore, Presence
 from fsdp_qlora.control.stops import Budget, Control
 from fsdp_qlora.ranks.distributed import Ranks
 
@@ -70,6 +74,27 @@ def test_a_run_goes_on_after_a_jump_and_stops_at_its_deadline_within_a_step(cloc
         assert steps(control, clocks, 60) is None
     assert steps(control, clocks, 10_000) == "--max_hours is used up"
     assert 10 * HOUR - 60 < control.used_seconds() < 10 * HOUR
+
+
+class SilentStore:
+    """A store whose host does not answer."""
+
+    def get(self, key: str) -> bytes:
+        return threading.Event().wait() or b""  # type: ignore[return-value]
+
+
+def test_a_launcher_that_is_stopped_is_waited_for_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setattr("os.getppid", lambda: launcher.pid)
+    store = BoundedStore(SilentStore(), seconds=1)  # type: ignore[arg-type]
+    launcher.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(store.get, "key")
+        assert not wait([asked], 3).done
+        launcher.kill()
+        with pytest.raises(TimeoutError):
+            asked.result(60)
+    launcher.wait()
 
 
 def test_a_machine_that_stood_still_is_no_hang_and_a_hang_is_found_afterwards(
