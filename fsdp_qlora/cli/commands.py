@@ -207,12 +207,12 @@ def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]
     config = trained_model_options(folder, args.training_options)
     if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))) is not None:
         return status
-    from fsdp_qlora.ranks.distributed import read_ranks, set_up_logging, stop_process_group
+    from fsdp_qlora.ranks.distributed import process_group_closed, read_ranks, set_up_logging
 
     ranks = read_ranks(config.device)
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)
-    use(config, ranks, folder)
-    stop_process_group()
+    with process_group_closed():
+        use(config, ranks, folder)
     return None
 
 

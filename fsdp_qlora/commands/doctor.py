@@ -1,5 +1,6 @@
 """Checks a machine before a run: each check says in a sentence what is fine, or raises UserError with what to do."""
 
+import contextlib
 import importlib
 import os
 import resource
@@ -85,7 +86,7 @@ def _two_ranks() -> str:
 def run_ranks(module: str, device: str, num_ranks: int = 2, **variables: str) -> tuple[list[str], str]:
     """What each of some ranks of this machine prints, and what goes wrong between them; empty if nothing does.
 
-    Each runs `module`, which begins with `join_ranks`, with these environment variables.
+    Each runs `module`, which does its work in `joined_ranks`, with these environment variables.
     """
     end, outputs, problems = time.monotonic() + _MAX_SECONDS, [], []
     variables = {**os.environ, **variables, "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
@@ -108,11 +109,13 @@ def run_ranks(module: str, device: str, num_ranks: int = 2, **variables: str) ->
     return outputs, problems[0] if problems else ""
 
 
-def join_ranks(device: str, store: str) -> torch.device:
-    """Join the others that `run_ranks` has started; returns this rank's device."""
-    ranks = distributed.read_ranks(device)
-    distributed.start_process_group(ranks, dist.FileStore(store, ranks.world_size), timeout_minutes=_MAX_SECONDS / 60)
-    return ranks.device
+@contextlib.contextmanager
+def joined_ranks(device: str, store: str) -> Iterator[torch.device]:
+    """Be one of the ranks that `run_ranks` has started, on this device, in the block."""
+    ranks, minutes = distributed.read_ranks(device), _MAX_SECONDS / 60
+    with distributed.process_group_closed():
+        distributed.start_process_group(ranks, dist.FileStore(store, ranks.world_size), timeout_minutes=minutes)
+        yield ranks.device
 
 
 def exchange(device: torch.device) -> None:
@@ -124,7 +127,6 @@ def exchange(device: torch.device) -> None:
     gathered = torch.empty(2 * len(bits), dtype=torch.bfloat16, device=device)
     dist.all_gather_into_tensor(gathered, bits.view(torch.bfloat16).to(device))
     _need(torch.equal(gathered.cpu().view(torch.int16), bits.repeat(2)), "an all-gather changes bits")
-    dist.destroy_process_group()
 
 
 def _pcie() -> str:
@@ -191,4 +193,5 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 
 if __name__ == "__main__":
-    exchange(join_ranks(*sys.argv[1:]))
+    with joined_ranks(*sys.argv[1:]) as rank_device:
+        exchange(rank_device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from fsdp_qlora.commands.doctor import join_ranks, run_ranks
+from fsdp_qlora.commands.doctor import joined_ranks, run_ranks
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.gpus import Gpu, gpu_of
@@ -76,6 +76,6 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    rank_device = join_ranks(*sys.argv[1:])
-    configure_kernels()
-    print(json.dumps(measure(rank_device)))
+    with joined_ranks(*sys.argv[1:]) as rank_device:
+        configure_kernels()
+        print(json.dumps(measure(rank_device)))

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import hashlib
 import ipaddress
 import json
@@ -30,6 +31,7 @@ log = logging.getLogger("fsdp_qlora")
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _START_SECONDS = 30.0  # by which the ranks of one command may start one after the other
+_LAST_SECONDS = 0.1  # without the GIL at the end; gloo's threads need microseconds, a busy machine some more
 MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
 
 # strategy -> (shards over which ranks, whether a block's weights are freed between forward and backward).
@@ -451,13 +453,21 @@ def release_loading_memory(device: torch.device) -> None:
 
 
 def stop_process_group() -> None:
+    """End the process group and its threads, best where nothing refers to the model any more.
+
+    A thread of gloo lets go of a tensor after it has woken who waits for it, and needs the GIL for that: if Python is
+    ending by then, it aborts the process (pytorch#190489). The group's destructor waits for its threads, so the cycles
+    of FSDP2 that refer to it are collected. Where something else does, a moment without the GIL is enough.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
+        time.sleep(_LAST_SECONDS)
 
 
 @contextlib.contextmanager
 def process_group_closed() -> Iterator[None]:
-    """End the process group with the block: a thread of torch that outlives Python may crash the process at its end.
+    """End the process group with the block, which calls a function that has the model: `stop_process_group`.
 
     After a failure it is aborted, since another rank may be gone or wait for this one.
     """

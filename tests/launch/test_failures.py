@@ -1,6 +1,9 @@
 """What an error in a collective is taken for: the words are those of torch 2.11 and NCCL 2.28."""
 
 import errno
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp_qlora.control.exits import exhausted_memory, loading_explained, reporting_failures
 from fsdp_qlora.errors import Crashed, LostRank, OutOfMemory, TrainingError
+from tests.tiny import ROOT
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.28.9\n"
@@ -109,3 +113,50 @@ def test_out_of_memory_while_loading_is_one_sentence_that_helps() -> None:
         loading_explained(0, "--recompute all, --use_cpu_offload true, or more GPUs"),
     ):
         raise MemoryError("5.2 GiB")
+
+
+# Two ranks. The first one's last collective ends late, while it keeps the GIL until Python ends.
+LATE_COLLECTIVE = """
+import atexit, gc, mmap, os, sys, time
+import torch
+import torch.distributed as dist
+from fsdp_qlora.ranks.distributed import process_group_closed
+
+is_over, kept, rank = mmap.mmap(-1, 1), [], int(os.fork() == 0)
+
+def keep_the_gil():
+    while not is_over[0]:
+        pass
+    end = time.perf_counter() + 0.5
+    while time.perf_counter() < end:
+        pass
+
+def use(holder):
+    dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(4))
+    if rank:
+        time.sleep(0.5)
+        dist.all_reduce(torch.ones(4))
+        is_over[0] = 1
+        time.sleep(3)
+        os._exit(0)
+    dist.all_reduce(torch.ones(4), async_op=True)
+    sys.setswitchinterval(1000)
+    if holder == "a cycle":
+        model = torch.nn.Module()
+        model.__dict__.update(model=model, group=dist.group.WORLD)
+    else:
+        kept.append(dist.group.WORLD)
+        gc.collect = keep_the_gil  # it could not free the group; the collective ends here
+    atexit.register(keep_the_gil)
+
+with process_group_closed():
+    use(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("holder", ["a cycle", "a global"])
+def test_a_process_ends_with_status_0_while_something_refers_to_its_group(holder: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LATE_COLLECTIVE, holder, str(tmp_path / "store")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr  # -6: terminate called without an active exception
