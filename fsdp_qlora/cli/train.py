@@ -24,6 +24,7 @@ from fsdp_qlora.config.objectives import OBJECTIVES, TEXTS
 from fsdp_qlora.config.options import TrainConfig, names_marked
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import restarts
+from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.errors import (
     ENDINGS,
     Crashed,
@@ -63,11 +64,13 @@ def main(argv: list[str]) -> int:
         quiet_libraries()
         if sys.__stderr__ and not faulthandler.is_enabled():  # a crash in a library shows where Python was
             faulthandler.enable(sys.__stderr__)
-        # Imported here so that --help and wrong options answer at once.
-        with importing():
-            from fsdp_qlora.run.run import run
+        signals = Signals(ends_process=True)
+        with signals.handled():
+            # Imported here so that --help and wrong options answer at once.
+            with importing():
+                from fsdp_qlora.run.run import run
 
-        run(config)
+            run(config, signals)
     except (UserError, TrainingError, RunStopped) as error:
         ending = how_it_ends(error)
         restarts.record_exit(ending, str(error))

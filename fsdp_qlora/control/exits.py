@@ -91,7 +91,7 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
 
 @contextlib.contextmanager
 def aborting_others(presence: Presence) -> Iterator[None]:
-    """Before training begins, tell the other ranks why this one ends: they may wait for it until a timeout.
+    """Record how the block ends; before training begins, tell the other ranks: they may wait until a timeout.
 
     Raises:
         LostRank: instead of an error in a collective or the store; the process ends here if the cause is known.
@@ -100,6 +100,7 @@ def aborting_others(presence: Presence) -> Iterator[None]:
         try:
             yield
         except Exception as error:
+            presence.on_end(how_it_ends(error).state, str(error))
             if presence.is_starting and presence.ranks.world_size > 1:
                 _abort_or_learn_why(error, presence)
             raise
@@ -174,7 +175,7 @@ def _is_lost(error: Exception) -> bool:
 
 def _in_one_line(error: Exception) -> str:
     """The first line of an error's text; for NCCL errors, which begin with a location in torch, their last message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     for before, line in itertools.pairwise(lines):
         if before == "Last error:":
             return f"NCCL: {line}"

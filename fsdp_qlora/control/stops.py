@@ -1,8 +1,10 @@
 """Why and when a run stops or saves: signals, budgets and the clock, agreed on by all ranks once per step.
 
-A signal may reach only one rank, and ranks are at different points when it does. So a rank only records it and sends
-it to the others with the numbers exchanged in every step; all act on it after the same step.
+A signal may reach only one rank, and ranks are at different points when it does. So in training a rank only records it
+and sends it to the others with the numbers exchanged in every step; all act on it after the same step.
 """
+
+from __future__ import annotations
 
 import contextlib
 import os
@@ -11,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from fsdp_qlora.control import clock
 from fsdp_qlora.control.clock import Heartbeat
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError
+
+if TYPE_CHECKING:  # torch is imported while signals are handled already
+    import torch
 
 
 class Stop(NamedTuple):
@@ -40,22 +43,64 @@ STOPS = (
 _OF_SIGNAL = {signal.SIGUSR1: 3, signal.SIGHUP: 4, signal.SIGTERM: 5, signal.SIGINT: 6}
 NUM_FLAGS = 4  # of Control.flags
 _SAME_KEY_PRESS_SECONDS = 0.5
+_END_SECONDS = 10.0  # of a start, after a signal: threads, as those of a download, may take longer to end
 
 
-@contextlib.contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle the signals that stop a run, in the main thread; others cannot."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal must not stop the run
-    numbers = [number for number in _OF_SIGNAL if number != signal.SIGHUP or not is_nohup]
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+class Signals:
+    """The signals that stop a run, from its start to its end.
+
+    Args:
+        ends_process: whether the process ends soon after the run. Until then a signal that is repeated has no effect.
+    Attributes:
+        wish: the index in STOPS of the most urgent one that has come, 0 for none.
+        is_starting: False from the first step on, when a signal is a request to stop. Before it ends the start at once.
+    """
+
+    def __init__(self, *, ends_process: bool = False) -> None:
+        self.wish, self.is_starting, self._ends_process = 0, True, ends_process
+        self._interrupted_at: float | None = None
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle the signals in the block, in the main thread (others cannot). May be nested.
+
+        Raises:
+            RunStopped: one has come before training began; instead of whatever leaves the block then. It may be an
+                error of torch, in whose dispatch it came, or of a connection that another rank has closed.
+        """
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal must not stop the run
+        numbers = [number for number in _OF_SIGNAL if number != signal.SIGHUP or not is_nohup]
+        if threading.current_thread() is not threading.main_thread():
+            numbers = []
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        except BaseException as error:
+            stop = STOPS[self.wish]
+            if stop is None or not self.is_starting or isinstance(error, RunStopped):
+                raise
+            message = f"Stopped ({stop.reason}) before training began; the same command resumes it."
+            raise RunStopped(stop.state, message) from error
+        finally:
+            if self.wish and self.is_starting:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, earlier in before.items() if not (self.wish and self._ends_process) else ():
+                signal.signal(number, earlier)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = clock.awake()
+        if number == signal.SIGINT:
+            # A terminal and torchrun may both forward the same Ctrl-C.
+            if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS:
+                os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
+                os._exit(ENDINGS["interrupted"].exit_code)
+            self._interrupted_at = self._interrupted_at or now
+        is_first, self.wish = not self.wish, max(self.wish, _OF_SIGNAL[signal.Signals(number)])
+        if is_first and self.is_starting:
+            status = ENDINGS["interrupted" if number == signal.SIGINT else "preempted"].exit_code
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(status))
+            signal.setitimer(signal.ITIMER_REAL, _END_SECONDS)
+            raise KeyboardInterrupt  # which no library takes for an error of its own
 
 
 @dataclass
@@ -96,6 +141,7 @@ class Control:
     Args:
         save_seconds: between checkpoints, 0 for none by the clock; started: clock.elapsed() of the run's start.
             Rank 0's clock and budget decide for all.
+        signals: of this process; none come if it is not given.
     Attributes:
         heartbeat: the position of the training thread, for the watchdog.
         stop: why all ranks stop after this step; None to continue.
@@ -110,50 +156,17 @@ class Control:
         budget: Budget | None = None,
         save_seconds: float = 0.0,
         started: float | None = None,
+        signals: Signals | None = None,
     ) -> None:
         self.is_rank_0, self.budget, self.save_seconds = is_rank_0, budget or Budget(), save_seconds
         self.started = clock.elapsed() if started is None else started
-        self.heartbeat = Heartbeat()
+        self.signals, self.heartbeat = signals or Signals(), Heartbeat()
         self.stop: Stop | None = None
         self.save = False
         self.is_writing: Callable[[], bool] = lambda: False
         self.is_written = False
-        self._wish = 0
         self._saved_at, self._agreed_at = clock.elapsed(), clock.awake()
         self._steps, self._saves = clock.Longest(), clock.Longest()
-        self._interrupted_at: float | None = None
-
-    # --- signals ---
-
-    @contextlib.contextmanager
-    def catching_signals(self) -> Iterator[None]:
-        """Take the signals as requests to stop; a second SIGINT ends the process at once."""
-        with _handling(self._on_signal):
-            yield
-
-    @contextlib.contextmanager
-    def ended_by_signals(self) -> Iterator[None]:
-        """End the block at once at a signal. Raises RunStopped there."""
-
-        def end(number: int, frame: FrameType | None) -> None:
-            stop = STOPS[_OF_SIGNAL[signal.Signals(number)]]
-            assert stop is not None
-            raise RunStopped(stop.state, f"Stopped ({stop.reason}) before training began; the same command resumes it.")
-
-        with _handling(end):
-            yield
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        now = clock.awake()
-        if number == signal.SIGINT:
-            # A terminal and torchrun may both forward the same Ctrl-C.
-            if self._interrupted_at is not None and now - self._interrupted_at > _SAME_KEY_PRESS_SECONDS:
-                os.write(2, b"Interrupted again: ending at once, without a checkpoint.\n")
-                os._exit(ENDINGS["interrupted"].exit_code)
-            self._interrupted_at = self._interrupted_at or now
-        self._wish = max(self._wish, _OF_SIGNAL[signal.Signals(number)])
-
-    # --- agreement ---
 
     def reserve_seconds(self) -> float:
         """Time for the rest of this step, another step and a save, with some margin."""
@@ -166,11 +179,11 @@ class Control:
     def flags(self, step: int) -> list[float]:
         """This rank's flags for the others: its step, why to stop, whether to save, whether it still writes."""
         if not self.is_rank_0:
-            return [step, self._wish, 0, self.is_writing()]
+            return [step, self.signals.wish, 0, self.is_writing()]
         now = clock.elapsed()
         over_budget = self.budget.exceeded(now - self.started + self.reserve_seconds())
         is_due = 0 < self.save_seconds <= now - self._saved_at
-        return [step, max(self._wish, over_budget), is_due, self.is_writing()]
+        return [step, max(self.signals.wish, over_budget), is_due, self.is_writing()]
 
     def agree(self, flags: torch.Tensor) -> None:
         """Decide from the flags of all ranks, [ranks, NUM_FLAGS], as every other rank does.

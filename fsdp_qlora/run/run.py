@@ -22,6 +22,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options, resolved_yaml
 from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
+from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.data.prepare import prepare_data
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
@@ -50,9 +51,11 @@ from fsdp_qlora.training.trainer import Trainer
 log = logging.getLogger("fsdp_qlora")
 
 
-def run(config: TrainConfig) -> None:
+def run(config: TrainConfig, signals: Signals | None = None) -> None:
     """Run what the options describe. Called on every rank.
 
+    Args:
+        signals: those of the process, if it handles them already.
     Raises:
         UserError: the options, the model or the data cannot be used.
         TrainingError: the run cannot continue.
@@ -77,30 +80,35 @@ def run(config: TrainConfig) -> None:
         return
     claim = RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed()
     with claim as folder, distributed.process_group_closed():
-        started = clock.elapsed()  # what comes before the first step counts for the budget too
-        timeout_minutes = max(30, 2 * config.hang_minutes)
-        store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
-        presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
-        with exits.aborting_others(presence):
-            with distributed.kept_until_all_connect(store, ranks):
-                if ranks.is_rank_0:
-                    check_uploads(config)
-                plan = make_plan(config, ranks, store)
-                config = dataclasses.replace(config, **plan.chosen)
-                folder.check_contents(known_facts(plan), plan.model.folder)
-                check_resources(config, plan.model)
-                hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
-                weights = open_weights(plan.model)
-            distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
-            identity = agree(config, ranks, plan, weights)
-            start = folder.choose_start(identity)
-            if start.is_finished:
-                log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
-            else:
-                identity |= {"run_id": start.run_id}
-                helps = memory_settings(config, plan.model, ranks)
-                guard = Guard(config, folder, start, presence, started=started, memory_settings=helps)
-                train_and_export(config, plan, weights, identity, guard)
+        _run_with_others(config, folder, signals or Signals())
+
+
+def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -> None:
+    """Meet the other ranks, plan, load and train. Nothing of the model is left when it returns."""
+    started, ranks = clock.elapsed(), folder.ranks  # what comes before the first step counts for the budget too
+    timeout_minutes = max(30, 2 * config.hang_minutes)
+    store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
+    presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
+    with exits.aborting_others(presence), signals.handled():
+        with distributed.kept_until_all_connect(store, ranks):
+            if ranks.is_rank_0:
+                check_uploads(config)
+            plan = make_plan(config, ranks, store)
+            config = dataclasses.replace(config, **plan.chosen)
+            folder.check_contents(known_facts(plan), plan.model.folder)
+            check_resources(config, plan.model)
+            hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
+            weights = open_weights(plan.model)
+        distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
+        identity = agree(config, ranks, plan, weights)
+        start = folder.choose_start(identity)
+        if start.is_finished:
+            log.info("This run is finished already: nothing to do. Its results are in %s.", folder.path)
+        else:
+            identity |= {"run_id": start.run_id}
+            helps = memory_settings(config, plan.model, ranks)
+            guard = Guard(config, folder, start, presence, signals, started=started, memory_settings=helps)
+            train_and_export(config, plan, weights, identity, guard)
 
 
 def show_samples(config: TrainConfig) -> str:

@@ -17,9 +17,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.config.text import resolved_options
 from fsdp_qlora.control import exits
 from fsdp_qlora.control.presence import Presence
-from fsdp_qlora.control.stops import Budget, Control
+from fsdp_qlora.control.stops import Budget, Control, Signals
 from fsdp_qlora.control.watchdog import Watchdog
-from fsdp_qlora.errors import how_it_ends
 from fsdp_qlora.generation.generate import Samples
 from fsdp_qlora.metrics.metric_log import MetricLog, copy_records, cut_metrics, open_metric_log
 from fsdp_qlora.metrics.profiling import MemoryLog, profiling
@@ -48,6 +47,7 @@ class Guard:
         folder: RunFolder,
         start: Start,
         presence: Presence,
+        signals: Signals,
         *,
         started: float,
         memory_settings: str,
@@ -64,7 +64,7 @@ class Guard:
         budget = config.pick(Budget, used_seconds=start.used_seconds, reserve_seconds=start.reserve_seconds)
         budget.check()
         self.control = Control(
-            is_rank_0=is_rank_0, budget=budget, save_seconds=60 * config.save_minutes, started=started
+            is_rank_0=is_rank_0, budget=budget, save_seconds=60 * config.save_minutes, started=started, signals=signals
         )
         self.control.heartbeat.step = start.step
         self.status = Status(
@@ -97,13 +97,8 @@ class Guard:
         if not self.start.is_new:
             self.status.update()
             self.presence.on_end = self.status.end
-        try:
-            with self.control.ended_by_signals(), exits.loading_explained(self.ranks.rank, self.memory_settings):
-                yield
-        except Exception as error:
-            if not self.start.is_new:
-                self.status.end(how_it_ends(error).state, str(error))
-            raise
+        with exits.loading_explained(self.ranks.rank, self.memory_settings):
+            yield
 
     @contextlib.contextmanager
     def recording(
@@ -124,7 +119,8 @@ class Guard:
             max_failing_seconds=60 * max(_MIN_FAILING_MINUTES, 3 * config.save_minutes),
         )
         reporting = exits.reporting_failures(self.watchdog, memory_settings=self.memory_settings)
-        with self.control.catching_signals(), contextlib.ExitStack() as closed_last, reporting:
+        self.control.signals.is_starting = False
+        with contextlib.ExitStack() as closed_last, reporting:
             self._continue_metrics()
             metrics = closed_last.enter_context(open_metric_log(config.log_to, sinks, is_rank_0=is_rank_0))
             store = self.folder.request.mirror if is_rank_0 else None

@@ -146,7 +146,7 @@ def test_a_stop_during_an_evaluation_does_not_wait_for_its_end(
 
 def test_all_ranks_decide_alike_and_see_when_they_are_not_at_the_same_step() -> None:
     ranks = [stops.Control(is_rank_0=rank == 0) for rank in range(3)]
-    ranks[2]._wish = stops._OF_SIGNAL[15]
+    ranks[2].signals.wish = stops._OF_SIGNAL[15]
     flags = torch.tensor([rank.flags(4) for rank in ranks], dtype=torch.float64)
     for rank in ranks:
         rank.agree(flags)

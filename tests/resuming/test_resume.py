@@ -1,10 +1,11 @@
 """Where a run begins, as decided from what is in its folder."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from fsdp_qlora.checkpointing.resume import RunFolder, Start
 from fsdp_qlora.checkpointing.same_run import FACTS, StartRequest
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.control import exits
 from fsdp_qlora.control.presence import Presence
+from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.errors import RunStopped, UserError
 from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.distributed import read_ranks
@@ -151,18 +154,18 @@ def test_a_mirror_without_a_whole_checkpoint_is_no_start_from_zero(tmp_path: Pat
     assert not (tmp_path / "box" / "run.json").exists() and mirror.steps() == [10]
 
 
-def loading(out: Path) -> contextlib.AbstractContextManager[None]:
-    """A start that is about to load the model."""
+def guard_of(out: Path) -> Guard:
+    """Of a start that is about to load the model."""
     folder = RunFolder(out, read_ranks(), StartRequest(OPTIONS, is_unattended=True))
-    guard = Guard(
+    return Guard(
         TrainConfig(output_dir=str(out)),
         folder,
         folder.choose_start(ABOUT),
         Presence(HashStore(), read_ranks(), hang_minutes=15),
+        Signals(),
         started=0.0,
         memory_settings="",
     )
-    return guard.loading()
 
 
 def test_starts_that_are_killed_while_the_model_is_loaded_are_without_progress(tmp_path: Path) -> None:
@@ -170,20 +173,44 @@ def test_starts_that_are_killed_while_the_model_is_loaded_are_without_progress(t
     add_step(out, 3, begin(out).run_id)
     kept = []  # a context that is never left, as after SIGKILL
     for _ in range(3):
-        kept.append(loading(out))
+        kept.append(guard_of(out).loading())
         kept[-1].__enter__()
     with pytest.raises(RunStopped, match="restarted 2 times without progress: each start from step 3") as stopped:
-        loading(out)
+        guard_of(out)
     assert stopped.value.ending.exit_code == 4 and read_json(out / run_folder.STATUS)["state"] == "no_progress"
 
 
-def test_a_machine_that_is_taken_away_while_the_model_is_loaded_is_no_failure(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def as_torch_does() -> None:
+    """Turn an error of a tensor's dispatch into another, as DTensor's does."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    except Exception as error:
+        raise RuntimeError(f"{error}\n\nSharding propagation failed") from error
+
+
+def as_gloo_does() -> None:
+    """Fail as a collective does whose other rank was ended by the same signal, a moment sooner."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+
+
+@pytest.mark.parametrize("happens", [partial(signal.raise_signal, signal.SIGTERM), as_torch_does, as_gloo_does])
+def test_a_machine_that_is_taken_away_while_the_model_is_loaded_is_no_failure(
+    happens: Callable[[], None], tmp_path: Path
+) -> None:
+    out, before = tmp_path / "out", signal.getsignal(signal.SIGTERM)
     add_step(out, 3, begin(out).run_id)
-    for _ in range(4):
-        with pytest.raises(RunStopped, match="before training began") as stopped, loading(out):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stopped.value.ending.exit_code == 75
+    for place in ("load", "prepare", "load", "prepare"):
+        guard = guard_of(out)
+        begun = exits.aborting_others(guard.presence), guard.control.signals.handled()
+        with pytest.raises(RunStopped, match="before training began") as stopped, begun[0], begun[1]:
+            with guard.loading():
+                if place == "load":
+                    happens()
+            happens()
+        assert stopped.value.ending.exit_code == 75 and signal.getsignal(signal.SIGTERM) == before
     assert read_json(out / run_folder.STATUS)["state"] == "preempted" and begin(out).step == 3
 
 
