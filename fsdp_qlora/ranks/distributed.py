@@ -457,7 +457,7 @@ def stop_process_group() -> None:
 
     A thread of gloo lets go of a tensor after it has woken who waits for it, and needs the GIL for that: if Python is
     ending by then, it aborts the process (pytorch#190489). The group's destructor waits for its threads, so the cycles
-    of FSDP2 that refer to it are collected. Where something else does, a moment without the GIL is enough.
+    of FSDP2 that refer to it are collected. torch's cache of layouts does too, so they also get a moment without the GIL.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
