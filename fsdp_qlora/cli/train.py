@@ -54,18 +54,18 @@ def main(argv: list[str]) -> int:
         status, message = end
         print_error(RuntimeError(f"not restarted, since the end of the attempt before was final: {message}"))
         return status
+    signals = Signals(ends_process=True)
     try:
-        config = parse_train_config(argv)
-        refuse_early(config)
-        refuse_names(config)
-        if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
-            return status_of_workers
-        sys.argv = redact_values(sys.argv)  # wandb keeps a copy
-        quiet_libraries()
-        if sys.__stderr__ and not faulthandler.is_enabled():  # a crash in a library shows where Python was
-            faulthandler.enable(sys.__stderr__)
-        signals = Signals(ends_process=True)
         with signals.handled():
+            config = parse_train_config(argv)
+            refuse_early(config)
+            refuse_names(config)
+            if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
+                return status_of_workers
+            sys.argv = redact_values(sys.argv)  # wandb keeps a copy
+            quiet_libraries()
+            if sys.__stderr__ and not faulthandler.is_enabled():  # a crash in a library shows where Python was
+                faulthandler.enable(sys.__stderr__)
             # Imported here so that --help and wrong options answer at once.
             with importing():
                 from fsdp_qlora.run.run import run

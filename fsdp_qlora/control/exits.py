@@ -56,14 +56,11 @@ def reporting_failures(watchdog: Watchdog, *, memory_settings: str) -> Iterator[
     """
     try:
         yield
-    except RunStopped as stopped:
-        watchdog.presence.on_end(stopped.ending.state, str(stopped))
-        raise
-    except (UserError, TrainingError) as error:
+    except (RunStopped, UserError, TrainingError) as error:
         if isinstance(error, RankError):
             watchdog.presence.abort_or_exit(str(error))
             print_error(error)
-        watchdog.presence.on_end("bad_input" if isinstance(error, UserError) else "failed", str(error))
+        watchdog.presence.on_end(how_it_ends(error).state, str(error))
         raise
     except Exception as error:
         if kind := exhausted_memory(error):

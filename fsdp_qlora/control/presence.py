@@ -35,8 +35,7 @@ class BoundedStore:
     """A store whose requests end. torch's wait for as long as a host that is stopped, or lost, does not answer.
 
     Args:
-        seconds: for each; those in which the parent of this process, a launcher that may keep the store, is stopped (by
-            Ctrl-Z, or a debugger) do not count.
+        seconds: for each, without those in which this process's parent, a launcher that may keep the store, is stopped.
     Raises:
         TimeoutError: by a request that is not answered in `seconds`.
         Exception: raised by the store.

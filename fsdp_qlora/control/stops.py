@@ -68,10 +68,9 @@ class Signals:
             RunStopped: one has come before training began; instead of whatever leaves the block then. It may be an
                 error of torch, in whose dispatch it came, or of a connection that another rank has closed.
         """
+        is_main = threading.current_thread() is threading.main_thread()
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal must not stop the run
-        numbers = [number for number in _OF_SIGNAL if number != signal.SIGHUP or not is_nohup]
-        if threading.current_thread() is not threading.main_thread():
-            numbers = []
+        numbers = [number for number in _OF_SIGNAL if is_main and not (is_nohup and number == signal.SIGHUP)]
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield

@@ -31,7 +31,6 @@ log = logging.getLogger("fsdp_qlora")
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _START_SECONDS = 30.0  # by which the ranks of one command may start one after the other
-_LAST_SECONDS = 0.1  # without the GIL at the end; gloo's threads need microseconds, a busy machine some more
 MAX_WAIT_MINUTES = 5.0  # for rank 0, before training begins: who starts ranks one by one may have lost it by then
 
 # strategy -> (shards over which ranks, whether a block's weights are freed between forward and backward).
@@ -456,13 +455,13 @@ def stop_process_group() -> None:
     """End the process group and its threads, best where nothing refers to the model any more.
 
     A thread of gloo lets go of a tensor after it has woken who waits for it, and needs the GIL for that: if Python is
-    ending by then, it aborts the process (pytorch#190489). The group's destructor waits for its threads, so the cycles
-    of FSDP2 that refer to it are collected. torch's cache of layouts does too, so they also get a moment without the GIL.
+    ending by then, it aborts the process (pytorch#190489). The group's destructor waits for its threads, so cycles that
+    refer to the group are collected. torch's cache of layouts still does: hence the moment without the GIL.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-        time.sleep(_LAST_SECONDS)
+        time.sleep(0.1)  # they need microseconds, on a busy machine some more
 
 
 @contextlib.contextmanager

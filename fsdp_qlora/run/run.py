@@ -52,10 +52,8 @@ log = logging.getLogger("fsdp_qlora")
 
 
 def run(config: TrainConfig, signals: Signals | None = None) -> None:
-    """Run what the options describe. Called on every rank.
+    """Run what the options describe. Called on every rank. signals: of the process, if it handles them already.
 
-    Args:
-        signals: those of the process, if it handles them already.
     Raises:
         UserError: the options, the model or the data cannot be used.
         TrainingError: the run cannot continue.
