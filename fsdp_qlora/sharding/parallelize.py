@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -19,6 +19,7 @@ from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES, own_rows, padded_rows, shard_size
+from fsdp_qlora.sharding.alignment import shard_aligned, with_fillers
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.model_parts import ModelParts
 from fsdp_qlora.sharding.recompute import adapter_owners
@@ -59,24 +60,19 @@ def shard_model(
     def shard(
         module: nn.Module, *, reshard: bool | None, besides: Iterable[nn.Parameter] = (), policy: Any = cast
     ) -> None:
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=policy,
-            offload_policy=offload if parts.model in on_host or module in on_host else OffloadPolicy(),
-            ignored_params=ignored.union(besides),
-        )
+        where = offload if parts.model in on_host or module in on_host else OffloadPolicy()
+        besides = ignored.union(besides)
+        shard_aligned([module], mesh, policy, besides, reshard_after_forward=reshard, offload_policy=where)
 
     for block in parts.blocks:
         if in_fp32 := magnitudes(block):
-            fully_shard(in_fp32, mesh=mesh, reshard_after_forward=False, mp_policy=_AS_STORED)
+            shard_aligned(in_fp32, mesh, _AS_STORED, reshard_after_forward=False)
         adapters = {parameter for adapter in adapter_modules(block) for parameter in adapter.parameters()}
         trains = any(parameter.requires_grad for parameter in {*block.parameters()} - adapters)
         shard(block, reshard=reshard_after_forward, besides=adapters, policy=cast if trains else _AS_STORED)
         if owners := adapter_owners(block):
             base = {*block.parameters()} - adapters
-            fully_shard(owners, mesh=mesh, reshard_after_forward=False, mp_policy=cast, ignored_params=base)
+            shard_aligned(owners, mesh, cast, base, reshard_after_forward=False)
     model = parts.model
     if parts.head is not None and not parts.is_tied:
         if lookup_of(model) is None:
@@ -177,7 +173,8 @@ def materialize(parts: ModelParts, device: torch.device, *, on_host: Sequence[nn
     # Children first: _apply on an FSDP2 module sets up its group's shards, all of which must have memory by then.
     for module in reversed(list(model.modules())):
         buffers = {name: buffer.to(device) for name, buffer in module.named_buffers(recurse=False)}
-        module._apply(place, recurse=False)
+        for part in reversed(with_fillers(module)):
+            part._apply(place, recurse=False)
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
     model.tie_weights()
@@ -202,7 +199,8 @@ def _offloaded(parts: ModelParts, on_host: Sequence[nn.Module]) -> list[torch.Te
         for part in on_host
         for module in part.modules()
         if module not in on_device
-        for parameter in module.parameters(recurse=False)
+        for owner in with_fillers(module)
+        for parameter in owner.parameters(recurse=False)
         if isinstance(parameter, DTensor) or parameter in may_be_plain
     )
     return [*dict.fromkeys(found)]  # tied ones once

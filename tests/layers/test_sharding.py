@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from benchmarks.aligned_gathers import parts_of_gathers, sharded_model
 from fsdp_qlora.ranks.distributed import local_part
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
@@ -174,3 +175,15 @@ def test_a_trial_adds_up_gradients_as_a_step_does(models: Models, tmp_path: Path
     argv = options(models("llama"), tmp_path, **changed)
     statuses, output = on_ranks(1, _train_after_a_trial, (argv,), tmp_path / "logs")
     assert statuses == [0], output[-3000:]
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+@pytest.mark.parametrize("train_type", ["qlora", "lora", "bnb_dora", "hqq_lora", "int8_lora", "full"])
+def test_each_rank_gives_every_gather_a_multiple_of_16_bytes(train_type: str, num_ranks: int) -> None:
+    # No size of this model is a multiple of 16. NCCL copies other parts byte by byte.
+    sizes = {"hidden_size": 36, "intermediate_size": 52, "num_attention_heads": 3, "num_key_value_heads": 3}
+    config = AutoConfig.for_model("llama", **sizes, num_hidden_layers=2, vocab_size=101, head_dim=12)
+    model, before = sharded_model(config, num_ranks, train_type=train_type, lora_rank=3)
+    parts = [part for part, _ in parts_of_gathers(model)]
+    assert len(parts) > 4 and not any(part % 16 for part in parts), parts
+    assert [name for name, _ in model.named_parameters()] == before  # loading and saving find nothing new
