@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.storage.files import why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
@@ -47,7 +48,7 @@ def check_output(folder: str) -> None:
 
 
 @contextlib.contextmanager
-def profiling(config: TrainConfig, *, rank: int) -> Iterator[Callable[[], None]]:
+def profiling(config: TrainConfig, ranks: Ranks) -> Iterator[Callable[[], None]]:
     """Profile the block if --profile says so; gives what is called after each optimizer step.
 
     Summaries, traces and memory timelines are written per cycle and rank.
@@ -65,7 +66,7 @@ def profiling(config: TrainConfig, *, rank: int) -> Iterator[Callable[[], None]]
     profiler = profile(
         activities=activities,
         schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=config.repeat),
-        on_trace_ready=partial(_write, output, rank, config),
+        on_trace_ready=partial(_write, output, ranks, config),
         with_stack=config.with_stack or config.export_memory_timeline,
         record_shapes=config.with_shapes or config.export_memory_timeline,
         profile_memory=config.export_memory_timeline,
@@ -78,15 +79,15 @@ def profiling(config: TrainConfig, *, rank: int) -> Iterator[Callable[[], None]]
             log.warning("Nothing was profiled: the run was shorter than one cycle (--profiling_frequency).")
 
 
-def _write(output: Path, rank: int, config: TrainConfig, profiler: profile) -> None:
-    stem = output / f"rank{rank}_step{profiler.step_num}"
-    summary = summarize(profiler.events() or (), f"Profile of rank {rank} to step {profiler.step_num}")
+def _write(output: Path, ranks: Ranks, config: TrainConfig, profiler: profile) -> None:
+    stem = output / f"rank{ranks.rank}_step{profiler.step_num}"
+    summary = summarize(profiler.events() or (), f"Profile of rank {ranks.rank} to step {profiler.step_num}")
     Path(f"{stem}.summary.txt").write_text(summary + "\n")
     log.info("%s", summary)
     if config.export_trace:
         profiler.export_chrome_trace(f"{stem}.trace.json")
     if config.export_memory_timeline:
-        profiler.export_memory_timeline(f"{stem}.memory.json.gz")
+        profiler.export_memory_timeline(f"{stem}.memory.json.gz", device=str(ranks.device))  # by default cuda:0
     log.info("Profile written: %s.*", stem)
 
 

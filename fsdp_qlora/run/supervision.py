@@ -172,7 +172,7 @@ class Recorder:
         if self.guard.start.saved_step >= 0:
             self.mirror.copy_later()  # the previous start may have been killed before it was copied
         self.facts.mark("loading")
-        with profiling(self.config, rank=self.guard.ranks.rank) as self.profile_step, self.guard.watchdog.watching():
+        with profiling(self.config, self.guard.ranks) as self.profile_step, self.guard.watchdog.watching():
             yield
 
     def stepped(self, progress: Progress, record: dict[str, Any]) -> None:

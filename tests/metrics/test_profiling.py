@@ -1,18 +1,30 @@
 """The ten lines about a profile: shares that add up, and the largest operations."""
 
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fsdp_qlora.metrics.profiling import summarize
+from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.metrics.profiling import _write, summarize
+from fsdp_qlora.ranks.distributed import Ranks
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, **more: object) -> SimpleNamespace:
     times = SimpleNamespace(start=1000 * start, end=1000 * end)
     return SimpleNamespace(name=name, time_range=times, device_type=device, self_cpu_time_total=0.0, **more)
+
+
+def test_each_rank_exports_the_memory_timeline_of_its_own_gpu(tmp_path: Path) -> None:
+    profiler = mock.Mock(step_num=4, events=list)
+    ranks = Ranks(1, 1, 2, 2, torch.device("cuda", 1))
+    _write(tmp_path, ranks, TrainConfig(profile=True, export_memory_timeline=True), profiler)
+    file = str(tmp_path / "rank1_step4.memory.json.gz")
+    assert profiler.export_memory_timeline.call_args == mock.call(file, device="cuda:1")  # torch takes cuda:0 by itself
 
 
 def test_time_on_a_gpu_is_split_into_parts_that_add_up_to_the_steps() -> None:
