@@ -130,7 +130,7 @@ def _multiply_part(
     x_scale = x_scale.clamp(min=2**-24)  # fp16's smallest number; tokens of zeros have none
     power = 2 * (x_scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     y = torch.ops.bitsandbytes.int8_scaled_mm(x_codes, codes, x_scale / power, row_scale, dtype=tokens.dtype)
-    y.mul_(power.to(y.dtype).unsqueeze(1))
+    y.mul_(power.unsqueeze(1))  # in float32: 65,536 is beyond fp16
     if bias is not None:
         y.add_(bias)
     if outliers is not None:

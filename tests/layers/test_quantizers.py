@@ -222,6 +222,15 @@ def test_int8_products_beyond_fp16_are_finite_on_a_card() -> None:
     assert y.isfinite().all() and relative_error(y, expected.double()) < 4e-3  # bf16 keeps 8 bits
 
 
+def test_an_int8_product_that_fp16_holds_is_finite_for_any_token() -> None:
+    codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
+    x = torch.zeros(1, 128, dtype=torch.float16)
+    x[0, 5] = 40_000  # its scale's power of two is 65,536, which is beyond fp16
+    expected = _multiply(x.float(), None, codes, row_scale, 0.0)
+    y = _multiply(x, None, codes, row_scale, 0.0)
+    assert y.isfinite().all() and relative_error(y, expected.double()) < 1e-3  # fp16 keeps 11 bits
+
+
 def test_int8_products_are_cut_where_int32_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, row_scale, _ = bnb.functional.int8_vectorwise_quant(weight_of((96, 128)).half())
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0))
