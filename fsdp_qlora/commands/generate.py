@@ -1,6 +1,7 @@
 """Generates text with a model as it was trained: its base in the same precision, on the same cards, its adapter."""
 
 import dataclasses
+import datetime
 import json
 import logging
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 from transformers import GenerationConfig
 
@@ -29,7 +31,7 @@ from fsdp_qlora.storage.files import read_json, staged_file
 
 log = logging.getLogger("fsdp_qlora")
 
-_IDLE_MINUTES = 7 * 24 * 60  # how long a chat waits for its user
+_IDLE = datetime.timedelta(days=7)  # how long a chat waits for its user
 
 
 def load_trained(
@@ -45,7 +47,7 @@ def load_trained(
     if not config.verbose:
         log.setLevel(logging.WARNING)  # how a model is loaded is of no use for its answer
     configure_kernels()
-    store = distributed.connect(ranks, timeout_minutes=_IDLE_MINUTES)
+    store = distributed.connect(ranks)
     with distributed.kept_until_all_connect(store, ranks):
         plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
         if folder is not None and (folder / "tokenizer_config.json").is_file():
@@ -54,7 +56,7 @@ def load_trained(
         prepare(plan)
         hub.fetch_weights(config.model, plan.folder, ranks=ranks, store=store)
         weights = open_weights(plan)
-    distributed.start_process_group(ranks, store, timeout_minutes=_IDLE_MINUTES)
+    distributed.start_process_group(ranks, store)
     with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
         load_model(dataclasses.replace(config, use_gradient_checkpointing=False), plan, weights, ranks)
     distributed.release_loading_memory(ranks.device)
@@ -147,11 +149,13 @@ def answer_file(
 def chat(model: LoadedModel, system: str) -> None:
     """Answer each line typed on rank 0 until the input ends. A model that was trained on chats sees earlier turns."""
     is_terminal = sys.stdin.isatty()
+    # A group of its own waits for the user: no other collective takes long. On gloo, a GPU would be busy meanwhile.
+    waiting = dist.new_group(timeout=_IDLE, backend="gloo")
     messages = question("", system=system).messages[:-1]
     number = 0
     if model.ranks.is_rank_0 and is_terminal:
         print("Ctrl-D ends the chat, an empty line clears its history.", file=sys.stderr)
-    while (line := _read_line(model.ranks, is_terminal)) is not None:
+    while (line := _read_line(model.ranks, is_terminal, waiting)) is not None:
         if not line:
             messages = question("", system=system).messages[:-1]
             continue
@@ -162,13 +166,12 @@ def chat(model: LoadedModel, system: str) -> None:
             messages = [*asked.messages, {"role": "assistant", "content": text}]
 
 
-def _read_line(ranks: Ranks, is_terminal: bool) -> str | None:
+def _read_line(ranks: Ranks, is_terminal: bool, waiting: dist.ProcessGroup) -> str | None:
     """A line that was typed on rank 0, on every rank; None at the end."""
     line = ""
     if ranks.is_rank_0:
         if is_terminal:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-    # Over gloo: a GPU would be busy while it waits.
-    line = distributed.gather_texts(line, torch.device("cpu"))[0]
+    line = distributed.gather_texts(line, torch.device("cpu"), waiting)[0]
     return line.strip() if line else None

@@ -1,13 +1,16 @@
 """A trained model answers as transformers and PEFT let it answer."""
 
+import datetime
 import io
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -30,7 +33,16 @@ def _generate(argv: list[str], stdin: str) -> int:
     import sys
 
     sys.stdin = io.StringIO(stdin)
-    return main(["generate", *argv])
+    noted = [
+        mock.patch.object(module, name, wraps=getattr(module, name))
+        for module, name in ((dist, "init_process_group"), (dist, "new_group"))
+    ]
+    start, new_group = (each.start() for each in noted)
+    status = main(["generate", *argv])
+    assert start.call_args.kwargs["timeout"] <= datetime.timedelta(hours=1), "a hang is noticed by nobody"
+    waits = [call.kwargs.get("timeout") for call in new_group.call_args_list]
+    assert (datetime.timedelta(days=7) in waits) == bool(stdin), "only a chat waits for its user"
+    return status
 
 
 def generate(ranks: int, folder: Path, stdin: str = "", **options: object) -> str:
