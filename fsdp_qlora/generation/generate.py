@@ -21,6 +21,7 @@ from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.ranks.distributed import Ranks, derive_seed, gather_numbers, gather_texts
 from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
 from fsdp_qlora.storage.files import staged_file
 
 log = logging.getLogger("fsdp_qlora")
@@ -118,12 +119,16 @@ class TextGenerator:
         self._model.eval()
         generators = [self._options.generator(answer.number) for answer in answers]
         state = _Batch(answers, self.ranks.device, self._model.config) if answers else None
+        head = shared_head_of(self._model)
         try:
             for _ in range(self._options.max_new_tokens):
                 beat()
                 is_active = any(not answer.is_done for answer in answers)
-                if not gather_numbers([float(is_active)], self.ranks.device).any():
+                counts = gather_numbers([len(answers) * is_active], self.ranks.device).flatten().int().tolist()
+                if not any(counts):
                     break
+                if head:  # a rank without prompts computes one token
+                    head.counts = [max(1, counts[rank]) for rank in sharing_ranks(self._model)]
                 logits = self._forward(state if is_active else None)
                 for index, answer in enumerate(answers):
                     if not answer.is_done:
@@ -131,6 +136,8 @@ class TextGenerator:
                         answer.is_done = self.stops.ends(answer.tokens)
                         show(answer)
         finally:
+            if head:
+                head.counts = None
             reshard_all(self._model)
 
     def _forward(self, state: "_Batch | None") -> torch.Tensor:

@@ -247,7 +247,8 @@ class Lookup(_Rows):
 class SharedHead(_Rows):
     """A head of which each rank computes the outputs of its own rows, for the tokens of all ranks.
 
-    In the module's own forward pass, which gives whole logits, it is gathered.
+    In the module's own forward pass, which gives whole logits, it is gathered, unless `counts` says how many rows each
+    rank has in its batch: then it gives [B, 1, V], the logits of each row's last token.
 
     Args:
         last_block: from its forward pass on rows in host memory are copied, beside the computation.
@@ -260,8 +261,10 @@ class SharedHead(_Rows):
         self.device = torch.device(mesh.device_type)
         self._side: SideStream | None = None
         self._copied: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self.counts: Sequence[int] | None = None
         last_block.register_forward_pre_hook(self._bring)
-        module.register_forward_pre_hook(self._gather)
+        module.register_forward_pre_hook(self._enter)
+        module.register_forward_hook(self._exchange)
 
     def rows(self) -> torch.Tensor:
         """The rank's rows, on the device."""
@@ -284,8 +287,26 @@ class SharedHead(_Rows):
         self._copied = there, self._side.copy(there, rows)
 
     @torch.no_grad()
-    def _gather(self, *_: Any) -> None:
-        self._replace(gather_rows(self.rows(), self.vocabulary, self.mesh))
+    def _enter(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        if self.counts is None:
+            self._replace(gather_rows(self.rows(), self.vocabulary, self.mesh))
+            return args
+        self._replace(self.rows())
+        last = args[0][:, -1]
+        return (self.all_gather(F.pad(last, (0, 0, 0, max(self.counts) - len(last)))),)
+
+    @torch.no_grad()
+    def _exchange(self, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        """Give each rank its tokens' outputs of this rank's part of V."""
+        if self.counts is None:
+            return output
+        bounds = [shard_bounds(self.vocabulary, rank=rank, size=self.size) for rank in range(self.size)]
+        most = max(self.counts)
+        taken = [most * (stop - first) for first, stop in bounds]
+        found = output.new_empty(most * self.vocabulary)
+        dist.all_to_all_single(found, output.flatten(), taken, [taken[self.rank]] * self.size, group=self.group)
+        columns = [part.view(most, -1) for part in found.split(taken)]
+        return torch.cat(columns, dim=1)[: self.counts[self.rank], None]
 
     # What ranks tell each other in `chunked_loss`, for as many tokens of each rank.
 

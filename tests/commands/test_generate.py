@@ -22,6 +22,7 @@ from fsdp_qlora.generation.generate import Samples, SamplingOptions
 from fsdp_qlora.generation.prompts import read_questions
 from fsdp_qlora.loading import hub
 from fsdp_qlora.metrics.sinks import read_records
+from fsdp_qlora.sharding import vocabulary
 from tests.reference import PROMPT, PROMPT_WITH_INPUT, load_decoded_base
 from tests.tiny import flags, make_rows, on_ranks, train_ok, write_rows
 
@@ -35,10 +36,11 @@ def _generate(argv: list[str], stdin: str) -> int:
     sys.stdin = io.StringIO(stdin)
     noted = [
         mock.patch.object(module, name, wraps=getattr(module, name))
-        for module, name in ((dist, "init_process_group"), (dist, "new_group"))
+        for module, name in ((vocabulary, "gather_rows"), (dist, "init_process_group"), (dist, "new_group"))
     ]
-    start, new_group = (each.start() for each in noted)
+    gather, start, new_group = (each.start() for each in noted)
     status = main(["generate", *argv])
+    assert not any(call.args[0].dim() > 1 for call in gather.call_args_list), "a head is gathered"
     assert start.call_args.kwargs["timeout"] <= datetime.timedelta(hours=1), "a hang is noticed by nobody"
     waits = [call.kwargs.get("timeout") for call in new_group.call_args_list]
     assert (datetime.timedelta(days=7) in waits) == bool(stdin), "only a chat waits for its user"
