@@ -135,7 +135,7 @@ def _model_line(found: Outlook) -> str:
 def _always_there(found: Outlook) -> dict[str, int]:
     """Bytes of a GPU that are there in each phase."""
     memory = found.plan.memory
-    return {**memory.resident, "torch's allocator": memory.overhead, **found.request.beside_torch}
+    return {**memory.resident, "torch's allocator": memory.overhead, **found.beside_torch}
 
 
 def _bar(name: str, stays: int, comes: int, memory: float) -> str:

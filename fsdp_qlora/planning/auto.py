@@ -47,12 +47,14 @@ def choose_settings(
         )
     chosen: dict[str, Any] = {}
     if ranks.is_rank_0 and not (chosen := settings_of_run(config, machine.world_size)):
-        host = host_memory_free(distributed.ranks_per_node(ranks, machine.world_size)) * machine.world_size
+        per_node = distributed.ranks_per_node(ranks, machine.world_size)
+        host = host_memory_free(per_node) * machine.world_size
         card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
         gpu = gpu_of(card) if card else gpu_like(free / GIB)
         gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
-        beside = sum(gpu.beside_torch(machine.world_size).values())
-        request = Request(gpu._replace(memory_gib=(free + beside) / GIB), machine.world_size, host / GIB)
+        request = Request(gpu, machine.world_size, host / GIB, per_node=per_node)
+        memory_gib = (free + sum(request.beside_torch().values())) / GIB
+        request = request._replace(gpu=gpu._replace(memory_gib=memory_gib))
         best = Planner(config, request, model, rows).fastest()[0]
         chosen = {name: getattr(best.config, name) for name in _CHOSEN}
     if store is not None:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import yaml
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB
+from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
 
 # What torch's allocator never gets, until a card has measured it; sources are in docs/memory.md.
 # The context and the kernels that a run calls, GiB by compute capability: what torch.OutOfMemoryError named beside
@@ -17,6 +19,9 @@ _CONTEXT_GIB = {75: 0.41, 80: 0.40, 86: 0.41, 89: 0.50, 90: 0.73, 100: 0.73, 120
 # NCCL's buffers of a connection and channel: 4 MiB (Simple), 4.7 (LL128) and 0.5 (LL); each channel has a ring and a
 # tree. NVLink takes up to 32 channels, PCIe 4.
 _NCCL_BYTES, _NCCL_CHANNELS = 2 * int(9.2 * 2**20), {True: 32, False: 4}
+# With NVSwitch also multicast buffers (NVLS) for each GPU of the machine, by compute capability: 16 channels, 24 on
+# Blackwell, of 2 MiB (NCCL 2.29.7, src/transport/nvls.cc).
+_NVLS_BYTES = {90: 16 * 2**21, 100: 24 * 2**21}
 _NVLINK = 64.0  # GB/s, at least: PCIe 5.0 x16 has less
 _CUBLAS_BYTES = 2 * (2**25 - 8_519_680)  # beyond what planning/memory.py counts, in torch's allocator
 
@@ -34,13 +39,15 @@ class Gpu(NamedTuple):
     usable: float = 0.98
     host_link: float | None = None  # GB/s from the host, where it is measured
 
-    def beside_torch(self, num_gpus: int) -> dict[str, int]:
-        """Bytes of the card that torch's allocator does not get, by what they are, with so many ranks."""
-        channels = _NCCL_CHANNELS[self.link >= _NVLINK] if num_gpus > 1 else 0
+    def beside_torch(self, communicators: Sequence[int]) -> dict[str, int]:
+        """Bytes of the card that torch's allocator does not get, by what they are, with these of `communicators`."""
+        is_linked = self.link >= _NVLINK
+        multicast = sum(number for number in communicators if number > 1) * is_linked
         found = {
             "the driver and ECC": int((1 - self.usable) * self.memory_gib * GIB),
             "CUDA context and kernels": int(_CONTEXT_GIB[self.capability] * GIB),
-            "NCCL's buffers": channels * _NCCL_BYTES,
+            "NCCL's buffers": len(communicators) * _NCCL_CHANNELS[is_linked] * _NCCL_BYTES,
+            "NCCL's multicast buffers": multicast * _NVLS_BYTES.get(self.capability, 0),
             "cuBLAS on Hopper": _CUBLAS_BYTES * (self.capability == 90),
         }
         return {name: count for name, count in found.items() if count}
@@ -49,6 +56,12 @@ class Gpu(NamedTuple):
 _ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 GPUS = {name: Gpu(name, **row) for name, row in _ROWS.items()}
 ACHIEVED = 0.5  # where no run of such a GPU is published: the middle of those that are
+
+
+def communicators(sharding_strategy: str, num_gpus: int, per_node: int) -> list[int]:
+    """A run's NCCL communicators, by their GPUs in one machine: all ranks; of a hybrid also shards and replicas."""
+    is_hybrid = SHARDING_STRATEGIES[sharding_strategy][0] == "node" and 1 < per_node < num_gpus
+    return [per_node, per_node, 1] if is_hybrid else [per_node] if num_gpus > 1 else []
 
 
 def find_gpu(name: str) -> Gpu:

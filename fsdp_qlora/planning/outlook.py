@@ -12,7 +12,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
-from fsdp_qlora.planning.gpus import Gpu
+from fsdp_qlora.planning.gpus import Gpu, communicators
 from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import with_margin
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
@@ -27,7 +27,7 @@ _TOKENS = 10e6  # to train on, where no dataset is known
 class Request(NamedTuple):
     """The GPUs, and what is to be told.
 
-    price_per_hour: US dollars, of all GPUs. where: they are offered.
+    price_per_hour: US dollars, of all GPUs. where: they are offered. per_node: of a machine; 0 if it is one.
     """
 
     gpu: Gpu
@@ -35,16 +35,16 @@ class Request(NamedTuple):
     host_ram_gib: float | None = None
     price_per_hour: float | None = None
     where: str = ""
+    per_node: int = 0
 
-    @property
-    def beside_torch(self) -> dict[str, int]:
+    def beside_torch(self, sharding_strategy: str = "full_shard") -> dict[str, int]:
         """Bytes of a GPU that a run does not get."""
-        return self.gpu.beside_torch(self.num_gpus)
+        return self.gpu.beside_torch(communicators(sharding_strategy, self.num_gpus, self.per_node or self.num_gpus))
 
     @property
     def free(self) -> int:
         """Bytes of a GPU for a run."""
-        return int(self.gpu.memory_gib * GIB) - sum(self.beside_torch.values())
+        return int(self.gpu.memory_gib * GIB) - sum(self.beside_torch().values())
 
     @property
     def machine(self) -> Machine:
@@ -78,8 +78,13 @@ class Outlook(NamedTuple):
     tokens_per_second: float
 
     @property
+    def beside_torch(self) -> dict[str, int]:
+        """Bytes of a GPU that the run does not get."""
+        return self.request.beside_torch(self.plan.placement.sharding_strategy)
+
+    @property
     def needed(self) -> int:
-        return self.plan.memory.reserved + sum(self.request.beside_torch.values())
+        return self.plan.memory.reserved + sum(self.beside_torch.values())
 
     @property
     def host_bytes(self) -> int:
@@ -93,12 +98,13 @@ class Outlook(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.plan.memory.reserved <= self.request.free and self.fits_host
+        return self.needed <= self.request.gpu.memory_gib * GIB and self.fits_host
 
     @property
     def fits_with_margin(self) -> bool:
         """Whether it fits even if the estimate is too small by its usual error."""
-        return with_margin(self.plan.memory.reserved) <= self.request.free and self.fits_host
+        needed = with_margin(self.plan.memory.reserved) + sum(self.beside_torch.values())
+        return needed <= self.request.gpu.memory_gib * GIB and self.fits_host
 
     @property
     def hours(self) -> float:

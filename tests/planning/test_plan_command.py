@@ -21,7 +21,7 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.auto import choose_settings, settings_of_run
-from fsdp_qlora.planning.gpus import GPUS, find_gpu, gpu_like
+from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, gpu_like
 from fsdp_qlora.planning.known_models import known_config
 from fsdp_qlora.planning.outlook import Request, allowed_rows
 from tests.tiny import SIZES, WORDS, flags
@@ -41,6 +41,25 @@ pytestmark = pytest.mark.quick
 )
 def test_a_gpu_is_found_as_people_write_it(written: str, name: str) -> None:
     assert find_gpu(written) is GPUS[name]
+
+
+def test_a_gpu_gives_nccl_buffers_for_each_communicator_and_multicast_with_nvswitch() -> None:
+    # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 9.2 MiB; 16 or 24 of 2 MiB per GPU for NVLS.
+    one, nvls = {False: 4 * 18.4, True: 32 * 18.4}, {90: 32, 100: 48}
+    for name, linked in (("RTX 4090", False), ("H100 PCIe", False), ("A100 80GB", True), ("H100 SXM", True)):
+        gpu = GPUS[name]
+        for strategy, ranks, per_node, of_world in (
+            ("full_shard", 1, 1, 0), ("full_shard", 2, 2, 1), ("ddp", 8, 8, 1), ("hybrid_full_shard", 8, 8, 1),
+            ("full_shard", 16, 8, 1), ("hybrid_full_shard", 16, 8, 3), ("hybrid_shard_grad_op", 2, 1, 1),
+        ):  # fmt: skip
+            found = gpu.beside_torch(communicators(strategy, ranks, per_node))
+            assert found.get("NCCL's buffers", 0) / 2**20 == pytest.approx(of_world * one[linked], abs=1)
+            # A hybrid's replicas have one GPU of a machine.
+            local = per_node * min(of_world, 2) * (per_node > 1) * (linked and gpu.capability in nvls)
+            assert found.get("NCCL's multicast buffers", 0) == local * nvls.get(gpu.capability, 0) * 2**20
+    request = Request(GPUS["B200"], 16, per_node=8)
+    more = sum(request.beside_torch("hybrid_full_shard").values()) - sum(request.beside_torch().values())
+    assert more / 2**20 == pytest.approx(2 * one[True] + 8 * nvls[100], abs=1)
 
 
 @pytest.mark.parametrize(("written", "near"), [("RTX 3095", "RTX 3090"), ("A100", "A100 40GB, A100 80GB"), ("", "T4")])
