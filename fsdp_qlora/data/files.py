@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -107,35 +108,31 @@ def count_lines(path: Path) -> int:
 
 
 def read_json(path: Path) -> NumberedRows:
-    """An array of objects, or an object with one of `LISTS` that is such an array."""
+    """The objects in an array; or one after another; or, where it is the only object, in one of its `LISTS`."""
     try:
         with open_file(path) as file:
             most = _most_unpacked(path.stat().st_size)
             content = file.read(most + 1)
         if len(content) > most:
             raise _too_long(str(path))
-        text = _decode(content)
-        if not text or text.isspace():
-            return
-        values = _parse(text)
+        values = list(_values(_decode(content)))
     except json.JSONDecodeError as error:
-        hint = " A file with one object per line is named .jsonl." if error.msg == "Extra data" else ""
-        raise UserError(f"{path}:{error.lineno}: {error.msg} (column {error.colno}).{hint}") from error
+        raise UserError(f"{path}:{error.lineno}: {error.msg} (column {error.colno}).") from error
     except BadRow as reason:
         raise UserError(f"{path}: {reason}.") from reason
-    if isinstance(values, dict) and len(lists := [name for name in LISTS if isinstance(values.get(name), list)]) == 1:
-        values = values[lists[0]]
-    if not isinstance(values, list):
-        named = f" with the keys {', '.join(map(repr, values))}" if isinstance(values, dict) else ""
-        raise UserError(
-            f"{path}: expected an array of objects, found {_kind(values)}{named[:300]}. Write [ around the objects, or "
-            f"one object per line into a .jsonl file; an object may hold its rows as one of {', '.join(LISTS)}."
-        )
+    if len(values) == 1:
+        values = values[0] if isinstance(values[0], list) else _held(values[0]) or values
     for number, value in enumerate(values, start=1):
         try:
             yield number, _require_object(value)
         except BadRow as reason:
             yield number, reason
+
+
+def _held(value: object) -> list[Any] | None:
+    """The rows that an object holds as the only one of `LISTS` that is an array of objects."""
+    held = [value[name] for name in LISTS if isinstance(value.get(name), list)] if isinstance(value, dict) else []
+    return held[0] if len(held) == 1 and held[0] and isinstance(held[0][0], dict) else None
 
 
 def read_csv(path: Path) -> NumberedRows:
@@ -295,14 +292,16 @@ class FileKind(NamedTuple):
     """Counts its rows without reading them, where that is possible."""
 
 
+_JSON = FileKind("row", lambda path, used, after: read_json(path))
+_JSON_LINES = FileKind("line", lambda path, used, after: read_lines(path, after, _parse_line), count_lines)
+_TEXT = FileKind("line", lambda path, used, after: read_lines(path, after, lambda text: {"text": text}), count_lines)
+
 FILE_KINDS: dict[str, FileKind] = {
-    ".json": FileKind("row", lambda path, used, after: read_json(path)),
-    ".jsonl": FileKind("line", lambda path, used, after: read_lines(path, after, _parse_line), count_lines),
+    ".json": _JSON,
+    ".jsonl": _JSON_LINES,
     ".csv": FileKind("line", lambda path, used, after: read_csv(path)),
     ".tsv": FileKind("line", lambda path, used, after: read_csv(path)),
-    ".txt": FileKind(
-        "line", lambda path, used, after: read_lines(path, after, lambda text: {"text": text}), count_lines
-    ),
+    ".txt": _TEXT,
     ".parquet": FileKind("row", read_parquet, count_parquet),
 }
 
@@ -311,6 +310,33 @@ def kind_of(path: Path) -> FileKind | None:
     """How to read a file, by its name, which may end as packed files do."""
     name = Path(path.name.lower())
     return FILE_KINDS.get(Path(name.stem).suffix if name.suffix in PACKED else name.suffix)
+
+
+def look_into(path: Path) -> FileKind | None:
+    """How to read a file: of JSON and text its first two lines tell it, and where they do not, its name."""
+    kind = kind_of(path)
+    if kind not in (_JSON, _JSON_LINES, _TEXT):
+        return kind
+    try:
+        with open_file(path) as file:
+            lines = (line for line in iter(partial(file.readline, _most_bytes()), b"") if not line.isspace())
+            is_lines = _is_lines(*(_decode(line).strip() for line in islice(lines, 2)))
+    except (ValueError, OSError):  # said where the rows are read
+        return kind
+    return kind if is_lines is None else _JSON_LINES if is_lines else _TEXT if kind is _TEXT else _JSON
+
+
+def _is_lines(first: str = "", *others: str) -> bool | None:
+    """Whether JSON that begins with these lines is one object a line; None where they do not tell."""
+    if _ARRAY.match(first):
+        return False
+    try:
+        value, *more = _values(first)
+    except json.JSONDecodeError as error:
+        return False if first[0] == "{" and error.pos >= len(first) else None  # an object goes on in the next line
+    if not isinstance(value, dict) or not value:
+        return None
+    return not more and first.endswith("}") and (bool(others) or _held(value) is None)
 
 
 def read_file(path: Path, kind: FileKind, used: ChooseColumns = tuple, after: int = 0) -> NumberedRows:
@@ -352,10 +378,23 @@ def _parse_line(text: str) -> Row:
         raise BadRow(f"{error.msg} (column {error.colno}); each line must be one JSON object") from error
 
 
-def _parse(text: str) -> object:
-    """JSON to a value. Raises json.JSONDecodeError with the place, or BadRow."""
+def _values(text: str) -> Iterator[Any]:
+    """The JSON values of a text, one after another, with or without commas between. Raises as `_parse`."""
+    end = 0
+    while mark := _MARK.search(text, end):
+        value, end = _parse(text, mark.start())
+        yield value
+
+
+def _parse(text: str, at: int | None = None) -> Any:
+    """JSON to a value; from a place of the text on to a value and where it ends.
+
+    Raises:
+        json.JSONDecodeError: with the place.
+        BadRow: it is JSON that cannot be used.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return _DECODER.decode(text) if at is None else _DECODER.raw_decode(text, at)
     except (json.JSONDecodeError, BadRow):
         raise
     except RecursionError as error:
@@ -371,6 +410,11 @@ def _unique(pairs: list[tuple[str, object]]) -> Row:
         names = [name for name, _ in pairs]
         raise BadRow(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
     return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+_MARK = re.compile(r"[^\s,]")
+_ARRAY = re.compile(r"\[\s*(\{|$)")
 
 
 def _require_object(value: object) -> Row:

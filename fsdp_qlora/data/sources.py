@@ -25,6 +25,7 @@ from fsdp_qlora.data.files import (
     count_rows,
     hash_file,
     kind_of,
+    look_into,
     number_rows,
     read_file,
 )
@@ -263,7 +264,7 @@ def local_source(path: Path, split: str | None = None, *, streamed: bool = False
     """
     if is_saved(path):
         return saved_source(path, split)
-    files = {file: kind for file in find_files(path, split) if (kind := kind_of(file)) is not None}
+    files = {file: kind for file in find_files(path, split) if (kind := look_into(file)) is not None}
     folder = path if path.is_dir() else path.parent
     parts = [
         Part(file.relative_to(folder).as_posix(), kind.unit, partial(read_file, file, kind))

@@ -16,6 +16,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
 from fsdp_qlora.data.batches import collate
-from fsdp_qlora.data.files import FILE_KINDS, read_file
+from fsdp_qlora.data.files import FILE_KINDS, look_into, read_file
 from fsdp_qlora.data.formats import FORMATS, Format
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import TEMPLATES
@@ -129,6 +130,73 @@ def test_every_kind_of_file_gives_the_same_rows(suffix: str, tmp_path: Path) -> 
     assert (rows_of(path), rows_of(path, 2), list(rows_of(path)[0])) == (rows, rows[:2], list(rows[0]))
 
 
+def lines_of(rows: list[dict[str, Any]], between: str = "\n", **how: Any) -> str:
+    return between.join(json.dumps(row, **how) for row in rows)
+
+
+CONTENTS: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "an array": json.dumps,
+    "an array over several lines": partial(json.dumps, indent=1),
+    "an array with an object a line": lambda rows: f"[\n{lines_of(rows, ',' + chr(10))}\n]",
+    "an object a line": partial(lines_of, ensure_ascii=False),
+    "an object a line behind a mark and blank lines": lambda rows: "\ufeff" + lines_of(rows, "\r\n \r\n"),
+    "objects on one line": partial(lines_of, between=""),
+    "objects over several lines": partial(lines_of, indent=1),
+    "objects over several lines with commas": partial(lines_of, between=",\n", indent=1),
+    "objects with commas": partial(lines_of, between=",\n"),
+    "an object with the rows": lambda rows: json.dumps({"version": [1], "rows": rows}),
+    "an object with the rows over several lines": lambda rows: json.dumps({"rows": rows, "version": 1}, indent=1),
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_json_is_told_by_its_content_and_not_by_its_name(content: str, tmp_path: Path) -> None:
+    text = CONTENTS[content](ROWS).encode()
+    for name in ("a.json", "a.jsonl", "a.JSON.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+        assert rows_of(tmp_path / name) == ROWS
+        assert sources.find_source(str(tmp_path / name)).count() == len(ROWS)
+
+
+def test_lines_of_a_text_file_are_objects_where_the_first_one_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(lines_of(ROWS))
+    assert rows_of(path) == ROWS
+    for text in ("{} begins\n", '{"a": 1} goes on\n', json.dumps(ROWS), "{\n}", "{}\n"):
+        path.write_text(text)
+        assert rows_of(path) == [{"text": line} for line in text.splitlines()]
+
+
+def test_a_row_of_lines_in_any_file_is_named_by_its_line(prepare: Any, tmp_path: Path) -> None:
+    bad = {"instruction": "Say nothing.", "output": ""}
+    for name in ("a.json", "a.txt"):
+        write_jsonl(tmp_path / name, [*ROWS, bad])
+        assert prepare(tmp_path / name, max_bad_rows=0.5)[1].places() == [(f"{tmp_path / name}:4", "empty output")]
+    (tmp_path / "b.json").write_text(CONTENTS["objects over several lines"]([*ROWS, bad]))
+    assert prepare(tmp_path / "b.json", max_bad_rows=0.5)[1].places()[0][0] == f"{tmp_path / 'b.json'} row 4"
+
+
+def test_a_folder_of_files_with_one_row_each_is_a_dataset(prepare: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for number, row in enumerate([*ROWS, {"output": "x", "instruction": ""}]):
+        (tmp_path / "rows" / f"{number}.json").write_text(json.dumps(row, indent=4 * (number % 2) or None))
+    tokenized, report = prepare(tmp_path / "rows", max_bad_rows=0.5)
+    assert tokenized.row_numbers.tolist() == [1, 2, 3]
+    assert report.places() == [(f"{tmp_path}/rows/3.json row 1", "empty instruction")]
+
+
+def test_the_shape_of_a_large_file_is_told_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_QLORA_MAX_ROW_MIB", "1")
+    many = [{**ROWS[0], "output": "x" * 100_000}] * 300
+    (tmp_path / "a.jsonl").write_text(json.dumps(many))
+    (tmp_path / "b.json").write_text(lines_of(many))
+    with counting_memory() as most:
+        assert look_into(tmp_path / "a.jsonl") == FILE_KINDS[".json"]
+        assert look_into(tmp_path / "b.json") == FILE_KINDS[".jsonl"]
+        assert sum(1 for _ in sources.find_source(str(tmp_path / "b.json")).entries()) == 300
+        assert most() < 8 << 20
+
+
 def test_folder_is_read_in_order_of_name_and_its_rows_can_be_located(prepare: Any, tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
@@ -178,7 +246,8 @@ MALFORMED = {
     "deep.jsonl": (f"{GOOD}\n{DEEP}\n".encode(), ":2: nested too deeply"),
     "number.jsonl": (f'{GOOD}\n{{"output": {"9" * 5000}}}\n'.encode(), ":2: a number that cannot be read"),
     "two_names.jsonl": (b'{"output": "a", "output": "b"}\n', ":1: 'output' occurs twice in an object"),
-    "two_objects.jsonl": (f"{GOOD}{GOOD}\n".encode(), ":1: Extra data"),
+    "two_objects.jsonl": (f"{GOOD}\n{GOOD}{GOOD}\n".encode(), ":2: Extra data"),
+    "cut_first.jsonl": (f"{GOOD[:20]}\n{GOOD}\n".encode(), ":1: Unterminated string"),
     "no_text.jsonl": (f'{GOOD}\n{{"instruction": "a", "output": 7}}\n'.encode(), ":2: output is not text but int"),
     "null.jsonl": (f'{GOOD}\n{{"instruction": null, "output": "b"}}\n'.encode(), ":2: empty instruction"),
     "blank.jsonl": (b"\n\n", ": the dataset is empty"),
@@ -186,8 +255,9 @@ MALFORMED = {
     # JSON
     "comma.json": (f"[{GOOD},\n {GOOD}\n {GOOD}]".encode(), ":3: Expecting ',' delimiter (column 2)"),
     "cut.json": (f"[{GOOD},\n {GOOD}".encode(), ":2: Expecting ',' delimiter"),
-    "lines.json": (f"{GOOD}\n{GOOD}\n".encode(), ":2: Extra data (column 1)"),
-    "object.json": (GOOD.encode(), ": expected an array of objects, found an object"),
+    "line.json": (f"{GOOD}\n\n{{'instruction': 1}}\n".encode(), ":3: Expecting property name"),
+    "objects.json": (json.dumps(ROWS[0], indent=1).encode() + b'\n{\n"output": b}', ":7: Expecting value (column 11)"),
+    "number.json": (b"7", " row 1: expected an object with columns, found a number"),
     "element.json": (f"[{GOOD}, 7]".encode(), " row 2: expected an object with columns, found a number"),
     "deep.json": (DEEP.encode(), ": nested too deeply"),
     "latin.json": ('[{"output": "é"}]'.encode("latin-1"), ": not UTF-8 text"),

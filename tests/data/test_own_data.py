@@ -161,7 +161,7 @@ CASES = {
     "semicolons": Case(semicolons, "a.csv", ALPACA, 4),
     "cp1252": Case(cp1252, "a.csv", [], 0, "a.csv:3: not UTF-8 text"),
     "an object with data": Case(in_data, "a.json", ALPACA, 4),
-    "json with lines": Case(write_jsonl, "a.json", ALPACA, 0, "named .jsonl"),
+    "json with lines": Case(write_jsonl, "a.json", ALPACA, 4),
     "save_to_disk": Case(saved, "folder", ALPACA, 4),
     "save_to_disk with splits": Case(saved_splits, "folder", ALPACA, 4, "the split train is trained on; not test"),
     "packed": Case(packed, "a.jsonl.gz", ALPACA, 4),
