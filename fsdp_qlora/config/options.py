@@ -257,7 +257,7 @@ class TrainConfig:
     """Rows that streaming shuffles together and holds in memory; raise it when neighbouring rows are alike."""
     dataset_format: Annotated[Literal[
         "auto", "alpaca", "pretokenized", "preference", "ratings", "label", "rating", "messages", "sharegpt", "dolly",
-        "question_answer", "prompt_completion", "guanaco", "text",
+        "question_answer", "instances", "rationale", "moss", "tree", "prompt_completion", "guanaco", "text",
     ], OF_RESULT] = "auto"  # fmt: skip
     """Format of the rows; auto detects it from the names of the columns."""
     columns: Annotated[tuple[str, ...], MAY_DIFFER, OF_RESULT] = ()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fsdp_qlora")
 
-CACHE_VERSION = 9  # raise it when the arrays, the templates or the rules of masking change
+CACHE_VERSION = 10  # raise it when the arrays, the templates or the rules of masking change
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:

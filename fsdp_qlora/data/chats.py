@@ -1,6 +1,8 @@
 """Chat rows in OpenAI's and in ShareGPT's columns become the same messages, checked before a template sees them."""
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,9 @@ KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")  #
 WEIGHTS = ("weight", "train", "loss", "loss_weight")
 # A question and its answer in one object, as ms-swift and Capybara write them.
 PAIRS = (("human", "assistant"), ("user", "assistant"), ("input", "output"))
+# A turn of MOSS: who says what; and the marks around it.
+_MOSS = {"Human": "user", "Commands": "assistant", "Tool Responses": "tool", "MOSS": "assistant"}
+_MARKS = re.compile(r"^\s*<\|[^|]*\|>:|<eo\w>\s*$")
 _USED = {"role", "from", "content", "value", "parts", "tool_calls", "function_call", *KEPT, *WEIGHTS}
 
 
@@ -31,6 +36,38 @@ def read_messages(row: Mapping[str, object]) -> Chat:
 def read_conversations(row: Mapping[str, object]) -> Chat:
     """ShareGPT's `conversations` of `from` and `value` (or `role` and `content`), with `system`. Raises BadRow."""
     return _chat(row, turns(row.get("conversations"), "conversations"))
+
+
+def read_moss(row: Mapping[str, object]) -> Chat:
+    """MOSS's `chat` of numbered turns. A call of a plugin is text, and its results are a tool's turn. Raises BadRow."""
+    chat: Any = row.get("chat")
+    if not is_moss(row):
+        raise BadRow("chat is not an object of turns")
+    found: list[dict[str, Any]] = []
+    for name in sorted(chat, key=lambda name: (len(name), name)):  # turn_2 before turn_10
+        said = {key: _MARKS.sub("", str(text)).strip() for key, text in chat[name].items()}
+        first = len(found) + 1
+        found += [
+            {"role": role, "content": said[key]} for key, role in _MOSS.items() if said.get(key, "None") != "None"
+        ]
+        if said.get("Inner Thoughts", "None") != "None" and len(found) > first:
+            found[first]["reasoning_content"] = said["Inner Thoughts"]
+    return _chat({"system": row.get("meta_instruction")}, found)
+
+
+def is_moss(row: Mapping[str, object]) -> bool:
+    chat = row.get("chat")
+    return isinstance(chat, Mapping) and bool(chat) and all(isinstance(turn, Mapping) for turn in chat.values())
+
+
+def read_tree(row: Mapping[str, object]) -> Chat:
+    """oasst's tree: from the `prompt` on the reply that is ranked best, one without a rank last. Raises BadRow."""
+    path, replies = [], turns([row.get("prompt")], "prompt")
+    while replies:
+        best = min(replies, key=lambda reply: rank if isinstance(rank := reply.get("rank"), int) else math.inf)
+        path.append({"role": best.get("role"), "content": best.get("text")})
+        replies = turns(best["replies"], "replies") if best.get("replies") else []
+    return _chat(row, path)
 
 
 def read_prompted(row: Mapping[str, object]) -> Chat:

@@ -1,5 +1,6 @@
 """Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of FORMATS."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from fsdp_qlora.errors import UserError
 Row = Mapping[str, object]
 
 HUMAN, ASSISTANT = "### Human:", "### Assistant:"  # of timdettmers/openassistant-guanaco
+_SPEAKER = re.compile(r"\s*<(user|bot)>:\s*")  # of Huatuo's dialogues
+SPLIT = "a dialogue of <user>: and <bot>: in its instruction, which is split into turns"
+FIRST = "it has several instances, of which the first is learned"
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,17 @@ def _fields(row: Row, instruction: str, response: str, *, context: str = "contex
     )
     refuse_media(fields.instruction, instruction)
     refuse_media(fields.context, context)
-    return fields
+    return _with_turns(fields)
+
+
+def _with_turns(fields: Fields) -> Fields:
+    """The same, with turns that were written into the instruction as its history."""
+    before, *parts = _SPEAKER.split(fields.instruction)
+    speakers, said = parts[::2], parts[1::2]
+    if before.strip() or not all(said) or speakers != [*["user", "bot"] * (len(said) // 2), "user"]:
+        return fields
+    history = (*fields.history, *zip(said[:-1:2], said[1::2], strict=True))
+    return dataclasses.replace(fields, instruction=said[-1], history=history, notes=(SPLIT,))
 
 
 def _history(value: object) -> tuple[tuple[str, str], ...]:
@@ -86,6 +100,27 @@ def _history(value: object) -> tuple[tuple[str, str], ...]:
 
 def read_dolly(row: Row) -> Fields:
     return _fields(row, "instruction", "response")
+
+
+def read_instances(row: Row) -> Fields:
+    """self-instruct's: an instruction with `instances` of input and output, of which the first is learned."""
+    instances = row.get("instances")
+    if not isinstance(instances, list) or not instances or not isinstance(instances[0], Mapping):
+        raise BadRow("instances is not a list of objects")
+    fields = read_alpaca({**row, **instances[0]})
+    return dataclasses.replace(fields, notes=fields.notes + (FIRST,) * (len(instances) > 1))
+
+
+def read_rationale(row: Row) -> Fields:
+    """AQuA's: a question with `options`; the rationale is learned, and the letter of the `correct` one behind it."""
+    options = row.get("options") or []
+    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
+        raise BadRow("options is not a list of texts")
+    rationale, correct = text_of(row, "rationale"), text_of(row, "correct")
+    if not re.search(rf"\b{re.escape(correct)}\W*$", rationale):
+        rationale += f"\n\nThe answer is {correct}."
+    question = "\n".join([text_of(row, "question"), *options])
+    return _fields({"question": question, "answer": rationale}, "question", "answer")
 
 
 def read_question(row: Row) -> Fields:
@@ -157,6 +192,7 @@ def _integers(row: Row, column: str, *, required: bool = True) -> list[int] | No
 
 _PROMPTED = (*preferences.PROMPTS, "system", "tools")
 _ANSWERED = ("completion", "messages", *_PROMPTED)
+_QUESTION = prompts.TEMPLATES["question_answer"]
 
 # With dataset_format auto the first that fits is used, so a format precedes those that need only some of its
 # columns. Raise cache.CACHE_VERSION when the order or the text of a format changes: cached rows hold the old one.
@@ -171,12 +207,11 @@ FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), ("tools", "system"), chats.read_messages),
     "sharegpt": Format(("conversations",), ("tools", "system"), chats.read_conversations),
     "dolly": Format(("instruction", "response"), ("context", "system", "history"), read_dolly),
-    "question_answer": Format(
-        ("question", "answer"),
-        ("context", "system", "history"),
-        read_question,
-        template=prompts.TEMPLATES["question_answer"],
-    ),
+    "question_answer": Format(("question", "answer"), ("context", "system", "history"), read_question, _QUESTION),
+    "instances": Format(("instruction", "instances"), ("system",), read_instances),
+    "rationale": Format(("question", "rationale", "correct"), ("options",), read_rationale, _QUESTION),
+    "moss": Format(("chat",), ("meta_instruction",), chats.read_moss, recognizes=chats.is_moss),
+    "tree": Format(("message_tree_id", "prompt"), (), chats.read_tree),
     "prompt_completion": Format(("prompt", "completion"), ("tools",), preferences.read_prompt_completion),
     "guanaco": Format(("text",), (), read_guanaco, recognizes=is_guanaco),
     "text": Format(("text",), (), read_text),

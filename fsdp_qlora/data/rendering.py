@@ -76,6 +76,9 @@ class Renderer:
         return rendered
 
     def _render(self, content: Content, worker: TemplateWorker) -> list[Rendered]:
+        if isinstance(content, Fields) and content.notes:
+            first, *others = self._render(dataclasses.replace(content, notes=()), worker)
+            return [dataclasses.replace(first, notes=content.notes + first.notes), *others]
         if isinstance(content, Fields):
             content = as_chat(content) if self._chosen.is_chat else Rendered(self._prompt.fill(content), is_filled=True)
         if isinstance(content, Chat):

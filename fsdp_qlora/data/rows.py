@@ -323,6 +323,8 @@ class Fields:
     system: str = ""
     history: tuple[tuple[str, str], ...] = ()
     """Earlier (instruction, response) pairs."""
+    notes: tuple[str, ...] = ()
+    """What is odd about the row, though it is used."""
 
 
 @dataclass(frozen=True)

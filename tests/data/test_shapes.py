@@ -16,6 +16,27 @@ ASK, SAY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "
 SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
 CALL = {"role": "assistant", "function_call": {"name": "go", "arguments": "{}"}}
 FUNCTION = {"name": "go", "description": "goes", "parameters": {}}
+LONG = "so it is " * 30
+
+
+def said(role: str, text: str, *replies: dict[str, Any], rank: int | None = None) -> dict[str, Any]:
+    """A message of a tree of OpenAssistant's."""
+    return {"message_id": text, "role": role, "text": text, "lang": "en", "rank": rank, "replies": list(replies)}
+
+
+def moss(human: str, answer: str, thought: str = "None", command: str = "None", result: str = "None") -> dict[str, str]:
+    return {
+        "Human": f"<|Human|>: {human}<eoh>\n",
+        "Inner Thoughts": f"<|Inner Thoughts|>: {thought}<eot>\n",
+        "Commands": f"<|Commands|>: {command}<eoc>\n",
+        "Tool Responses": f"<|Results|>:\n{result}\n<eor>\n",
+        "MOSS": f"<|MOSS|>: {answer}<eom>\n",
+    }
+
+
+SEED = {"id": "seed_task_0", "name": "x", "instruction": "hi", "is_classification": False}
+TREE = said("prompter", "hi", said("assistant", "no", rank=1), said("assistant", "x"), said(
+    "assistant", "go", said("prompter", "so", said("assistant", "on", rank=0)), rank=0))  # fmt: skip
 
 # The columns of a set -> what is learned of the row.
 LEARNED: dict[str, tuple[dict[str, Any], str]] = {
@@ -59,6 +80,15 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     "KTO, a good answer": ({"messages": [ASK, SAY], "label": True}, "go on</s>"),
     "no images": ({"messages": [ASK, SAY], "images": []}, "go on</s>"),
     "Wikipedia": ({"id": "x", "url": "x", "title": "x", "text": "go on"}, "<s>go on</s>"),
+    "self-instruct's seeds": ({**SEED, "instances": [{"input": "so", "output": "go on"}]}, "go on</s>"),
+    "AQuA": ({"question": "hi", "options": ["A)1", "B)2"], "rationale": "go on", "correct": "B"}, "go on\n\nThe answer is B.</s>"),
+    "AQuA, told": ({"question": "hi", "options": ["A)1"], "rationale": "go on.\nAnswer: (A).", "correct": "A"}, "go on.\nAnswer: (A).</s>"),
+    "MOSS": ({"conversation_id": "1", "meta_instruction": "so", "num_turns": 10, "chat": {f"turn_{n}": moss("hi", f"{n}") for n in (1, 10, 2)}, "category": "x"}, "1</s>2</s>10</s>"),
+    "MOSS, plugins": ({"meta_instruction": "so", "chat": {"turn_1": moss("hi", "go on", "think", "Calculate(1+1)", "Calculate(1+1) => 2")}}, "Calculate(1+1)</s>go on</s>"),
+    "OpenAssistant's trees": ({"message_tree_id": "hi", "tree_state": "x", "prompt": TREE}, "go</s>on</s>"),
+    "Huatuo": ({"instruction": " <user>: hi <bot>: go <user>: so", "output": "on", "input": "", "id": 1}, "go</s>on</s>"),
+    "Huatuo, one turn": ({"instruction": " <user>: hi", "output": "go on", "input": ""}, "go on</s>"),
+    "no dialogue": ({"instruction": "Say <user>: hi", "output": "go on"}, "go on</s>"),
     "Guanaco": ({"text": "### Human: hi### Assistant: go on\n### Human: so### Assistant: no"}, " go on no</s>"),
 }  # fmt: skip
 
@@ -68,10 +98,26 @@ def test_a_well_known_set_is_learned_as_it_is_meant(name: str, prepare: Any, tok
     row, expected = LEARNED[name]
     data, _ = prepare(write_jsonl(tmp_path / "a.jsonl", [row]))
     assert tokenizer.decode(data.train.input_ids[data.train.learned]) == expected
-    for column in ("input", "context", "system", "system_prompt", "history"):
+    for column in ("input", "context", "system", "system_prompt", "history", "meta_instruction"):
         if column in row and column != "input" * (len(row) == 2):
             told = row[column][0][0] if column == "history" else row[column]
             assert told in tokenizer.decode(data.train.input_ids[~data.train.learned]), column
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {**SEED, "instances": [{"output": "go"}, {"output": "no"}]},
+            "several instances, of which the first is learned",
+        ),
+        (LEARNED["Huatuo"][0], "a dialogue of <user>: and <bot>: in its instruction, which is split into turns"),
+    ],
+)
+def test_what_a_row_holds_besides_is_one_line(row: dict[str, Any], says: str, prepare: Any, tmp_path: Path) -> None:
+    for given in ({}, {"prompt_template": "chat"}):
+        _, log = prepare(write_jsonl(tmp_path / "a.jsonl", [row, row]), **given)
+        assert log.count(says) == 1 and "a.jsonl:1, 2" in log
 
 
 BAD = {"messages": [ASK, SAY], "label": False}
