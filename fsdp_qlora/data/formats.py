@@ -1,14 +1,17 @@
 """Formats: the meaning of a dataset's rows, recognized by their columns. A new format is a row of FORMATS."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
 from fsdp_qlora.data import chats, preferences, prompts
+from fsdp_qlora.data.advice import advise
 from fsdp_qlora.data.rows import BadRow, Content, Fields, Rendered, Segment, refuse_media, text_of
 from fsdp_qlora.errors import UserError
 
@@ -265,11 +268,7 @@ def unused_meaning(column: str, value: object, dataset_format: str) -> str | Non
         return f"its label is false: a bad answer; {without}, --max_bad_rows 1 on good ones, --objective kto on both"
     if column in MEDIA:
         return f"{column}: only text can be trained on; {without}, blind"
-    names = ", ".join(FORMATS[dataset_format].optional_columns) or "none"
-    return (
-        f"{column} is filled, and the format {dataset_format} does not use it; {without}, and --columns NAME={column} "
-        f"with it (optional columns: {names})"
-    )
+    return f"{column} is filled, and the format {dataset_format} does not use it; {without}"
 
 
 def name_columns(
@@ -291,42 +290,51 @@ def name_columns(
         raise UserError(
             f"columns: {origin} has no column {', '.join(map(repr, missing))}. It has: {', '.join(columns)}."
         )
-    for name, names in _fitting(columns, renames, dataset_format):
+    if (found := _told(columns, renames, dataset_format, first_rows)) is not None:
+        names, name = found
         if name == "text" and dataset_format == "auto":
             _refuse_other_text(
                 [{names.get(column, column): row[column] for column in row} for row in first_rows], origin
             )
-        recognizes = FORMATS[name].recognizes if dataset_format == "auto" else None
-        named = ({names[column]: row[column] for column in names.keys() & row} for row in first_rows)
-        if recognizes is None or any(map(recognizes, named)):
-            return names, name
+        return found
     lists = [column for column, value in first_rows[0].items() if isinstance(value, list)]
-    unasked = f"{origin}: its answers have ratings. Say from which on one is good: --rating_threshold 7 --objective"
+    middle = f"--rating_threshold {preferences.middle_rating(first_rows):g}"
+    unasked = f"{origin}: its answers have ratings. Say from which on one is good, such as {middle} --objective"
     if dataset_format == "auto" and any(_fitting(lists, renames, "ratings")):
         raise UserError(f"{unasked} dpo.")
     if dataset_format == "label" and any(_fitting(columns, renames, "rating")):
         raise UserError(f"{unasked} kto.")
-    needed = ""
-    if wanted := FORMATS.get(dataset_format):
-        optional = f" (and {', '.join(wanted.optional_columns)}, if present)" if wanted.optional_columns else ""
-        needed = f" The format {dataset_format} needs {', '.join(wanted.columns)}{optional}."
+    wanted, works = FORMATS.get(dataset_format), partial(reads, first_rows, dataset_format=dataset_format)
+    needed = f" The format {dataset_format} needs {', '.join(wanted.columns)}." if wanted else ""
     raise UserError(
-        f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} Say which column is which, such "
-        f"as --columns {_suggestion(first_rows[0])}"
+        f"{origin}: missing columns. It has: {', '.join(columns) or 'none'}.{needed} {advise(first_rows, works)}"
     )
 
 
-def _suggestion(row: Row) -> str:
-    """--columns for a row of no format, by what is in it."""
-    turns = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    texts = {name: len(value) for name, value in row.items() if isinstance(value, str) and value.strip()}
-    if turns:
-        return f"messages={turns[0]}"
-    if len(texts) < 2:
-        return f"text={next(iter(texts), 'COLUMN')}"
-    longest = sorted(texts, key=lambda name: -texts[name])[:2]
-    asked, answered = (name for name in texts if name in longest)
-    return f"instruction={asked} output={answered}"
+def _told(
+    columns: Sequence[str], renames: Mapping[str, str], dataset_format: str, rows: Sequence[Row]
+) -> tuple[dict[str, str], str] | None:
+    """What `name_columns` returns; None if no format fits."""
+    for name, names in _fitting(columns, renames, dataset_format):
+        recognizes = FORMATS[name].recognizes if dataset_format == "auto" else None
+        named = ({names[column]: row[column] for column in names.keys() & row} for row in rows)
+        if recognizes is None or any(map(recognizes, named)):
+            return names, name
+    return None
+
+
+def reads(rows: Sequence[Row], columns: Sequence[str], dataset_format: str = "auto") -> bool:
+    """Whether most of the rows can be used with these options."""
+    found = _told(list(dict.fromkeys(itertools.chain(*rows))), parse_columns(columns), dataset_format, rows)
+    return found is not None and sum(_can_be_used(row, *found) for row in rows) > len(rows) / 2
+
+
+def _can_be_used(row: Row, names: Mapping[str, str], dataset_format: str) -> bool:
+    try:
+        FORMATS[dataset_format].read({names[column]: value for column, value in row.items() if column in names})
+    except (BadRow, RecursionError):
+        return False
+    return not any(unused_meaning(name, row.get(name), dataset_format) for name in {*WATCHED} - names.keys())
 
 
 def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
@@ -335,7 +343,7 @@ def _refuse_other_text(rows: Sequence[Row], origin: str) -> None:
     if any("parent_id" in row and "role" in row for row in rows):
         raise UserError(
             f"{origin}: each row is one message of a tree of chats, not a document: questions would be learned, and "
-            f"answers without them. Give whole conversations, such as --dataset guanaco; {anyway}."
+            f"answers without them. Give whole conversations, or the trees; {anyway}."
         )
     marked = [found for row in rows if (found := _MARKUP.search(str(row.get("text"))))]
     if len(marked) > len(rows) / 10:  # fewer may be pages on such markup

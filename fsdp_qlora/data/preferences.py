@@ -1,7 +1,9 @@
 """Rows of a prompt and given answers: a chosen and a rejected one, or one or several with labels or ratings."""
 
 import contextlib
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,6 +57,21 @@ def read_pair(row: Row) -> Answered:
     return Answered([_answer(row, name, asked, side) for side in sides])
 
 
+def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
+    """--columns and --dataset_format that may train on the chosen answer of a pair alone.
+
+    Args:
+        names: the row's columns -> as the format calls them.
+    """
+    theirs = {ours: column for column, ours in names.items()}
+    chosen, name = theirs["chosen"], _prompt_name({ours: row.get(column) for ours, column in theirs.items()})
+    if isinstance(turns := row[chosen], list) and any(map(_is_prompt, turns[:1])):
+        return [f"messages={chosen}"], "messages"
+    asked, answer = ("instruction", "output") if name in INSTRUCTIONS else ("prompt", "completion")
+    columns = [f"{asked}={theirs[name]}"] if theirs.get(name, asked) != asked else []
+    return [*columns, f"{answer}={chosen}"], "alpaca" if name in INSTRUCTIONS else "prompt_completion"
+
+
 def read_ratings(row: Row, threshold: float) -> Answered:
     """The best rated of `completions` and the worst, of equals the first; the threshold is between. Raises BadRow."""
     answers = chats.turns(row.get("completions"), "completions")
@@ -94,6 +111,12 @@ def rating_of(row: Row) -> float:
         if math.isfinite(rating := float(str(found))):
             return rating
     raise BadRow(f"rating is {found!r}, and can be a number")
+
+
+def middle_rating(rows: Sequence[Row]) -> float:
+    """A threshold that about half of the answers reach whose ratings have their usual names; else 7."""
+    found = re.findall(rf'"(?:{"|".join(RATINGS)})": "?(-?\d+\.?\d*)', json.dumps(rows, default=str))
+    return sorted(map(float, found))[len(found) // 2] if found else 7
 
 
 def _answer(row: Row, name: str, asked: object, answer: object) -> Chat | Rendered | Fields:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS
-from fsdp_qlora.data import tokenization
+from fsdp_qlora.data import formats, preferences, tokenization
 from fsdp_qlora.data.cache import join_cached, through_cache, tokenizer_identity
 from fsdp_qlora.data.chat_template import TemplateWorker
 from fsdp_qlora.data.formats import FORMATS, IGNORE, WATCHED, name_columns, parse_columns, unused_meaning, used_columns
@@ -52,7 +53,7 @@ from fsdp_qlora.output.redact import redact_values
 
 log = logging.getLogger("fsdp_qlora")
 
-_NEEDED = {PAIRS: "preferences, a chosen and a rejected answer", LABELS: "answers with a label"}
+_NEEDED = {PAIRS: "preferences (chosen and rejected)", LABELS: "answers with a label"}
 _FIRST_ROWS = 1000  # of a stream, which are checked before training
 
 
@@ -371,7 +372,7 @@ class DatasetPipeline:
             self._names, self._format_name = name_columns(
                 list(self._columns), self.renames, self._format_name, origin=source.origin, first_rows=first_rows
             )
-            _check_objective(FORMATS[self._format_name].needs, self.options, source.origin)
+            _check_objective(self._format_name, self._names, self.options, first_rows, source.origin)
         report.dataset_format = self._format_name
         report.unused_columns = [column for column in self._columns if column not in self._names]
         watched = [name for name in report.unused_columns if name in WATCHED and self.renames.get(name) != IGNORE]
@@ -385,20 +386,26 @@ class DatasetPipeline:
         return named
 
 
-def _check_objective(found: str, options: DataOptions, origin: str) -> None:
+def _check_objective(
+    dataset_format: str, names: dict[str, str], options: DataOptions, first_rows: Sequence[Row], origin: str
+) -> None:
     """Refuse rows that the objective cannot learn from. Raises UserError."""
-    if found == options.needs:
+    if (found := FORMATS[dataset_format].needs) == options.needs:
         return
-    if options.needs == TEXTS:
+    if options.needs != TEXTS:
         raise UserError(
-            f"{origin}: these rows are preferences (chosen and rejected). Say how to learn from them, such as "
-            "--objective dpo; or train on the chosen answers alone, with --columns completion=chosen --dataset_format "
-            "prompt_completion."
+            f"{origin}: --objective {options.objective} learns from {_NEEDED[options.needs]}, and these rows have none "
+            "in columns of known names. Other names are given with --columns."
         )
-    raise UserError(
-        f"{origin}: --objective {options.objective} learns from {_NEEDED[options.needs]}, and "
-        "these rows have none. Say which column is which: --columns prompt=instruction chosen=better rejected=worse."
-    )
+    alone = ""
+    if "chosen" in names.values():
+        columns, text_format = preferences.chosen_alone(first_rows[0], names)
+        if formats.reads(first_rows, columns, text_format):
+            options_alone = f"--columns {shlex.join(columns)} --dataset_format {text_format}"
+            alone = f"; or train on the chosen answers alone, with {options_alone}"
+    objective = "dpo" if found == PAIRS else "kto"
+    say = f"Say how to learn from them, such as --objective {objective}"
+    raise UserError(f"{origin}: these rows are {_NEEDED[found]}. {say}{alone}.")
 
 
 def check_report(report: DataReport, options: DataOptions) -> None:

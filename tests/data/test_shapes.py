@@ -2,11 +2,15 @@
 """The shapes of well-known sets: what is learned of each, or the refusal with a command that works."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp_qlora.config.cli import parse_train_config
+from fsdp_qlora.data.prepare import DataOptions
 from tests.data.test_data import write_csv, write_jsonl
 from tests.data.test_own_data import Rows, prepare, tokenizer
 
@@ -121,43 +125,72 @@ def test_what_a_row_holds_besides_is_one_line(row: dict[str, Any], says: str, pr
 
 
 BAD = {"messages": [ASK, SAY], "label": False}
-# The columns of a set -> what the refusal says, and the columns that then work.
+PAIR = {"chosen": "go on", "rejected": "no", "score_chosen": 9.0, "score_rejected": 1}
+HH = {side: f"\n\nHuman: hi\n\nAssistant: {answer}" for side, answer in (("chosen", "go on"), ("rejected", "no"))}
+DISEASE = {"disease": "x", "Symptom": LONG[:99], "reason": LONG, "TestsAndProcedures": "['x', 'y']"}
+SEARCHED = {"win": True, "tree": {"size": 2, "tree": {"children": [{"children": []}]}}, "compare_candidates": []}
+RATED = [
+    {"prompt": "hi", "completions": [{"response": "go on", "score": 4}, {"response": "no", "score": n}]} for n in (1, 2)
+]
+# The columns of a set -> what the refusal says, and commands that it offers and that work: all.
 REFUSED: dict[str, tuple[Rows, str, tuple[str, ...]]] = {
-    "KTO chats": ([{**BAD, "label": True}, BAD], "a.jsonl:2: its label is false: a bad answer; --columns ignore=label", ("ignore=label",)),
-    "KTO texts": ([{"prompt": "hi", "completion": "go on", "label": False}], "its label is false", ("ignore=label",)),
-    "classes": ([{"text": "go on", "label": 3}], "label is filled, and the format text does not use it", ("ignore=label",)),
-    "images": ([{"messages": [ASK, SAY], "images": ["a.png"]}], "images: only text can be trained on; --columns ignore=images", ("ignore=images",)),
-    "audio": ([{"conversations": SHARED, "audios": ["a.mp3"]}], "audios: only text", ("ignore=audios",)),
+    "KTO chats": ([{**BAD, "label": True}, BAD], "a.jsonl:2: its label is false: a bad answer", ("--columns ignore=label", "--max_bad_rows 1", "--objective kto")),
+    "KTO texts": ([{"prompt": "hi", "completion": "go on", "label": n} for n in (True, False)], "its label is false", ("--columns ignore=label", "--max_bad_rows 1", "--objective kto")),
+    "classes": ([{"text": "go on", "label": 3}], "label is filled, and the format text does not use it", ("--columns ignore=label",)),
+    "images": ([{"messages": [ASK, SAY], "images": ["a.png"]}], "images: only text can be trained on", ("--columns ignore=images",)),
+    "audio": ([{"conversations": SHARED, "audios": ["a.mp3"]}], "audios: only text", ("--columns ignore=audios",)),
     "an image in an instruction": ([{"instruction": "<image>\nWho?", "output": "go on"}], "instruction: it shows <image>, and only text", ()),
     "an image in a prompt": ([{"prompt": "Who? <image>", "completion": "go on"}], "prompt: it shows <image>, and only text", ()),
     "an image in the text": ([{"messages": [{**ASK, "content": "<image>Who?"}, SAY]}], "turn 1: it shows <image>, and only text", ()),
-    "context beside messages": ([{"messages": [ASK, SAY], "context": "so"}], "--columns ignore=context trains without it", ("ignore=context",)),
-    "input beside prompts": ([{"prompt": "hi", "completion": "go on", "input": "so"}], "input is filled", ("ignore=input",)),
-    "ChatML": ([{"text": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ngo on<|im_end|>\n"}], "(<|im_start|>): questions would be learned", ()),
-    "Llama 2": ([{"text": "<s>[INST] hi [/INST] go on </s>"}], "([INST]): questions", ()),
-    "ChatML from the second row on": ([{"text": "go on"}, *[{"text": "<|im_start|>user\nhi<|im_end|>"}] * 2], "(<|im_start|>): questions", ()),
-    "oasst1": ([{"message_id": "1", "parent_id": None, "role": "prompter", "text": "hi"}], "one message of a tree", ()),
-    "samsum": ([{"id": "1", "dialogue": "so so so", "summary": "go on"}], "--columns instruction=dialogue output=summary", ("instruction=dialogue", "output=summary")),
-    "CNN": ([{"article": "so so so", "highlights": "go on", "id": "1"}], "--columns instruction=article output=highlights", ("instruction=article", "output=highlights")),
-    "unknown chats": ([{"dialog": [ASK, SAY]}], "--columns messages=dialog", ("messages=dialog",)),
-    "one unknown text": ([{"body": "go on"}], "--columns text=body", ("text=body",)),
-    "Camel": ([{"role_1": "x", "message_1": "so so", "message_2": "go on"}], "--columns instruction=message_1 output=message_2", ("instruction=message_1", "output=message_2")),
+    "context beside messages": ([{"messages": [ASK, SAY], "context": "so"}], "trains without it", ("--columns ignore=context",)),
+    "input beside prompts": ([{"prompt": "hi", "completion": "go on", "input": "so"}], "input is filled", ("--columns ignore=input",)),
+    "ChatML": ([{"text": "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\ngo on<|im_end|>\n"}], "(<|im_start|>): questions would be learned", ("--dataset_format text",)),
+    "Llama 2": ([{"text": "<s>[INST] hi [/INST] go on </s>"}], "([INST]): questions", ("--dataset_format text",)),
+    "ChatML from the second row on": ([{"text": "go on"}, *[{"text": "<|im_start|>user\nhi<|im_end|>"}] * 2], "(<|im_start|>): questions", ("--dataset_format text",)),
+    "oasst1": ([{"message_id": "1", "parent_id": None, "role": "prompter", "text": "hi"}], "one message of a tree", ("--dataset_format text",)),
+    "samsum": ([{"id": "1", "dialogue": "so so so", "summary": "go on"}], "missing columns", ("--columns instruction=dialogue output=summary",)),
+    "CNN": ([{"article": "so so so", "highlights": "go on", "id": "1"}], "missing columns", ("--columns instruction=article output=highlights",)),
+    "unknown chats": ([{"dialog": [ASK, SAY]}], "missing columns", ("--columns messages=dialog",)),
+    "one unknown text": ([{"body": "go on"}], "missing columns", ("--columns text=body",)),
+    "a long text": ([{"url": "x", "title": "so", "body": LONG}], "missing columns", ("--columns text=body",)),
+    "names with blanks": ([{"My question": "hi", "its reply": "go on"}], "missing columns", ("--columns 'instruction=My question' 'output=its reply'",)),
+    "Camel": ([{"role_1": "x", "message_1": "so so", "message_2": "go on"}], "missing columns", ("--columns instruction=message_1 output=message_2",)),
+    "BELLE's evaluation": ([{"id": "x", "question": "hi", "std_answer": "go on", "class": "x"}], "missing columns", ("--columns instruction=question output=std_answer",)),
+    "BFCL": ([{"id": "x", "question": [[ASK]], "function": [FUNCTION]}], "seem to be questions with tools and without answers, as in a benchmark. The first: {\"id\"", ()),
+    "WizardLM's tests": ([{"idx": n, "Skill": "Math", "Difficulty": 4, "Instruction": f"hi {n}"} for n in (1, 2)], "seem to be questions without answers, as in a test set", ()),
+    "InstructWild": ([{"instruction": "hi", "id": n} for n in (1, 2)], "seem to be questions without answers", ()),
+    "ToolBench": ([SEARCHED], "seem to be search trees", ()),
+    "trees of another kind": ([{"post": "x", "replies": [{"post": "x", "replies": []}]}], "seem to be trees of messages", ()),
+    "a table of diseases": ([DISEASE, DISEASE], "seem to be no questions with answers, no chats and no texts", ()),
+    "a long row": ([{"a": {"b": LONG * 10}}], "so it is so...", ()),
+    "hh-rlhf": ([HH, HH], "these rows are preferences", ("--objective dpo",)),
+    "UltraFeedback": ([{"prompt": "hi", **PAIR, "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": "no"}]}], "preferences", ("--objective dpo", "--columns messages=chosen --dataset_format messages")),
+    "scored answers": ([{"prompt": "hi", **PAIR}], "preferences", ("--objective dpo", "--columns completion=chosen --dataset_format prompt_completion")),
+    "Orca's pairs": ([{"system": "so", "question": "hi", **PAIR}], "preferences", ("--objective dpo", "--columns instruction=question output=chosen --dataset_format alpaca")),
+    "LLaMA-Factory's pairs": ([{"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {**SHARED[1], "value": "no"}}], "preferences", ("--objective dpo", "--columns prompt=conversations completion=chosen --dataset_format prompt_completion")),
+    "StackExchange's pairs": ([{"question": "hi", "response_j": "go on", "response_k": "no"}], "preferences", ("--objective dpo", "--columns instruction=question output=response_j --dataset_format alpaca")),
+    "rated answers": (RATED, "its answers have ratings", ("--rating_threshold 4 --objective dpo",)),
     "LIMA": ([{"conversations": ["hi", "go on"], "source": "x"}], "conversations is not a list of turns", ()),
     "translation": ([{"translation": {"en": "hi", "fr": "no"}}], "missing columns. It has: translation", ()),
     "lists for columns": ([{"instruction": ["hi"], "output": ["go on"]}], "instruction is not text but list", ()),
     "an assistant that calls": ([{"messages": [ASK, CALL, SAY], "functions": [FUNCTION]}], "turn 2: the chat template writes no tool calls; --prompt_template", ()),
 }  # fmt: skip
+# Options with their values, as a message offers them.
+OFFERED = re.compile(r"(?:--(?:columns(?: (?:\w+=[\w.]+|'[^']+'))+|(?!columns|prompt_template)\w+ \w+)(?: (?=--))?)+")
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_set_that_would_be_learned_wrongly_is_refused_with_the_cure(name: str, prepare: Any, tmp_path: Path) -> None:
-    rows, says, columns = REFUSED[name]
+    rows, says, commands = REFUSED[name]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(Exception, match=r"a\.jsonl") as error:
         prepare(path)
     assert says in str(error.value)
-    if columns:
-        assert len(prepare(path, columns=columns)[0].train) == len(rows)
+    assert tuple(OFFERED.findall(str(error.value))) == commands
+    for command in commands:
+        config = parse_train_config(["--model_name", "x", "--dataset", str(path), *shlex.split(command)])
+        options = vars(config.pick(DataOptions)) | {"context_length": 2000}
+        assert len(prepare(*options.pop("dataset"), **options)[0].train) >= len(rows) / 2
 
 
 def test_a_page_on_markup_among_others_is_a_text(prepare: Any, tmp_path: Path) -> None:
