@@ -9,7 +9,7 @@
 set -euo pipefail
 folder="${1:?usage: gpu_wheels.sh DIR}"
 python="${PYTHON:-python3}"
-needed=("bitsandbytes>=0.50" "peft>=0.21" "datasets>=4.8" dill multiprocess termcolor)
+needed=("bitsandbytes>=0.50" "peft>=0.21" "datasets>=5.0" dill multiprocess termcolor)
 needed+=(pytest pluggy iniconfig)
 optional=(trl)
 

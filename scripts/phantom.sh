@@ -2,63 +2,77 @@
 # Makes the environment of the tests in tests/phantom: torch's CUDA build on a stand-in for the CUDA runtime, without a
 # GPU and without NVIDIA's libraries. About 700 MB to download, 2 GB on disk; takes no time when it is up to date.
 #
-#     bash scripts/phantom.sh
+#     bash scripts/phantom.sh [lowest|newest]
 #
-# FSDP_QLORA_PHANTOM names the environment (default: .venv-phantom in the repository), FSDP_QLORA_PHANTOM_TORCH another
-# version of torch than the one that the tests are run with.
+# lowest, the default: the lowest Python that pyproject.toml allows, or the next that is there, and of every library the
+# lowest version. newest: the highest Python, and the newest versions that the index has. Without the stand-in preloaded and
+# with CUDA_VISIBLE_DEVICES empty it is an environment for CPUs, with values: scripts/matrix.sh runs the tests in both.
+# FSDP_QLORA_PHANTOM names the environment (default: .venv-phantom in the repository, .venv-newest for the newest),
+# FSDP_QLORA_PHANTOM_TORCH another version of torch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-venv="${FSDP_QLORA_PHANTOM:-$PWD/.venv-phantom}"
-torch_version="${FSDP_QLORA_PHANTOM_TORCH:-2.11.0}"
+. scripts/python_span.sh
+end="${1:-lowest}"
+case "$end" in
+    lowest) folder=.venv-phantom ;;
+    newest) folder=.venv-newest ;;
+    *) echo "phantom: lowest or newest, not $end" >&2 && exit 2 ;;
+esac
+venv="${FSDP_QLORA_PHANTOM:-$PWD/$folder}"
 python="$venv/bin/python"
 library="$venv/phantom"
 
-# What needs torch is installed without its needs: torch's own would bring 2.7 GB of nvidia-*. Theirs are in the second list.
-with_torch=(peft accelerate bitsandbytes)
-without_torch=("transformers==5.17.*" "datasets>=4.8" safetensors psutil pyyaml tqdm pytest filelock "typing-extensions>=4.10"
-    "setuptools<82" "sympy>=1.13.3" "networkx>=2.5.1" jinja2 fsspec "numpy>=2.0" einops termcolor wheel)
+# What needs torch is installed without its needs, as torch is: its own would bring 2.7 GB of nvidia-*. Theirs are here.
+needs=("typing-extensions>=4.13" "setuptools>=77,<82" sympy networkx einops termcolor wheel pytest pytest-xdist)
+with_torch="^(torch|accelerate|bitsandbytes|hqq|peft)[=>]"
 
 fail() {
     echo "phantom: $*" >&2
     exit 1
 }
 
-find_python() {
-    local candidate
-    for candidate in python3.12 python3 python3.13 python3.11 python3.10; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' \
-            >/dev/null 2>&1; then
-            echo "$candidate"
-            return
-        fi
-    done
-    fail "no Python 3.10 to 3.13 with the venv module was found on PATH"
+# The Pythons of the span as candidates, from this end of it on.
+candidates() {
+    python_span | if [ "$end" = lowest ]; then cat; else tac; fi | sed 's/^/python/'
+}
+
+# What the program and the extras of its tests need, of pyproject.toml: for the lowest end each in its lower bound.
+requirements() {
+    "$base" - "$end" <<'PYTHON'
+import re, sys, tomllib
+
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)["project"]
+extras = project["optional-dependencies"]
+names = re.findall(r"\w+", re.search(r"\[(.*)\]", extras["dev"][0])[1])
+for need in dict.fromkeys([*project["dependencies"], *(need for name in names for need in extras[name])]):
+    print(re.sub(r">=([^,]+).*", r"==\1", need) if sys.argv[1] == "lowest" else need)
+PYTHON
 }
 
 pip_install() {
     # Its warning about the nvidia-* packages that torch lacks is what we want.
-    "$python" -m pip install --quiet --disable-pip-version-check --no-input "$@" 2>"$venv/pip.log" || {
+    "$python" -m pip install --quiet --disable-pip-version-check --no-input --upgrade "$@" 2>"$venv/pip.log" || {
         cat "$venv/pip.log" >&2
         return 1
     }
 }
 
 install_packages() {
-    local base
-    echo "phantom: making $venv with torch $torch_version (the largest download)"
-    if [ ! -x "$python" ]; then
-        base="$(find_python)"
+    local torch="torch===${FSDP_QLORA_PHANTOM_TORCH:-}"  # "===" leaves out builds with a suffix, such as +cpu
+    [ -n "${FSDP_QLORA_PHANTOM_TORCH:-}" ] || torch="$(grep '^torch' <<<"$required" | sed 's/==\(.*\)/===\1.0/')"
+    echo "phantom: making $venv with $("$base" --version), $torch (the largest download)"
+    if [ "$("$python" --version 2>&1)" != "$("$base" --version)" ]; then
+        [ ! -e "$venv/pyvenv.cfg" ] || rm -r "$venv"
         "$base" -m venv "$venv"
     fi
-    # "===" leaves out builds with a suffix, such as +cpu.
-    pip_install --no-deps "torch===$torch_version"
+    pip_install --no-deps "$torch"
     # Not by importing it: that needs the libraries that are made below.
     sed -n "s/^cuda: .*= '\(.*\)'/\1/p" "$(site_packages)/torch/version.py" | grep -q '^13\.' ||
-        fail "the torch $torch_version that pip found is not a build for CUDA 13; an index with such a build is needed"
-    pip_install "${without_torch[@]}"
-    pip_install --no-deps "${with_torch[@]}"
+        fail "the $torch that pip found is not a build for CUDA 13; an index with such a build is needed"
+    pip_install "${needs[@]}" $(grep -Ev "$with_torch" <<<"$required")
     # hqq without kernels of its own.
-    DISABLE_CUDA=1 pip_install --no-deps --no-build-isolation "hqq>=0.2.8"
+    DISABLE_CUDA=1 pip_install --no-deps --no-build-isolation $(grep -E "$with_torch" <<<"$required" | grep -v '^torch')
 }
 
 site_packages() {
@@ -102,5 +116,11 @@ step() {
 for tool in cc nm readelf; do
     command -v "$tool" >/dev/null || fail "$tool is needed (on Debian and Ubuntu: apt install gcc binutils)"
 done
-step packages "$torch_version ${with_torch[*]} ${without_torch[*]}" install_packages get_headers
-step library "$torch_version $(cat tests/phantom/runtime/* tests/phantom/make_stubs.py tests/phantom/check.py | cksum)" build_library
+base="$(find_python $(candidates))"
+required="$(requirements)"
+state="$base ${FSDP_QLORA_PHANTOM_TORCH:-} ${needs[*]} $required"
+# The index may have newer versions on another day.
+[ "$end" = lowest ] || state+=" $(date +%F)"
+step packages "$state" install_packages get_headers
+step library "$(cat "$venv/.phantom_packages" tests/phantom/runtime/* tests/phantom/make_stubs.py tests/phantom/check.py | cksum)" \
+    build_library

@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -173,8 +175,36 @@ def test_scripts_are_correct_shell() -> None:
         subprocess.run(["bash", "-n", str(script)], check=True)
 
 
+def test_every_place_that_names_pythons_names_those_of_pyproject() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    limits = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", settings["project"]["requires-python"])
+    assert limits is not None
+    lowest, highest = int(limits[1]), int(limits[2]) - 1
+    for name in ("README.md", "CONTRIBUTING.md"):
+        assert set(re.findall(r"Python (3\.\d+ to 3\.\d+)", (ROOT / name).read_text())) == {
+            f"3.{lowest} to 3.{highest}"
+        }
+    assert settings["tool"]["ruff"]["target-version"] == f"py3{lowest}"
+    printed = subprocess.run(["bash", "-c", ". scripts/python_span.sh; python_span"], cwd=ROOT, capture_output=True)
+    assert printed.stdout.decode().split() == [f"3.{minor}" for minor in range(lowest, highest + 1)]
+
+
+@pytest.mark.parametrize(("other", "status", "said"), [("python3.13", 0, "python3.13\n"), ("python4", 1, "")])
+def test_setup_passes_over_a_python3_outside_the_span(other: str, status: int, said: str, tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "sed"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    versions = {"python3": "(3, 10, 4)", other: "(3, 13, 0)"}
+    for name, version in versions.items():
+        start = f'exec "{sys.executable}" -c "import sys; sys.version_info = {version}; $code" "$@"'
+        (tmp_path / name).write_text(f'#!{tmp_path}/bash\ncode="$2"; shift 2\n{start}\n')
+        (tmp_path / name).chmod(0o755)
+    command = ["bash", "-c", ". scripts/python_span.sh; find_python"]
+    done = subprocess.run(command, cwd=ROOT, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, said)
+    assert status == 0 or re.match(r"No Python 3\.11 to 3\.1\d .* Install one", done.stderr)
+
+
 def test_the_lock_has_every_dependency_with_hashes() -> None:
-    tomllib = pytest.importorskip("tomllib")
     lock = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text())
     locked = {entry.partition("==")[0].lower() for entry in lock if "--hash=sha256:" in entry}
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]

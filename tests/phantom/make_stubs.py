@@ -16,7 +16,7 @@ from pathlib import Path
 
 RUNTIME = "libphantom.so"
 # Those of the system, which are really there.
-SYSTEM = re.compile(r"ld-linux|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s|gomp)\.so")
+SYSTEM = re.compile(r"ld-linux|lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s|gomp|z)\.so")
 # How the symbols of libraries begin that do not version them.
 PREFIXES = {
     "libcudnn": "cudnn",
