@@ -194,12 +194,14 @@ def deep_list(depth: int) -> Any:
     return found
 
 
+# How many levels of a value Python's JSON takes depends on its version; how many calls a template takes does not.
+CALLS_ITSELF = "{% macro call() %}{{ call() }}{% endmacro %}{{ call() if tools and tools[0].name == 'self' }}"
 # Chat that costs its row alone -> a word of the reason.
 EXTREME = {
     "tools that JSON cannot say": (Chat(turns("hi", "no"), [{"name": object()}]), "cannot represent"),
     "tools nested 400 deep": (Chat(turns("hi", "no"), [{"name": "go", **nested(400)}]), ""),
-    "tools nested 900 deep": (Chat(turns("hi", "no"), [{"name": deep_list(900)}]), "deep"),
-    "tools nested 5,000 deep": (Chat(turns("hi", "no"), [{"name": deep_list(5000)}]), "cannot represent"),
+    "a tool for which the template calls itself": (Chat(turns("hi", "no"), [{"name": "self"}]), "nested too deeply"),
+    "tools nested 5,000 deep": (Chat(turns("hi", "no"), [{"name": deep_list(5000)}]), "cannot represent|too deeply"),
     "100,000 messages": (Chat(turns(*["hi"] * 100_000)), "did not end within"),
 }
 
@@ -208,7 +210,9 @@ EXTREME = {
 def test_an_extreme_chat_is_a_bad_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 2)
     chat, reason = EXTREME[name]
-    chat_template = ChatTemplate(spelled_tokenizer("byte_level"), "{{ tools | tojson if tools }}" + template())
+    chat_template = ChatTemplate(
+        spelled_tokenizer("byte_level"), CALLS_ITSELF + "{{ tools | tojson if tools }}" + template()
+    )
     worker = TemplateWorker()
     try:
         chat_template.fill(Chat(turns("hi", "no")), worker, learn="assistant")

@@ -194,10 +194,9 @@ def turn(number: int, **change: Any) -> dict[str, Any]:
     return {"messages": [{**old, **change} if i == number else old for i, old in enumerate(TALK)]}
 
 
-def nested(depth: int) -> dict[str, Any]:
-    return {"properties": nested(depth - 1)} if depth else {}
-
-
+# In the place of DEEP. No Python reads, checks and renders this many levels; how many they do differs.
+LEVELS = 5000
+NESTED = "[" + '{"properties": ' * LEVELS + "{}" + "}" * LEVELS + "]"
 NO_NAME = [{"type": "function", "function": {"arguments": "{}"}}]
 BAD_ROWS = {
     "no assistant turn, so nothing to learn": {"messages": TALK[:1]},
@@ -212,13 +211,14 @@ BAD_ROWS = {
     "empty messages": {"messages": []},
     "turn 2 has half a surrogate pair": turn(1, content="\ud800"),
     "tools is not JSON": {**GOOD, "tools": "{"},
-    "nested too deeply": {**GOOD, "tools": [nested(800)]},
+    "nested too deeply": {**GOOD, "tools": "DEEP"},
 }
 
 
 @pytest.mark.parametrize("reason", BAD_ROWS)
 def test_a_bad_chat_row_is_named_with_its_line_and_reason(reason: str, prepare: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [GOOD, BAD_ROWS[reason]])
+    path.write_text(path.read_text().replace('"DEEP"', NESTED))
     with pytest.raises(UserError) as error:
         prepare(path)
     assert "1 of 2 rows cannot be used" in str(error.value)

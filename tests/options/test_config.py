@@ -259,7 +259,8 @@ def test_help_lists_every_option_and_that_of_a_group_its_own(capsys):
         with pytest.raises(SystemExit):
             parse_train_config(["--help", *words])
         shown = capsys.readouterr().out
-        assert [name for name in NAMES if f"  --{name} " in shown] == list(names)
+        # Since 3.13 Python names an option's value once, behind all its names.
+        assert [name for name in NAMES if re.search(rf"^  --{name}[ ,]", shown, re.MULTILINE)] == list(names)
         assert shown.count("(default:") == len(names)
         headings = re.findall(r"^(\w+):$", shown, re.MULTILINE)
         assert headings[:4] == (["options", "model", "data", "output"] if not words else ["options", "data"])
