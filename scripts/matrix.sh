@@ -16,8 +16,8 @@ trap 'rm -f "$log"' EXIT
 quick=(-m quick -n 2 --dist loadfile)
 # What scripts/demo.sh does, on a tiny model.
 demo=(--slow tests/test_readme.py -k the_demo_runs)
-# Every command once, as the documents name them, and those that they do not.
-commands=(--slow tests/commands tests/test_readme.py tests/options/test_convert.py -n 2 --dist loadfile -k "not the_demo_runs")
+# Every command that the documents name, and the wheel's; those that only say something are in the quick tier.
+commands=(--slow tests/test_readme.py tests/commands/test_wheel.py -k "every_train_command or every_command or the_wheel")
 
 named=" ${*:-lowest newest} "
 ends=() checks=()
