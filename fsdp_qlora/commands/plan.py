@@ -66,6 +66,8 @@ def make_planner(config: TrainConfig, request: Request, tokens: float | None = N
     model_config, folder = find_model(config.model, trust_remote_code=config.trust_remote_code)
     tokenizer = _find_tokenizer(config, folder)
     model = build_plan(config, request.machine, folder or Path(config.model), model_config, tokenizer)
+    for note in model.notes:
+        log.info("%s", note)
     if tokenizer is None:
         return Planner(config, request, model, tokens=tokens)
     from fsdp_qlora.planning.run_plan import read_rows, rows_of_run  # most plans need no rows, and this takes a while

@@ -14,6 +14,7 @@ from fsdp_qlora.adapters.peft_format import check_fits_peft
 from fsdp_qlora.adapters.targets import check_patterns, select_parameters, select_targets
 from fsdp_qlora.config.train_types import TrainType
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.model.direct_weights import read_directly
 from fsdp_qlora.model.fused import fuse_modules
 from fsdp_qlora.model.models import build_meta_model
 from fsdp_qlora.model.precision import Precision
@@ -44,7 +45,7 @@ class MetaModel:
 
     linears: all linear layers. quantized: those to quantize. quantized_experts: 3-D expert parameters to quantize, if
     the quantizer can. targets, target_parameters: linear layers and expert parameters with an adapter.
-    trained: blocks that train in full.
+    trained: blocks that train in full. left_out: linear layers that other modules read the weights of.
     """
 
     parts: ModelParts
@@ -54,6 +55,7 @@ class MetaModel:
     targets: list[str]
     target_parameters: list[str]
     trained: list[str]
+    left_out: list[str]
 
     @property
     def model(self) -> PreTrainedModel:
@@ -125,7 +127,8 @@ def _choose(model: PreTrainedModel, config: PretrainedConfig, train_type: TrainT
     if layers.prequantized:
         frozen = [path for path in frozen if layers.prequantized.is_quantized(path)]
         frozen_experts = frozen_experts if layers.prequantized.has_experts else []
-    return MetaModel(parts, all_linears, frozen, frozen_experts, targets, target_parameters, trained)
+    left_out = read_directly(model) if train_type.quantizer or train_type.adapter else []
+    return MetaModel(parts, all_linears, frozen, frozen_experts, targets, target_parameters, trained, left_out)
 
 
 def _select_targets(

@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import os
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +167,9 @@ def build_plan(
         trust_remote_code=config.trust_remote_code,
     )
     check_model(config, meta)
+    if counts := Counter(re.sub(r"^.*\.\d+\.", "", path) for path in meta.left_out):
+        named = ", ".join(f"{name} ({count})" for name, count in counts.items())
+        notes.append(f"Neither quantized nor adapted, since other modules read their weights: {named}.")
     kernel = choose(meta.model.config, precision.compute_dtype, device, requested=config.attn_implementation)
     return ModelPlan(
         machine=machine,
@@ -343,7 +348,8 @@ def _placed(
         passes=1 + config.has_reference_beside,
     )
     memory = estimate_memory(plan.meta.parts, blocks, step)
-    return PlacedModel(**vars(plan), placement=chosen, num_shards=num_shards, memory=memory, step=step, blocks=blocks)
+    model = vars(plan) | {"notes": (), "placement": chosen, "num_shards": num_shards}  # notes are of the plan
+    return PlacedModel(**model, memory=memory, step=step, blocks=blocks)
 
 
 def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fsdp_qlora.model.direct_weights import read_directly
 from fsdp_qlora.model.models import block_linears, find_blocks
 
 # x @ M. The other product with an expert's matrix in transformers' eager forwards is linear(x, M) = x @ M^T.
@@ -115,5 +116,5 @@ def expert_parameters(model: nn.Module) -> list[str]:
 
 def quantizable_weights(model: nn.Module) -> tuple[list[str], list[str]]:
     """Weights of a 4-bit base: paths of the blocks' linear layers without routers, and of their expert parameters."""
-    routers = router_linears(model)
-    return [path for path in block_linears(model) if path not in routers], expert_parameters(model)
+    others = {*router_linears(model), *read_directly(model)}  # who reads a weight would find codes, or miss an adapter
+    return [path for path in block_linears(model) if path not in others], expert_parameters(model)
