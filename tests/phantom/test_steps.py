@@ -4,6 +4,7 @@ Of collectives how many and the bytes (counts.py), of copies the bytes: "at work
 on another stream. What a number should be:
 
 - FSDP2 gathers each block's frozen weights twice in a micro-batch, with recompute, and its adapters once in a step.
+  What fills a rank's part up to 16 bytes is 4 bytes for each block here.
 - Embedding and head are not gathered: rows of tokens and hidden states are exchanged (sharding/vocabulary.py).
 - Offloaded weights, of one rank, come beside the computation once forward and once backward, but for the two modules
   that are there where the passes turn; inputs of blocks go once and come back once, but for the last.
@@ -37,12 +38,12 @@ STEPS = {
         "device_to_host beside": 198_656, "device_to_host at work": 64,
     }),
     "full_shard, 2 micro-batches": Step(2, {"gradient_accumulation_steps": 2}, {
-        "syncs": 1, "all_gather": (27, 451_456), "send": (4, 16_384), "recv": (4, 15_872), "all_reduce": (4, 960),
-        "reduce_scatter": (6, 272_384), "host_to_device at work": 41_440, "device_to_host at work": 128,
+        "syncs": 1, "all_gather": (27, 451_584), "send": (4, 16_384), "recv": (4, 15_872), "all_reduce": (4, 960),
+        "reduce_scatter": (6, 272_384), "host_to_device at work": 42_080, "device_to_host at work": 128,
     }),
     "full_shard, offload": Step(2, OFFLOAD, {
-        "syncs": 1, "all_gather": (16, 291_328), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
-        "reduce_scatter": (5, 267_264), "host_to_device beside": 97_824, "host_to_device at work": 31_728,
+        "syncs": 1, "all_gather": (16, 291_392), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
+        "reduce_scatter": (5, 267_264), "host_to_device beside": 97_856, "host_to_device at work": 32_048,
         "device_to_host at work": 128,
     }),
     "ddp": Step(2, {"sharding_strategy": "ddp"}, {
@@ -50,8 +51,8 @@ STEPS = {
         "device_to_host at work": 128,
     }),
     "hybrid": Step(4, {"sharding_strategy": "hybrid_full_shard"}, {
-        "syncs": 1, "all_gather": (16, 291_456), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (6, 131_552),
-        "reduce_scatter": (5, 267_264), "host_to_device at work": 23_536, "device_to_host at work": 256,
+        "syncs": 1, "all_gather": (16, 291_520), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (6, 131_552),
+        "reduce_scatter": (5, 267_264), "host_to_device at work": 23_856, "device_to_host at work": 256,
     }, machines=2),
 }  # fmt: skip
 EVERYDAY = ("1 rank, both offloads", "full_shard, 2 micro-batches")
