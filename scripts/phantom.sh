@@ -5,8 +5,8 @@
 #     bash scripts/phantom.sh [lowest|newest]
 #
 # lowest, the default: the lowest Python that pyproject.toml allows, or the next that is there, and of every library the
-# lowest version. newest: the highest Python, and the newest versions that the index has. Without the stand-in preloaded and
-# with CUDA_VISIBLE_DEVICES empty it is an environment for CPUs, with values: scripts/matrix.sh runs the tests in both.
+# lowest version. newest: the highest Python, and the newest versions that the index has. Where the stand-in is not
+# preloaded and CUDA_VISIBLE_DEVICES is empty, both compute on the CPU, with values: scripts/matrix.sh runs tests there.
 # FSDP_QLORA_PHANTOM names the environment (default: .venv-phantom in the repository, .venv-newest for the newest),
 # FSDP_QLORA_PHANTOM_TORCH another version of torch.
 set -euo pipefail

@@ -6,8 +6,8 @@
 SETUP_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 SETUP_VENV="${FSDP_QLORA_VENV:-$SETUP_ROOT/.venv}"
 SETUP_STAMP="$SETUP_VENV/.fsdp_qlora_installed"
-# A version that all tests were run with, with or without a GPU. FSDP_QLORA_TORCH names another (such as torch==2.12.0, if the
-# driver is too old for this one); a torch that is already in the environment is kept.
+# With or without a GPU the version that all tests are run with. FSDP_QLORA_TORCH names another, where the driver is too
+# old for it (torch==2.12.0); a torch that is already in the environment is kept.
 SETUP_TORCH="${FSDP_QLORA_TORCH:-torch==2.13.0}"
 . "$SETUP_ROOT/scripts/python_span.sh"
 
