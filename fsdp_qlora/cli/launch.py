@@ -276,7 +276,7 @@ def _stop_with_workers(number: int, frame: FrameType | None) -> None:
 
 def _let_workers_find_us() -> None:
     """Let `-m fsdp_qlora` find this package from any folder, and nothing else in the folder that it is started in."""
-    os.environ["PYTHONSAFEPATH"] = "1"  # of Python 3.11
+    os.environ["PYTHONSAFEPATH"] = "1"
     ours = str(Path(__file__).resolve().parents[2])
     if ours not in map(sysconfig.get_path, ("purelib", "platlib")):  # a clone
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
