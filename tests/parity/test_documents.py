@@ -14,6 +14,7 @@ from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.attention import choose, packing_blocker
 from fsdp_qlora.training.head_loss import learned_rows, loss_of_logits
+from tests.rounding import SGD, rounding
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
@@ -28,15 +29,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},  # with sinks
 }
 LENGTHS = np.array([12, 30, 12, 3, 9])
+TOKENS = int(LENGTHS.sum())
 
 
 @pytest.fixture(scope="module")
 def rows() -> TokenizedRows:
     generator = np.random.default_rng(0)
-    tokens = int(LENGTHS.sum())
     return TokenizedRows(
-        input_ids=generator.integers(2, 300, size=tokens, dtype=np.int32),
-        learned=generator.random(tokens) < 0.6,
+        input_ids=generator.integers(2, 300, size=TOKENS, dtype=np.int32),
+        learned=generator.random(TOKENS) < 0.6,
         offsets=np.array([0, *np.cumsum(LENGTHS)]),
         row_numbers=np.arange(1, len(LENGTHS) + 1),
     )
@@ -74,11 +75,11 @@ def test_losses_and_gradients_are_those_of_padded_rows(family: str, models: Mode
 
 
 def assert_same(found: tuple[float, list[torch.Tensor]], expected: tuple[float, list[torch.Tensor]]) -> None:
-    """To 1e-6, the loss and all gradients."""
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    """The loss and all gradients, which are sums over the tokens."""
+    assert found[0] == pytest.approx(expected[0], rel=rounding(TOKENS))
     assert len(found[1]) == len(expected[1]) > 10
     off = torch.stack([(own - each).norm() for own, each in zip(found[1], expected[1], strict=True)]).norm()
-    assert off / torch.stack([each.norm() for each in expected[1]]).norm() < 1e-6
+    assert off / torch.stack([each.norm() for each in expected[1]]).norm() < rounding(TOKENS)
 
 
 def with_shared_prompts(rows: TokenizedRows) -> TokenizedRows:
@@ -119,7 +120,7 @@ def test_documents_say_where_they_begin_and_a_rank_without_rows_has_one(rows: To
     assert nothing["documents"]["document_lengths"] == [2]
 
 
-RUN = {"precision": "fp32", "lr": 1e-3, "batch_size": 2, "gradient_accumulation_steps": 3, "eval_fraction": 0.2}
+RUN = {**SGD, "precision": "fp32", "batch_size": 2, "gradient_accumulation_steps": 3, "eval_fraction": 0.2}
 
 
 def numbers(folder: Path) -> list[float]:
@@ -138,7 +139,8 @@ def test_runs_padded_unpadded_and_packed_have_the_same_losses_and_continue_each_
     expected = numbers(tmp_path / "padded")
     assert len(expected) == 8
     for name in ("free", "packed", "continued"):
-        assert numbers(tmp_path / name) == pytest.approx(expected, rel=1e-6), name
+        # A row has at most 100 tokens, and the sum of the step's twelve rows is one.
+        assert numbers(tmp_path / name) == pytest.approx(expected, rel=rounding(12 * 100)), name
     for name in ("free", "packed"):
         assert set(read_metrics(tmp_path / name, "useful_of_computed")) == {1.0}
     padded, free = (read_metrics(tmp_path / name, "useful_of_lock_step") for name in ("padded", "free"))

@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from tests.preferences.pairs import CASES, STEPS, make_labeled, make_pairs, sketch, start_adapter
+from tests.preferences.pairs import CASES, LR, STEPS, make_labeled, make_pairs, sketch, start_adapter
 from tests.tiny import make_model
 
 # Case -> TRL's trainer and configuration, and its names of the case's options.
@@ -50,7 +50,8 @@ def numbers(case: str, model_type: str, folder: Path) -> dict[str, list[Any]]:
         output_dir=str(folder / "out"),
         per_device_train_batch_size=len(pairs),
         max_steps=STEPS,
-        learning_rate=1e-3,
+        optim="sgd",
+        learning_rate=LR,
         lr_scheduler_type="constant",
         logging_steps=1,
         report_to=[],

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.tiny import WORDS, train_ok, write_rows
 
-STEPS = 10
+STEPS, LR = 10, 0.3  # of SGD: see tests/rounding.py
 # Name -> (model family, options).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("llama", {"objective": "dpo"}),

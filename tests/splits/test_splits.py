@@ -8,9 +8,11 @@ import pytest
 
 from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
-from tests.tiny import all_slow_but, make_rows, read_metrics, train_ok, write_rows
+from tests.rounding import SGD, rounding
+from tests.tiny import SIZES, all_slow_but, make_rows, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
+OFF = rounding(SIZES["vocab_size"])  # in parts on ranks, the longest sum
 ROWS_PER_STEP, NUM_ROWS = 12, 30  # two whole steps, and one of 6 rows
 # Ranks and micro-batches per rank. Of one row each: what int8 makes of a token depends on the padding beside it.
 SPLITS = [(1, 12), (2, 6), (3, 4)]
@@ -43,7 +45,7 @@ def train(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Callable[
             batch_size=ROWS_PER_STEP // (ranks * micro_batches),
             gradient_accumulation_steps=micro_batches,
             precision="fp32",
-            lr=1e-3,
+            **SGD,
             **options,
         )
         # Weights that an adapter's first values were taken from are no one else's.
@@ -58,11 +60,11 @@ def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable
     first, *others = [train(case, *split) for split in SPLITS]
     assert len(set(first)) == 6
     # An activation at the edge between two of int8's steps goes to the one or the other for the last bit of a sum.
-    tolerance = 2e-4 if case == "int8_lora" else 1e-5
+    tolerance = 2e-4 if case == "int8_lora" else OFF
     assert others == [pytest.approx(first, rel=tolerance)] * len(others)
 
 
 @pytest.mark.parametrize("case", all_slow_but("qlora", ["qlora", "lora", "full"]))
 def test_losses_do_not_depend_on_the_size_of_micro_batches(case: str, train: Callable[..., list[float]]) -> None:
     first, *others = [train(case, *split) for split in [(1, 1), (1, 2), (2, 1), (4, 3)]]
-    assert others == [pytest.approx(first, rel=1e-5)] * len(others)
+    assert others == [pytest.approx(first, rel=OFF)] * len(others)
