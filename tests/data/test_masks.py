@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
+from fsdp_qlora.control.clock import within
 from fsdp_qlora.data.chat_template import APART, ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import ChosenTemplate, find_template
@@ -240,10 +241,11 @@ def test_a_process_that_is_killed_or_stopped_is_replaced_and_time_outs_end_the_s
     worker = TemplateWorker()
     chat_template = ChatTemplate(spelled_tokenizer("byte_level"), template())
     first = chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant")
-    monkeypatch.setattr("fsdp_qlora.data.chat_template._ANSWER_SECONDS", 0.5)
     for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP):
         assert worker._process is not None
         worker._process.send_signal(number)
+        limits = iter((1.0, 600.0))  # of this process, and of the one that is started
+        monkeypatch.setattr("fsdp_qlora.data.chat_template.within", lambda _, call, all=limits: within(next(all), call))
         assert chat_template.fill(Chat(CHAT["messages"]), worker, learn="assistant") == first
     monkeypatch.undo()
     monkeypatch.setattr("fsdp_qlora.data.chat_template.SECONDS_PER_CHAT", 0.1)
