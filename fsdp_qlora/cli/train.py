@@ -137,11 +137,11 @@ def refuse_names(config: TrainConfig) -> None:
     renames = formats.parse_columns(config.columns)
     used = partial(formats.used_columns, dataset_format=config.dataset_format, renames=renames)
     for name in map(sources.parse_name, config.dataset):
-        if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name):
+        path = Path(name.name).expanduser()
+        if name.name in (*sources.DATASETS, sources.DUMMY) or hub.is_hub_name(name.name) or path.is_dir():
             continue  # found later, perhaps over the network
-        source, path = sources.find_source(name, streamed=config.streaming), Path(name.name).expanduser()
-        is_small = path.is_file() and path.stat().st_size <= _MOST_BYTES
-        if is_small and OBJECTIVES[config.objective].needs == TEXTS:
+        source = sources.find_source(name, streamed=config.streaming)
+        if path.is_file() and path.stat().st_size <= _MOST_BYTES and OBJECTIVES[config.objective].needs == TEXTS:
             entries = source.entries(min(sources.ROWS_PER_BATCH, config.dataset_samples or 10**9), used=used)
             rows = [entry.row for entry in entries if isinstance(entry.row, dict)]
             columns, first = list(dict.fromkeys(itertools.chain(*rows))), rows[: sources.ROWS_LOOKED_AT]
