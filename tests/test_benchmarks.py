@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import common, cpu, epoch_time, gpu, gpu_steps
+from benchmarks import answers, common, cpu, epoch_time, gpu, gpu_steps
 from tests.tiny import make_rows, write_rows
 
 
@@ -34,6 +34,14 @@ def test_cpu_benchmark_does_the_same_work_as_everyone_it_is_compared_with(tmp_pa
     assert result["parts"]["head and loss"]["ours"]["peak_bytes"] < 1.5 * 8 * 256 * 4
     low, middle, high = result["parts"]["small model"]["HF Trainer"]["ratio_quartiles"]
     assert 0 < low <= middle <= high
+
+
+def test_answers_benchmark_asks_both_commits_the_same(tmp_path: Path) -> None:
+    argv = ["--before", "HEAD", "--rounds", "1", "--questions", "wrong command", "wrong columns"]
+    status, result = _run(answers.main, *argv, output=tmp_path / "out.json")
+    assert status == 0 and {answer["status"] for answer in result["answers"].values()} == {2}
+    for answer in result["answers"].values():
+        assert len(answer["before"]) == len(answer["after"]) == 1 and min(answer["before"]) > 0
 
 
 def test_epoch_benchmark_trains_the_same_rows_however_they_are_laid_out(
