@@ -9,7 +9,6 @@ read again then, W decoded again, and the dropped parts are found again from the
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.model.fused import recompute_output, recompute_source
 from fsdp_qlora.quantizers.base import FrozenProduct, frozen_product
-from fsdp_qlora.quantizers.experts import AdaptedMatrix, is_transposed
+from fsdp_qlora.quantizers.routed import AdaptedExperts, is_transposed
 from fsdp_qlora.ranks.distributed import gather_rows
 
 
@@ -238,21 +237,6 @@ class ExpertsLora(nn.Module):
         return all_A, lora_B.view(lora_B.shape[0], -1, self.num_experts).permute(2, 0, 1)
 
 
-@dataclass(frozen=True)
-class _AdaptedExperts:
-    """Replaces the 3-D parameter during a forward pass; `self[e]` is expert e's adapted matrix."""
-
-    base: Any
-    all_lora: tuple[torch.Tensor, torch.Tensor]
-    scaling: float
-    transposed: bool
-
-    def __getitem__(self, index: Any) -> AdaptedMatrix:
-        expert = int(index)
-        lora_A, lora_B = (weights[expert] for weights in self.all_lora)
-        return AdaptedMatrix(self.base[expert], lora_A, lora_B, self.scaling, self.transposed)
-
-
 class LoraExperts(nn.Module):
     """An experts module with adapters on its 3-D parameters `names`.
 
@@ -266,21 +250,17 @@ class LoraExperts(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.scaling = scaling
-        self.transposed = is_transposed(base_layer)
+        # PEFT takes the parameters of a module without this attribute as [experts, out, in], whatever they are.
+        transposed = bool(getattr(base_layer, "is_transposed", False))
+        self.swaps = transposed != is_transposed(base_layer)
         self.start: nn.ModuleDict | None = None
         self.lora = nn.ModuleDict(
-            {
-                name: ExpertsLora(getattr(base_layer, name).shape, transposed=self.transposed, rank=rank)
-                for name in names
-            }
+            {name: ExpertsLora(getattr(base_layer, name).shape, transposed=transposed, rank=rank) for name in names}
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         loras = self.lora if self.is_adapted else self.start or nn.ModuleDict()
-        adapted = {
-            name: _AdaptedExperts(getattr(self.base_layer, name), lora(None), self.scaling, self.transposed)
-            for name, lora in loras.items()
-        }
+        adapted = {name: self._adapted(name, *lora(None)) for name, lora in loras.items()}
         # Python finds an instance's own attributes before nn.Module looks up its parameters and submodules.
         vars(self.base_layer).update(adapted)
         try:
@@ -288,3 +268,7 @@ class LoraExperts(nn.Module):
         finally:
             for name in adapted:
                 del vars(self.base_layer)[name]
+
+    def _adapted(self, name: str, lora_A: torch.Tensor, lora_B: torch.Tensor) -> AdaptedExperts:
+        first, second = (lora_B.mT, lora_A.mT) if self.swaps else (lora_A, lora_B)
+        return AdaptedExperts(getattr(self.base_layer, name), first.contiguous(), second.contiguous(), self.scaling)

@@ -23,7 +23,8 @@ from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.bnb_4bit import take_settings
-from fsdp_qlora.quantizers.experts import is_transposed, loops_over_experts
+from fsdp_qlora.quantizers.experts import loops_over_experts
+from fsdp_qlora.quantizers.routed import is_transposed
 
 log = logging.getLogger("fsdp_qlora")
 

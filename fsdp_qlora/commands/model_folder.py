@@ -19,6 +19,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, read_ahead
 from fsdp_qlora.model import models
 from fsdp_qlora.output.text import format_bytes
+from fsdp_qlora.quantizers.experts import route_experts
 from fsdp_qlora.storage.files import free_disk, staged_folder
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
 
@@ -42,7 +43,7 @@ def build_plain_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device = _CPU, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """The model on the meta device, with plain layers and experts; its buffers are on `device`."""
-    return models.build_meta_model(
+    model = models.build_meta_model(
         config,
         attn_implementation="auto",
         dtype=dtype,
@@ -51,6 +52,8 @@ def build_plain_model(
         experts_implementation="eager",
         trust_remote_code=trust_remote_code,
     )
+    route_experts(model)
+    return model
 
 
 def check_is_new(out: Path) -> None:

@@ -41,8 +41,7 @@ class BlockBytes(NamedTuple):
 class CountedStorages(TorchDispatchMode):
     """Counts the bytes of storages that are made in this context and alive.
 
-    now, most: these, and the most of them. Experts are as the routing's worst case has them: one gets all tokens, the
-    others share the rest; a tensor without values cannot tell.
+    now, most: these, and the most of them.
 
     Args:
         given: tensors whose storages are not counted: weights and inputs.
@@ -52,11 +51,8 @@ class CountedStorages(TorchDispatchMode):
         super().__init__()
         self.now = self.most = 0
         self._alive = {tensor.untyped_storage()._cdata for tensor in given}
-        self._experts, self._is_first = 1, True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
-            return self._routed(args[0])
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
@@ -76,16 +72,6 @@ class CountedStorages(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._alive.discard(key)
         self.now -= size
-
-    def _routed(self, chosen: torch.Tensor) -> torch.Tensor:
-        """The numbers of all experts [E, 1], or [n, 2] for the tokens of one, of whose mask [k, T] this is asked."""
-        if chosen.dim() == 1:
-            self._experts, self._is_first = len(chosen), True
-            return torch.arange(len(chosen))[:, None]
-        choices, tokens = chosen.shape
-        number = tokens if self._is_first else -(-(choices - 1) * tokens // max(1, self._experts - 1))
-        self._is_first = False
-        return chosen.new_empty(number, 2, dtype=torch.int64)
 
 
 class _Loss(torch.autograd.Function):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp_qlora.adapters.first_values import check_init
 from fsdp_qlora.adapters.insert import LoraOptions, add_adapters, add_experts_lora, keep_start, train_in_full
@@ -19,9 +20,12 @@ from fsdp_qlora.model.fused import fuse_modules
 from fsdp_qlora.model.models import build_meta_model
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitSettings
-from fsdp_qlora.quantizers.experts import quantizable_weights
+from fsdp_qlora.quantizers.experts import quantizable_weights, route_experts
+from fsdp_qlora.quantizers.routed import experts_forward
 from fsdp_qlora.quantizers.table import quantize_layers
 from fsdp_qlora.sharding.model_parts import ModelParts
+
+_ROUTED = "fsdp_qlora"  # the name in transformers of our function for experts
 
 
 @dataclass(frozen=True)
@@ -76,16 +80,18 @@ def build_model(
 
     Trainable parameters are float32; frozen ones have the precision's dtypes.
     """
+    ALL_EXPERTS_FUNCTIONS.register(_ROUTED, experts_forward)
     model = build_meta_model(
         config,
         attn_implementation=attn_implementation,
         dtype=torch.float32 if train_type.trains == "all" else precision.frozen_dtype,
         compute_dtype=precision.compute_dtype,
         device=device,
-        # The other implementations multiply with all experts' weights at once, so all would have to be decoded.
-        experts_implementation="eager" if train_type.quantizer or layers.lora.target_parameters else None,
+        # transformers' own functions multiply with all experts' weights at once, so all would have to be decoded.
+        experts_implementation=_ROUTED if train_type.quantizer or layers.lora.target_parameters else None,
         trust_remote_code=trust_remote_code,
     )
+    route_experts(model)
     fuse_modules(model)
     meta = _choose(model, config, train_type, layers)
     if train_type.quantizer:

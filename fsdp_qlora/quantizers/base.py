@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.model.precision import autocast_kind
-from fsdp_qlora.quantizers.experts import ExpertMatrix
 from fsdp_qlora.ranks.distributed import local_part, own_rows
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
@@ -245,9 +244,7 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedExperts(QuantizedWeight):
-    """Replaces the 3-D parameter of an experts module; `self[e]` is expert e's matrix, not yet decoded.
-
-    List it before the quantizer's class among the bases.
+    """Replaces the 3-D parameter of an experts module. List it before the quantizer's class among the bases.
 
     Args:
         parameter: [experts, out, in], or [experts, in, out] where `transposed`.
@@ -261,24 +258,9 @@ class QuantizedExperts(QuantizedWeight):
         """Whether no row of codes crosses from one expert to the next."""
         return math.prod(self.shape[1:]) % self.row_weights == 0
 
-    def __getitem__(self, index: torch.Tensor | int) -> "_QuantizedMatrix":
-        shape = self.shape[1:]
-        first = int(index) * math.prod(shape)
-        return _QuantizedMatrix(self, Matrix(shape, first, self.transposed))
-
-
-class _QuantizedMatrix(ExpertMatrix):
-    """One expert's matrix, in the module that holds its gathered bytes."""
-
-    def __init__(self, experts: QuantizedExperts, matrix: Matrix) -> None:
-        self._experts, self._matrix = experts, matrix
-        self.transposed = matrix.transposed
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        return self._experts.product(x.to(self._experts.compute_dtype), self._matrix)
-
-    def decoded(self) -> torch.Tensor:
-        return self._experts.decode(self._matrix)
+    def expert(self, index: int) -> Matrix:
+        """An expert's matrix."""
+        return Matrix(self.shape[1:], index * math.prod(self.shape[1:]), self.transposed)
 
 
 class _DecodedMatmul(torch.autograd.Function):
@@ -306,8 +288,17 @@ def frozen_product(layer: nn.Module, x: torch.Tensor, *, with_bias: bool = True)
     if isinstance(layer, QuantizedLinear):
         return layer.frozen_product(layer.whole, layer.bias_to_add() if with_bias else None)
     assert isinstance(layer, nn.Linear) and not layer.weight.requires_grad
-    kind, weight, bias = autocast_kind(x), layer.weight, layer.bias if with_bias else None
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return plain_product(layer.weight, layer.bias if with_bias else None, computing_dtype(x))
+
+
+def computing_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which a plain layer multiplies x."""
+    kind = autocast_kind(x)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def plain_product(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> FrozenProduct:
+    """The products with a weight [out, in] that is not quantized."""
     return FrozenProduct(
         dtype,
         lambda *inputs: [F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype)) for x in inputs],

@@ -1,94 +1,46 @@
-"""Mixture-of-experts layers of transformers: find the expert parameters, and use one expert's matrix as an operand.
+"""Mixture-of-experts layers of transformers: finds the modules of experts, their 3-D parameters and their routers.
 
-transformers keeps the experts of a layer in 3-D parameters, [experts, out, in] or (transposed) [experts, in, out],
-and its eager forward multiplies with `parameter[e]`, one expert at a time.
+transformers keeps the experts of a layer in 3-D parameters, [experts, out, in] or (transposed) [experts, in, out], and
+lets a function of the caller's multiply with them: `routed.py` has ours. A module of experts that it gives every token
+(llama4) gets a forward of its own here, which multiplies those tokens alone that chose an expert.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from types import MethodType
 
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fsdp_qlora.model.direct_weights import read_directly
 from fsdp_qlora.model.models import block_linears, find_blocks
-
-# x @ M. The other product with an expert's matrix in transformers' eager forwards is linear(x, M) = x @ M^T.
-_MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
+from fsdp_qlora.quantizers.routed import all_tokens_forward, apply_gate
 
 
-class ExpertMatrix:
-    """Replaces an expert's matrix in products; every other operation gets it decoded.
+def _takes_all_tokens(module: nn.Module) -> bool:
+    """Whether these experts are gated MLPs [experts, in, out] without biases that are given every token in turn.
 
-    transposed: the matrix is stored [in, out], for x @ M, and not [out, in], for linear(x, M).
+    Those of an expert that did not choose it are zeros, and so is what such an MLP makes of them.
     """
-
-    transposed: bool
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [.., in] -> [.., out], differentiable in x."""
-        raise NotImplementedError
-
-    def decoded(self) -> torch.Tensor:
-        """The matrix in its stored orientation, as a tensor."""
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        # .shape, .dtype, .float() and the like, which some model families use
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.decoded(), name)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        matrix = args[1] if len(args) > 1 else None
-        if isinstance(matrix, ExpertMatrix) and not isinstance(args[0], ExpertMatrix):
-            if func in _MATMULS and matrix.transposed and len(args) == 2:
-                return matrix.product(args[0])
-            if func is F.linear and not matrix.transposed:
-                y = matrix.product(args[0])
-                bias = args[2] if len(args) > 2 else kwargs.get("bias")
-                return y if bias is None else y + bias
-        decoded = [arg.decoded() if isinstance(arg, ExpertMatrix) else arg for arg in args]
-        return func(*decoded, **kwargs)
+    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    if shapes.keys() != {"gate_up_proj", "down_proj"} or hasattr(module, "is_transposed"):
+        return False
+    inputs, outputs = shapes["gate_up_proj"], shapes["down_proj"]
+    is_mlp = len(outputs) == 3 and inputs == (outputs[0], outputs[2], 2 * outputs[1]) and hasattr(module, "act_fn")
+    return is_mlp and list(inspect.signature(type(module).forward).parameters)[1:] == ["hidden_states"]
 
 
-@dataclass(frozen=True, eq=False)
-class AdaptedMatrix(ExpertMatrix):
-    """An expert's matrix plus the product of two low-rank ones.
+def route_experts(model: nn.Module) -> None:
+    """Let experts that transformers gives every token multiply with those that chose them alone, in a model as built.
 
-    base: in its stored orientation. lora_A [rank, in], lora_B [out, rank]: their product is scaled by `scaling`.
+    The attribute `is_transposed` stays away: PEFT reads it, and takes their parameters as [experts, out, in].
     """
-
-    base: ExpertMatrix | torch.Tensor
-    lora_A: torch.Tensor
-    lora_B: torch.Tensor
-    scaling: float
-    transposed: bool
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.matmul(x, self.base) if self.transposed else F.linear(x, self.base)  # type: ignore[arg-type]
-        return torch.add(y, F.linear(F.linear(x, self.lora_A), self.lora_B), alpha=self.scaling)
-
-    def decoded(self) -> torch.Tensor:
-        base = self.base.decoded() if isinstance(self.base, ExpertMatrix) else self.base
-        update = self.lora_B @ self.lora_A
-        return base + self.scaling * (update.T if self.transposed else update)
-
-
-def is_transposed(experts: nn.Module) -> bool:
-    """Whether the module's parameters are [experts, in, out]."""
-    return bool(getattr(experts, "is_transposed", False))
+    for module in filter(_takes_all_tokens, model.modules()):
+        own = {"_apply_gate": MethodType(apply_gate, module), "forward": MethodType(all_tokens_forward, module)}
+        vars(module).update(takes_all_tokens=True, has_gate=True, **own)
 
 
 def loops_over_experts(module: nn.Module) -> bool:
-    """Whether transformers chooses the implementation of these experts: it sets this attribute on such modules."""
-    return hasattr(module, "is_transposed")
+    """Whether these experts are used one at a time: by transformers' attribute or `route_experts`'s."""
+    return hasattr(module, "is_transposed") or hasattr(module, "takes_all_tokens")
 
 
 def router_linears(model: nn.Module) -> list[str]:

@@ -10,9 +10,9 @@ from torch import nn
 
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedLinear
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts, Bnb4bitLinear
-from fsdp_qlora.quantizers.experts import is_transposed
 from fsdp_qlora.quantizers.hqq import HqqExperts, HqqLinear
 from fsdp_qlora.quantizers.int8 import Int8Linear
+from fsdp_qlora.quantizers.routed import is_transposed
 
 
 class Quantizer(NamedTuple):

@@ -119,11 +119,11 @@ def test_slices_of_4bit_experts_are_those_of_the_cpu(shape, double_quant):
     experts = four_bit(shape, "nf4", double_quant)
     x = _inputs(9, shape[2], torch.float32)
     with torch.no_grad():
-        expected = [(experts[e].decoded(), experts[e].product(x)) for e in range(shape[0])]
+        expected = [(experts.decode(experts.expert(e)), experts.product(x, experts.expert(e))) for e in range(shape[0])]
         experts = experts.to("cuda")
         for e, (decoded, product) in enumerate(expected):
-            same(experts[e].decoded(), decoded)
-            same(experts[e].product(x.cuda()), product, tolerance=TOLERANCES[torch.float32])
+            same(experts.decode(experts.expert(e)), decoded)
+            same(experts.product(x.cuda(), experts.expert(e)), product, tolerance=TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -154,14 +154,14 @@ def test_hqq_products_gradients_and_expert_slices_are_those_of_the_cpu(n_bits):
     rows = {rows: _inputs(rows, 128, torch.float32) for rows in ROWS}
     expected = {count: _forward_and_gradient(layer, x) for count, x in rows.items()}
     x = _inputs(9, 64, torch.float32)
-    slices = [experts[e].product(x) for e in range(4)]
+    slices = [experts.product(x, experts.expert(e)) for e in range(4)]
     layer, experts = layer.to("cuda"), experts.to("cuda")
     for count, (y, gradient) in expected.items():
         found_y, found_gradient = _forward_and_gradient(layer, rows[count].cuda())
         same(found_y, y, tolerance=TOLERANCES[torch.float32])
         same(found_gradient, gradient, tolerance=TOLERANCES[torch.float32])
     for e, product in enumerate(slices):
-        same(experts[e].product(x.cuda()), product, tolerance=TOLERANCES[torch.float32])
+        same(experts.product(x.cuda(), experts.expert(e)), product, tolerance=TOLERANCES[torch.float32])
 
 
 @torch.no_grad()

