@@ -169,6 +169,9 @@ def measure(**case: Any) -> dict[str, Any]:
     """Bytes of one case; runs on the stand-in."""
     import torch
 
+    from tests.phantom.programs.with_routes import fix_routes
+
+    fix_routes()
     trainer, _, rows = build(**case)
     loaded = torch.cuda.memory_allocated()
     trainer.try_longest(rows)

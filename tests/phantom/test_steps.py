@@ -11,7 +11,7 @@ on another stream. What a number should be:
 - The host waits once, for all ranks' numbers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -30,8 +30,13 @@ class Step(NamedTuple):
     options: Mapping[str, object]
     numbers: Mapping[str, int | tuple[int, int]]
     machines: int = 1
+    model: Mapping[str, object] = {}
+    program: Sequence[str] = ("train.py",)
 
 
+ROUTED = ("tests/phantom/programs/with_routes.py", "train")  # in which tokens reach experts
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+EXPERTS = {"lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj"}
 STEPS = {
     "1 rank, both offloads": Step(1, {**OFFLOAD, "use_activation_cpu_offload": True}, {
         "syncs": 1, "all_gather": (1, 64), "host_to_device beside": 308_608, "host_to_device at work": 22_208,
@@ -54,6 +59,16 @@ STEPS = {
         "syncs": 1, "all_gather": (16, 291_520), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (6, 131_552),
         "reduce_scatter": (5, 267_264), "host_to_device at work": 23_856, "device_to_host at work": 256,
     }, machines=2),
+    # The host also waits for each of four layers' counts, forward and recomputed.
+    "experts": Step(2, EXPERTS, {
+        "syncs": 9, "all_gather": (16, 858_112), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
+        "reduce_scatter": (5, 775_168), "host_to_device at work": 24_976, "device_to_host at work": 640,
+    }, model=MIXTURE, program=ROUTED),
+    "experts, offload": Step(2, {**EXPERTS, **OFFLOAD}, {
+        "syncs": 9, "all_gather": (16, 858_112), "send": (2, 8_192), "recv": (2, 7_936), "all_reduce": (2, 480),
+        "reduce_scatter": (5, 775_168), "host_to_device beside": 254_240, "host_to_device at work": 33_168,
+        "device_to_host at work": 640,
+    }, model=MIXTURE, program=ROUTED),
 }  # fmt: skip
 EVERYDAY = ("1 rank, both offloads", "full_shard, 2 micro-batches")
 
@@ -69,12 +84,12 @@ def step(models, tmp_path_factory):
         options = {"train_type": "qlora", "batch_size": 2, "context_length": 256, "lr_scheduler": "constant"}
         options |= {"quant_cache": "off", "log_to": "jsonl", "precision": "bf16", "save_minutes": 0, "warmup_steps": 0}
         options |= {"sharding_strategy": "full_shard", "recompute": "all", "dataset": dataset}
-        options |= {"model_name": models(num_hidden_layers=4), **row.options}
+        options |= {"model_name": models(num_hidden_layers=4, **row.model), **row.options}
         words = flags(output_dir=folder / "out", max_steps=max_steps, **options)
         machine = {rank: {"GROUP_RANK": rank * row.machines // row.ranks} for rank in range(row.ranks)}
         settings = {"LOCAL_WORLD_SIZE": row.ranks // row.machines}
         ended = run(
-            ["train.py", *words], folder, ranks=row.ranks, settings=settings, settings_of_rank=machine, summary=True
+            [*row.program, *words], folder, ranks=row.ranks, settings=settings, settings_of_rank=machine, summary=True
         )
         assert [rank.status for rank in ended] == [0] * row.ranks, ended[0].output[-4000:]
         assert (folder / "out/adapter_model.safetensors").exists()
