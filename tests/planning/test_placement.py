@@ -18,6 +18,7 @@ from fsdp_qlora.model.attention import choose as choose_attention
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.planning.blocks import BlockBytes, measure_blocks
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
+from fsdp_qlora.planning.gpus import GPUS
 from fsdp_qlora.planning.memory import ALLOCATOR, Memory, Step, estimate_memory
 from fsdp_qlora.planning.placement import (
     Placement,
@@ -28,6 +29,7 @@ from fsdp_qlora.planning.placement import (
     possible_offloads,
 )
 from fsdp_qlora.planning.plan import Machine, least_free
+from fsdp_qlora.planning.speed import Mixture, Turn, Work, count_work, seconds, size_of
 from fsdp_qlora.ranks.distributed import Ranks
 from fsdp_qlora.sharding.model_parts import ModelParts, Offload
 
@@ -38,6 +40,11 @@ ALL = Offload(BLOCKS, embeddings=True)
 DDP, SHARDED, OFFLOADED = Placement("ddp"), Placement("full_shard"), Placement("full_shard", ALL)
 HYBRID = [Placement("hybrid_full_shard"), Placement("hybrid_full_shard", ALL)]
 GIB = 2**30
+NONE = Mixture(0, 1, 0, 0)
+MIXTURE = Qwen3MoeConfig(
+    hidden_size=256, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, vocab_size=320, head_dim=64,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -157,12 +164,21 @@ def test_scores_of_eager_attention_and_all_experts_of_a_mixture_are_counted() ->
 
     scores = kept(EAGER, 2048) - kept(None, 2048)
     assert scores == pytest.approx(4 * (kept(EAGER, 1024) - kept(None, 1024)), rel=0.05) and scores > 0
-    mixture = Qwen3MoeConfig(
-        hidden_size=256, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, vocab_size=320, head_dim=64,
-    )  # fmt: skip
-    [block] = {*measure_blocks(_parts("qlora", mixture), BF16, Lengths([512]), None)}
-    assert block.kept > 2 * 512 * 4 * 2 * 128  # gate and up of each token's four experts
+    [block] = {*measure_blocks(_parts("qlora", MIXTURE), BF16, Lengths([512]), None)}
+    # Of each token's four experts gate and up, and what the activation and its product with up make of them.
+    assert block.kept == pytest.approx(2 * 512 * (4 * 4 * 128 + 4 * 256 + 2 * 256 + 128), rel=0.1)
+
+
+def test_a_mixture_decodes_each_expert_that_is_hit_and_the_host_starts_its_products() -> None:
+    size = size_of(_parts("qlora", MIXTURE))
+    assert size.mixture == (16, 4, 2 * 2, 2 * 4 * 3 * 128 * 256)
+    for tokens, hit in ((1, 4), (2, 8), (512, 16)):
+        options = {"num_shards": 1, "recomputed_share": 1.0, "host_share": 0.0}
+        turn = Turn(tokens, 0, tokens)
+        work, dense = (count_work(each, turn, **options) for each in (size, size._replace(mixture=NONE)))
+        assert work.memory - dense.memory == pytest.approx(3 * 2.5 * 2 * (hit - 4) * 3 * 128 * 256)
+        assert work.products == 3 * 2 * 2 * hit and work.operations == dense.operations
+    assert seconds(Work(0, 0, 0, 0, products=1000), GPUS["H100 SXM"]) > 0.01
 
 
 def test_what_a_step_holds_follows_from_its_placement() -> None:
