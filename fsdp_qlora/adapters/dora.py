@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from fsdp_qlora.adapters.lora import LoraAdapter, LoraLinear, LowRank, Product, as_before, as_rows, kept, low_rank_grads
+from fsdp_qlora.model.pieces import piece_number
 from fsdp_qlora.model.precision import autocast_kind
 from fsdp_qlora.quantizers.base import QuantizedWeight, frozen_product
 
@@ -139,7 +140,8 @@ class DoraAdapter(LoraAdapter):
         product = Product(base, self.scaling, self._draw_dropout())
         lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(base.dtype)
         low = LowRank.apply(x, lora_A, product.dropout, source)
-        magnitude, row_squares = self.magnitude(None)
+        # FSDP2 gathers at a call, and counts on one of each in a pass.
+        magnitude, row_squares = (self.magnitude if piece_number.get() == 0 else self.magnitude.forward)(None)
         y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, (product, row_squares, bias))
         return y
 

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from fsdp_qlora.model.fused import recompute_output, recompute_source
+from fsdp_qlora.model.pieces import piece_number, split_tokens
 from fsdp_qlora.quantizers.base import FrozenProduct, frozen_product
 from fsdp_qlora.quantizers.routed import AdaptedExperts, is_transposed
 from fsdp_qlora.ranks.distributed import gather_rows
@@ -31,13 +32,15 @@ class Dropout(NamedTuple):
 
     @classmethod
     def draw(cls, share: float) -> "Dropout":
-        """With a seed from the CPU's generator, which a recomputation finds in the same state."""
-        return cls(share, int(torch.randint(2**62, ()).item()))
+        """With a seed from the CPU's generator, which a recomputation finds in the same state, for each piece."""
+        return cls(share, int(torch.randint(2**62, ()).item()) + piece_number.get())
 
     def factors(self, like: torch.Tensor) -> torch.Tensor:
-        """0 or 1 / (1 - share) for each element, always the same."""
-        generator = None if like.is_meta else torch.Generator(like.device).manual_seed(self.seed)
-        kept = torch.empty_like(like).bernoulli_(1 - self.share, generator=generator)
+        """0 or 1 / (1 - share) for each element [N, in], always the same, whether in pieces or not."""
+        kept = torch.empty_like(like)
+        for index, piece in enumerate(split_tokens(kept)):
+            generator = None if like.is_meta else torch.Generator(like.device).manual_seed(self.seed + index)
+            piece.bernoulli_(1 - self.share, generator=generator)
         return kept.div_(1 - self.share)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

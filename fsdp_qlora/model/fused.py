@@ -1,7 +1,7 @@
 """RMS norms (Zhang and Sennrich 2019) by torch's own function, and gated MLPs (Shazeer 2020) by one function.
 
 A model's own modules are replaced where ours compute the same on random numbers. An MLP with a gate is
-down(activation(gate(x)) * up(x)).
+down(activation(gate(x)) * up(x)). MLPs of any kind compute long rows in pieces (pieces.py).
 
 The elementwise functions keep their inputs alone, and their output is computed again where it is needed: a function
 that takes it, and would keep it, can ask for it again in the backward pass (`recompute_output`).
@@ -10,6 +10,8 @@ that takes it, and would keep it, can ask for it again in the backward pass (`re
 import copy
 import inspect
 import itertools
+import math
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,9 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fsdp_qlora.model.pieces import count_pieces, in_pieces
+
 Function = Callable[[torch.Tensor], torch.Tensor]
 Form = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-_HIDDEN, _INNER = 8, 12  # of the layers that a module is tried with
 # Elements of a gate, 128 MiB in 16 bits: what is temporary in the backward pass of more comes in pieces of that size.
 # A long row's peak is there, and is smaller by half of the MLP's part.
 PIECE = 2**26
@@ -122,20 +125,25 @@ class Gated(torch.autograd.Function):
 
 
 def fuse_modules(model: nn.Module) -> None:
-    """Replace the norms and gated MLPs of a model on the meta device, wherever ours compute the same.
+    """Replace the norms and MLPs of a model on the meta device, wherever ours compute the same.
 
     Names and parameters stay.
     """
     for path, module in list(model.named_modules()):
-        replaced = as_rms_norm(module) or as_gated_mlp(module)
+        replaced = as_rms_norm(module) or as_gated_mlp(module) or as_own_mlp(module)
+        if isinstance(replaced, Mlp):
+            replaced.inner = max(linear.out_features for linear in _linears_alone(module).values())
         if replaced is not None:
             model.set_submodule(path, replaced)
 
 
 def set_save_inputs_only(block: nn.Module, enabled: bool) -> None:
-    """Let a block keep less for its backward pass: norms and products of gates are computed again there."""
+    """Let a block keep less for its backward pass: norms and products of gates are computed again there.
+
+    Without it long rows are computed in pieces, which a block that recomputes does not take longer for.
+    """
     for module in block.modules():
-        if isinstance(module, RmsNorm | GatedMlp):
+        if isinstance(module, RmsNorm | Mlp):
             module.recomputes = enabled
 
 
@@ -238,21 +246,40 @@ class Roles(NamedTuple):
     down: str
 
 
-class GatedMlp(nn.Module):
+class Mlp(nn.Module):
+    """A model's own MLP, a function of each token alone: long rows are computed in pieces.
+
+    recomputes: its block keeps its activations, and it computes all tokens at once. inner: features of a token in it.
+    """
+
+    recomputes, inner = False, 0
+    compute: Function  # of x [.., hidden]
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        vars(self).update(vars(module))
+        self.compute = types.MethodType(type(module).forward, self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens, hidden = x.numel() // x.shape[-1], x.shape[-1]
+        if self.recomputes or count_pieces(tokens, hidden=hidden, inner=self.inner) == 1:
+            return self.compute(x)
+        return in_pieces(self.compute, x)
+
+
+class GatedMlp(Mlp):
     """A model's own MLP, with its children under their names.
 
     recomputes: in the backward pass the input of `down` is computed again, so that nobody keeps it.
     """
 
-    recomputes = False
-
     def __init__(self, children: dict[str, nn.Module], roles: Roles, activation: Function) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         for name, child in children.items():
             self.add_module(name, child)
         self.roles, self.activation = roles, activation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self._modules[name] for name in self.roles)
         assert gate and up and down
         y: torch.Tensor = down(Gated.apply(gate(x), up(x), self.activation, self.recomputes))
@@ -262,16 +289,21 @@ class GatedMlp(nn.Module):
 def as_gated_mlp(module: nn.Module) -> GatedMlp | None:
     """The same MLP with its elementwise part in one function; None if the module computes something else."""
     children = {name: child for name, child in module._modules.items() if child is not None}
-    linears = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
-    if len(linears) != 3 or len(children) > 4 or len(inspect.signature(module.forward).parameters) != 1:
-        return None
-    if len([*module.parameters()]) != sum(len([*linear.parameters()]) for linear in linears.values()):
+    linears = _linears_alone(module)
+    if len(linears) != 3 or len(children) > 4:
         return None
     activations = [each for each in (*children.values(), *vars(module).values()) if _is_activation(each)]
     for roles, activation in itertools.product(_possible_roles(linears), activations):
-        if _is_gated_mlp(module, children, roles, activation):
+        if _is_gated_mlp(module, roles, activation):
             return GatedMlp(children, roles, activation)
     return None
+
+
+def _linears_alone(module: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a module with a forward of one argument, if it has no other parameters; else none."""
+    linears = {name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)}
+    others = len([*module.parameters()]) - sum(len([*linear.parameters()]) for linear in linears.values())
+    return {} if others or len(inspect.signature(module.forward).parameters) != 1 else linears
 
 
 def _possible_roles(linears: dict[str, nn.Linear]) -> Iterator[Roles]:
@@ -294,23 +326,45 @@ def _is_activation(value: object) -> bool:
 
 
 @torch.no_grad()
-def _is_gated_mlp(module: nn.Module, children: dict[str, nn.Module], roles: Roles, activation: Function) -> bool:
+def _is_gated_mlp(module: nn.Module, roles: Roles, activation: Function) -> bool:
     """Whether the module computes this with small random layers, to the bit."""
-    random = torch.Generator("cpu").manual_seed(0)
-    small: dict[str, nn.Module] = dict(children)
-    for name in roles:
-        bias = children[name].bias is not None
-        sizes = (_INNER, _HIDDEN) if name == roles.down else (_HIDDEN, _INNER)
-        small[name] = linear = nn.Linear(*sizes, bias=bias, device="cpu", dtype=torch.float32)
-        for parameter in linear.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=random))
-    x = torch.randn(3, _HIDDEN, generator=random)
+    small, x = _small_copy(module, roles.gate)
+    gate, up, down = (small._modules[name] for name in roles)
+    assert gate and up and down
     try:
-        found = _clone_with(module, _modules=small)(x)
+        found = small(x)
     except (RuntimeError, TypeError, AttributeError):
         return False
-    gate, up, down = (small[name] for name in roles)
     return isinstance(found, torch.Tensor) and torch.equal(found, down(activation(gate(x)) * up(x)))
+
+
+@torch.no_grad()
+def as_own_mlp(module: nn.Module) -> Mlp | None:
+    """The same MLP by its own code; None if, with small random layers, what it gives for a token depends on others."""
+    linears = _linears_alone(module)
+    if len(linears) < 2:
+        return None
+    small, x = _small_copy(module, next(iter(linears)))
+    try:
+        tried = Mlp(small)
+        is_near = torch.allclose(tried(x), torch.cat([tried(x[:, :2]), tried(x[:, 2:])], dim=1), atol=1e-5)
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    return Mlp(module) if is_near else None
+
+
+def _small_copy(module: nn.Module, first: str) -> tuple[nn.Module, torch.Tensor]:
+    """The module with small random layers in the proportions of its own, and tokens for the first of them."""
+    linears, random = _linears_alone(module), torch.Generator("cpu").manual_seed(0)
+    unit = math.gcd(*(size for linear in linears.values() for size in linear.weight.shape))
+    small: dict[str, nn.Module | None] = dict(module._modules)
+    for name, linear in linears.items():
+        sizes, bias = (linear.in_features // unit, linear.out_features // unit), linear.bias is not None
+        small[name] = nn.Linear(*sizes, bias=bias, device="cpu", dtype=torch.float32)
+        for parameter in small[name].parameters():  # type: ignore[union-attr]
+            nn.init.normal_(parameter, generator=random)
+    x = torch.randn(1, 5, linears[first].in_features // unit, generator=random)
+    return _clone_with(module, _modules=small), x
 
 
 def _clone_with(module: nn.Module, **own: Mapping[str, Any]) -> nn.Module:
