@@ -162,12 +162,24 @@ EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attrib
 
 /* ---- copies */
 
+/* Zeros on the host; where they are many, pages of shared memory are given back, so that they take none. */
+static void write_zeros(char *to, size_t size) {
+    uintptr_t page = 4096, begin = ((uintptr_t)to + page - 1) & -page, end = ((uintptr_t)to + size) & -page;
+    if (size <= SMALL || madvise((void *)begin, end - begin, MADV_REMOVE)) {
+        memset(to, 0, size);
+        return;
+    }
+    memset(to, 0, begin - (uintptr_t)to);
+    memset((void *)end, 0, (uintptr_t)to + size - end);
+}
+
 /* What arrives: known bytes as they are; one byte that is not known as 1 (a comparison is true); else zeros. */
 static void move_contents(void *to, const void *from, size_t size, int direction) {
     int known = size <= SMALL && (direction == TO_DEVICE || direction == ON_HOST || is_known(from, size));
     one_operation_passes();
     if (direction == ON_HOST || (direction == TO_HOST && known && size > 1)) memcpy(to, from, size);
-    else if (direction == TO_HOST) memset(to, size == 1, size);
+    else if (direction == TO_HOST && size == 1) *(char *)to = 1;
+    else if (direction == TO_HOST) write_zeros(to, size);
     else if (size <= SMALL) memcpy(to, from, size);
     if (known && direction != TO_HOST) set_known(to, size);
 }
