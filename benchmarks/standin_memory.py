@@ -108,6 +108,12 @@ CASES: dict[str, dict[str, Any]] = {
     "32b_4x4096": {"shape": "32b", "ranks": 4, "batch_size": 1, "context_length": 4096, "recompute": 48, **SHARD},
     "8b_dpo": {"shape": "8b", "ranks": 2, **PAIR, **SHARD},
     "70b_dpo_offload": {"shape": "70b", "ranks": 2, **PAIR, **OFFLOAD},
+    "8b_1_card_78475": {
+        "shape": "8b", "batch_size": 1, "context_length": 78475, "lora_rank": 32, "use_activation_cpu_offload": True,
+    },
+    "14b_1_card_49152": {
+        "shape": "14b", "batch_size": 1, "context_length": 49152, "use_activation_cpu_offload": True,
+    },
     "moe": {"shape": "moe", "ranks": 2, **SHARD},
     "moe_1_card": {"shape": "moe", "batch_size": 1},
 }  # fmt: skip

@@ -57,6 +57,11 @@ class CountedStorages(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 self._count(tensor.untyped_storage())
+        if func._schema.name == "torch_attn::_varlen_attn_backward":
+            # Of the kernel: queries' gradients in float32, and keys' and values' for each head that shares them.
+            query, is_shared = args[1], args[2].shape[1] < args[1].shape[1]
+            inside = query.numel() * (4 + 2 * query.element_size() * is_shared)
+            self.most = max(self.most, self.now + inside)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
