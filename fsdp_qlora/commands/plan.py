@@ -17,7 +17,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.model.models import load_config, load_tokenizer
 from fsdp_qlora.output.text import GIB
-from fsdp_qlora.planning.describe import format_count
+from fsdp_qlora.planning.describe import describe_pieces, format_count
 from fsdp_qlora.planning.known_models import close_names, known_config
 from fsdp_qlora.planning.outlook import Outlook, Planner, Request
 from fsdp_qlora.planning.plan import build_plan
@@ -107,6 +107,8 @@ def describe(planner: Planner, found: Outlook, *, explain: bool) -> Iterator[str
     host = found.host_bytes / GIB
     beside = f" of {request.host_ram_gib:g}" if request.host_ram_gib else ""
     yield f"host memory: {host:.1f}{beside} GiB" + ("" if found.fits_host else ", too much")
+    if pieces := describe_pieces(found.plan.meta.parts, memory, found.plan.step.num_tokens):
+        yield pieces
     yield ""
     resident = sum(_always_there(found).values())
     for name, sizes in memory.phases.items():
@@ -200,6 +202,8 @@ def describe_fastest(found: Sequence[Outlook]) -> Iterator[str]:
             words = ", ".join(f"{name} {value_text(getattr(each.config, name))}" for name in _SEARCHED)
             yield f"  {each.tokens_per_second:,.0f} tokens/s, {margin}"
             yield f"    {words}"
+            if each.config.use_activation_cpu_offload:
+                yield "    use_activation_cpu_offload true"
 
 
 def draw(found: Outlook) -> str:

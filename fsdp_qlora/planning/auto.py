@@ -22,8 +22,9 @@ from fsdp_qlora.ranks import distributed
 
 log = logging.getLogger("fsdp_qlora")
 
-# What is chosen: the first two with the rows per step as they are, the others where they are auto.
-_CHOSEN = ("batch_size", "gradient_accumulation_steps", "sharding_strategy", "use_cpu_offload")
+# What is chosen: always, with the rows per step as they are; and where it is auto.
+_ALWAYS = ("batch_size", "gradient_accumulation_steps", "use_activation_cpu_offload")
+_CHOSEN = (*_ALWAYS, "sharding_strategy", "use_cpu_offload")
 
 
 def choose_settings(
@@ -70,4 +71,4 @@ def settings_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     then = run.get("options", {})
     if not then.get("auto") or run["world_size"] != world_size:
         return {}
-    return {name: then[name] for name in _CHOSEN if name in _CHOSEN[:2] or getattr(config, name) == "auto"}
+    return {name: then[name] for name in _CHOSEN if name in _ALWAYS or getattr(config, name) == "auto"}

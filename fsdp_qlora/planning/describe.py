@@ -9,11 +9,13 @@ import torch
 
 from fsdp_qlora.adapters.insert import magnitudes
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.model.fused import Mlp
+from fsdp_qlora.model.pieces import count_pieces
 from fsdp_qlora.output.text import GIB, fit, format_bytes
 from fsdp_qlora.planning.build_model import MetaModel
 from fsdp_qlora.planning.memory import Memory
 from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
-from fsdp_qlora.sharding.model_parts import count_bytes, count_parameters
+from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, count_parameters
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -59,6 +61,14 @@ def describe_memory(memory: Memory, *, where: str, on_gpu: bool, gpu_bytes: int 
         f"  most at the {memory.peak}: {_named(memory.phases[memory.peak])}; each block without recompute keeps "
         f"{format_bytes(memory.block)} more",
     ]
+
+
+def describe_pieces(parts: ModelParts, memory: Memory, num_tokens: int) -> str | None:
+    """One line if MLPs of blocks that recompute are computed in pieces."""
+    hidden = parts.model.config.get_text_config().hidden_size
+    mlps = [module for module in parts.blocks.modules() if isinstance(module, Mlp)]
+    number = max((count_pieces(num_tokens, hidden=hidden, inner=mlp.inner) for mlp in mlps), default=1)
+    return f"long rows: MLPs in {number} pieces of tokens" if memory.recomputing and number > 1 else None
 
 
 def _named(sizes: Mapping[str, int]) -> str:

@@ -174,7 +174,7 @@ class Planner:
         rows = config.batch_size * config.gradient_accumulation_steps
         options: list[dict[str, Any]] = [{}, {"batch_size": 1, "gradient_accumulation_steps": rows}]
         options += [{**each, "use_cpu_offload": True, "sharding_strategy": "full_shard"} for each in options]
-        options += [{**options[-1], "use_activation_cpu_offload": True}]
+        options += [{**each, "use_activation_cpu_offload": True} for each in options[1::2]]
         if config.context_length > 512:
             options += [{**options[-1], "context_length": config.context_length // 2}]
         found = (self.outlook(**each, recompute="all", use_gradient_checkpointing=None) for each in options)
@@ -186,9 +186,12 @@ class Planner:
         """Settings with the same global batch by speed, those that fit with a margin first, then the nearest to it.
 
         Options that are given are kept, but for the size of a micro-batch. Of blocks that recompute, and of blocks in
-        host memory, as few are taken as fit.
+        host memory, as few are taken as fit. The inputs of blocks are kept there if nothing fits otherwise.
         """
         found = [each for changes in self._micro_batches() for each in self._places(changes)]
+        if not any(each.fits_with_margin for each in found) and self.config.blocks_to_recompute not in ("none", 0):
+            inputs = {"use_activation_cpu_offload": True}
+            found += [each for changes in self._micro_batches() for each in self._places(changes | inputs)]
         return sorted(
             found, key=lambda each: (0, -each.tokens_per_second) if each.fits_with_margin else (1, each.needed)
         )
@@ -206,7 +209,8 @@ class Planner:
         That is with recompute of no and of all blocks, else with recompute of as few as fit.
         """
         config, blocks = self.config, self._size.blocks
-        leaves_open = config.blocks_to_recompute == "auto" and not config.use_activation_cpu_offload
+        offloads = changes.get("use_activation_cpu_offload", config.use_activation_cpu_offload)
+        leaves_open = config.blocks_to_recompute == "auto" and not offloads
         recompute = ["none", *range(1, blocks), "all"] if leaves_open else [config.recompute]
         places = {(each.sharding_strategy, each.offload): each for each in candidates(config, self.model)}
         for (strategy, offload), chosen in places.items():

@@ -122,7 +122,8 @@ def _tell(config: TrainConfig, plan: Plan) -> None:
     where = f"{describe.describe_device(machine.device, machine.world_size)}, {model.placement.describe()}"
     on_gpu, gpu_bytes = machine.device.type == "cuda", here[1] if here else None
     memory = describe.describe_memory(model.memory, where=where, on_gpu=on_gpu, gpu_bytes=gpu_bytes)
-    describe.tell(config, *memory, model.reason)
+    pieces = describe.describe_pieces(model.meta.parts, model.memory, model.step.num_tokens)
+    describe.tell(config, *memory, pieces and f"  {pieces}", model.reason)
     for line in data.describe_left_out():
         log.warning("%s", line)
     if (num_nodes := machine.ranks.world_size // machine.ranks.local_world_size) > 1:

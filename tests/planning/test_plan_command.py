@@ -184,6 +184,19 @@ def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: py
     assert all("--recompute all" in each["command"] and "--use_cpu_offload true" in each["command"] for each in kept)
 
 
+def test_inputs_of_blocks_are_kept_on_the_host_where_a_long_row_fits_no_other_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = {"model_name": "qwen3-8b", "context_length": 78475, "lora_rank": 32}
+    status, said = _plan(capsys, "--gpu", "RTX 4090", **options)
+    assert status == 1 and "long rows: MLPs in 10 pieces of tokens" in said
+    [best, *_] = _json(capsys, "--auto", "--gpu", "RTX 4090", **options)
+    for command in (said, best["command"]):
+        assert "--use_activation_cpu_offload true" in command and "--use_cpu_offload false" in command
+    # Without CUDA's context: by the allocator of the stand-in, 16.2 GiB.
+    assert best["fits"] and best["reserved_bytes"] == pytest.approx(16.2 * 2**30, rel=0.04)
+
+
 def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Path) -> None:
     config = TrainConfig(
         model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
@@ -191,7 +204,7 @@ def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Pat
     planner = make_planner(config, Request(gpu_like(6.0), 2))
     chosen = choose_settings(config, planner.model, allowed_rows, None)
     best = vars(planner.fastest()[0].config)
-    assert chosen == {name: best[name] for name in chosen} and chosen["batch_size"] < 8 and len(chosen) == 4
+    assert chosen == {name: best[name] for name in chosen} and chosen["batch_size"] < 8 and len(chosen) == 5
     run = dict.fromkeys(RUN_KEYS) | {"options": vars(config) | chosen | {"use_cpu_offload": 7}, "world_size": 2}
     (tmp_path / "run.json").write_text(json.dumps(run))
     assert choose_settings(config, planner.model, allowed_rows, None) == chosen | {"use_cpu_offload": 7}

@@ -8,8 +8,10 @@ import pytest
 
 from fsdp_qlora.commands.expand import expand_model
 from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.model import pieces
+from tests import tiny
 from tests.rounding import SGD, rounding
-from tests.tiny import SIZES, all_slow_but, make_rows, read_metrics, train_ok, write_rows
+from tests.tiny import SIZES, all_slow_but, flags, make_rows, on_ranks, read_metrics, train_ok, write_rows
 
 Models = Callable[..., Path]
 OFF = rounding(SIZES["vocab_size"])  # in parts on ranks, the longest sum
@@ -68,3 +70,24 @@ def test_losses_do_not_depend_on_the_split_over_ranks(case: str, train: Callable
 def test_losses_do_not_depend_on_the_size_of_micro_batches(case: str, train: Callable[..., list[float]]) -> None:
     first, *others = [train(case, *split) for split in [(1, 1), (1, 2), (2, 1), (4, 3)]]
     assert others == [pytest.approx(first, rel=OFF)] * len(others)
+
+
+def _train_in_pieces(argv: list[str]) -> int:
+    pieces.PIECE_TOKENS = 16
+    return tiny._train(argv, None)
+
+
+@pytest.mark.parametrize("train_type", all_slow_but("qlora", ["qlora", "bnb_dora", "full"]))
+def test_losses_are_the_same_where_mlps_are_computed_in_pieces(train_type: str, models: Models, tmp_path: Path) -> None:
+    options = {"model_name": models("llama", **UNEVEN), "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12))}
+    options |= {"train_type": train_type, "gradient_accumulation_steps": 2, "precision": "fp32", "lr": 1e-3}
+    # Between steps an evaluation, which ends with weights that are sharded again.
+    options |= {"eval_fraction": 0.2, "eval_steps": 1, "use_activation_cpu_offload": True}
+    whole, in_pieces = tmp_path / "whole", tmp_path / "pieces"
+    train_ok(2, whole, **options)
+    argv = flags(output_dir=in_pieces, log_to="stdout", quant_cache="off", verbose=True, **options)
+    statuses, output = on_ranks(2, _train_in_pieces, (argv,), tmp_path / "logs")
+    assert statuses == [0, 0] and "pieces of tokens" in output, output
+    for key in ("loss", "grad_norm", "eval_loss"):
+        found = read_metrics(in_pieces, key)
+        assert len(set(found)) > 1 and found == pytest.approx(read_metrics(whole, key), rel=2e-6)
