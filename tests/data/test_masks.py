@@ -235,7 +235,7 @@ def test_prompts_are_filled_in_the_bounded_process_too() -> None:
         PromptFormat(tokenizer, {"kind": "chat", "chat_template": "{{ 'a' * 99999999999 }}"})
 
 
-def test_a_process_that_is_killed_or_stopped_is_replaced_and_time_outs_end_the_start(
+def test_a_killed_or_stopped_process_is_replaced_and_time_outs_end_it_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = TemplateWorker()

@@ -60,7 +60,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "go 
 SHARED = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "go on"}]
 
 
-def test_a_chat_that_ends_its_process_twice_is_left_out_and_kept_in_no_cache(
+def test_a_chat_that_ends_its_process_twice_is_kept_in_no_cache(
     prepare: Callable[..., tuple[RunData, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(

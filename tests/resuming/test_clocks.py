@@ -83,7 +83,7 @@ class SilentStore:
         return threading.Event().wait() or b""  # type: ignore[return-value]
 
 
-def test_a_launcher_that_is_stopped_is_waited_for_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_launcher_is_waited_for_and_one_that_is_gone_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = subprocess.Popen(["sleep", "600"])
     monkeypatch.setattr("os.getppid", lambda: launcher.pid)
     store = BoundedStore(SilentStore(), seconds=1)  # type: ignore[arg-type]
