@@ -26,7 +26,7 @@ def read_directly(model: nn.Module) -> list[str]:
         f"{path}.{child}"
         for path, module in model.named_modules()
         if module in inside
-        for child, switches in _reads(type(module))
+        for child, switches in _reads(type(module))  # type: ignore[arg-type]
         if all(getattr(module, switch, True) for switch in switches)
     }
     return [path for path in block_linears(model) if path in found]
@@ -35,7 +35,7 @@ def read_directly(model: nn.Module) -> list[str]:
 @functools.cache
 def _reads(kind: type[nn.Module]) -> set[tuple[str, frozenset[str]]]:
     """(path of a child, attributes of the module that are true where it reads the child's weight or bias)."""
-    found = set()
+    found: set[tuple[str, frozenset[str]]] = set()
     own = [vars(each) for each in kind.__mro__ if not each.__module__.startswith("torch.")]
     for name, method in (item for methods in own for item in methods.items()):
         if inspect.isfunction(method) and not re.search("init|reset", name):
