@@ -80,7 +80,7 @@ def _train_in_pieces(argv: list[str]) -> int:
 @pytest.mark.parametrize("train_type", all_slow_but("qlora", ["qlora", "bnb_dora", "full"]))
 def test_losses_are_the_same_where_mlps_are_computed_in_pieces(train_type: str, models: Models, tmp_path: Path) -> None:
     options = {"model_name": models("llama", **UNEVEN), "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(12))}
-    options |= {"train_type": train_type, "gradient_accumulation_steps": 2, "precision": "fp32", "lr": 1e-3}
+    options |= {"train_type": train_type, "gradient_accumulation_steps": 2, "precision": "fp32", **SGD}
     # Between steps an evaluation, which ends with weights that are sharded again.
     options |= {"eval_fraction": 0.2, "eval_steps": 1, "use_activation_cpu_offload": True}
     whole, in_pieces = tmp_path / "whole", tmp_path / "pieces"
@@ -90,4 +90,4 @@ def test_losses_are_the_same_where_mlps_are_computed_in_pieces(train_type: str, 
     assert statuses == [0, 0] and "pieces of tokens" in output, output
     for key in ("loss", "grad_norm", "eval_loss"):
         found = read_metrics(in_pieces, key)
-        assert len(set(found)) > 1 and found == pytest.approx(read_metrics(whole, key), rel=2e-6)
+        assert len(set(found)) > 1 and found == pytest.approx(read_metrics(whole, key), rel=OFF)
