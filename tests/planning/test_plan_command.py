@@ -24,6 +24,7 @@ from fsdp_qlora.planning.auto import choose_settings, settings_of_run
 from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, gpu_like
 from fsdp_qlora.planning.known_models import known_config
 from fsdp_qlora.planning.outlook import Request, allowed_rows
+from tests.planning.test_placement import REPEATS_KEYS
 from tests.tiny import SIZES, WORDS, flags
 
 pytestmark = pytest.mark.quick
@@ -194,7 +195,8 @@ def test_inputs_of_blocks_are_kept_on_the_host_where_a_long_row_fits_no_other_wa
     for command in (said, best["command"]):
         assert "--use_activation_cpu_offload true" in command and "--use_cpu_offload false" in command
     # Without CUDA's context: by the allocator of the stand-in, 16.2 GiB.
-    assert best["fits"] and best["reserved_bytes"] == pytest.approx(16.2 * 2**30, rel=0.04)
+    repeated = 2 * 2 * 78475 * (32 - 8) * 128 if REPEATS_KEYS else 0  # of one block, in its backward pass
+    assert best["fits"] and best["reserved_bytes"] == pytest.approx(16.2 * 2**30 + repeated, rel=0.04)
 
 
 def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Path) -> None:
