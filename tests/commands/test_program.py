@@ -63,19 +63,21 @@ def test_a_wrong_command_is_refused_with_the_nearest_and_the_list(capsys: pytest
 
 
 LONG = "x" * 300  # a name of a file has at most 255 bytes
+# Since 3.14 Path.exists says no where it raised the system's error.
+TOO_LONG = "longer than that of any file" if sys.version_info < (3, 14) else "no such f|is not the folder of a run"
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["train", "--dataset", f"{LONG}.jsonl"], "longer than that of any file"),
-        (["merge", "--adapter", LONG, "--out", "out"], "longer than that of any file"),
-        (["report", LONG], "longer than that of any file"),
+        (["train", "--dataset", f"{LONG}.jsonl"], TOO_LONG),
+        (["merge", "--adapter", LONG, "--out", "out"], TOO_LONG),
+        (["report", LONG], TOO_LONG),
         (["train", "--config", "{null}"], "--output_dir has a null character"),
         (["export", "{null}", "--out", "out", "--adapter", "a\0b"], "a null character"),
         (["x" * 100_000], "no command is named"),
         (["train", "--" + "x" * 100_000], "Unknown option"),
-        (["train", "--dataset", *(f"{'x' * 5000}/{number}.jsonl" for number in range(20))], "longer than"),
+        (["train", "--dataset", *(f"{'x' * 5000}/{number}.jsonl" for number in range(20))], TOO_LONG),
     ],
 )
 def test_a_name_no_file_can_have_is_bad_input_of_a_screen(
@@ -85,7 +87,7 @@ def test_a_name_no_file_can_have_is_bad_input_of_a_screen(
     null.write_text('output_dir: "a\\0b"\n')
     assert main([word.format(null=null) for word in argv]) == 2
     captured = capsys.readouterr()
-    assert said in captured.err and len(captured.err) < 7000 and captured.out == ""
+    assert re.search(said, captured.err) and len(captured.err) < 7000 and captured.out == ""
 
 
 def test_other_errors_of_the_system_and_of_the_program_stay_as_they_are() -> None:
