@@ -13,6 +13,8 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning.gpus import Gpu, find_gpu, gpu_like
 
+_OF_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options of the rows per step, with _ for -
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help='such as "RTX 3090" or H100')
@@ -38,9 +40,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan a run on GPUs that may be elsewhere: whether it fits, with which settings, how fast, for how much. It takes
     the options of training; --model_name may be a folder, a config.json, a well-known name such as llama-2-70b, or a
-    model on the hub. --auto finds the fastest settings with the same global batch. Memory is that of the longest rows
-    of --dataset, or without it that the options allow, counted from the model without weights; speed is estimated from
-    published runs of another program. The exit status is 1 if nothing fits.
+    model on the hub. --auto finds the fastest settings, with the same rows per step if they are given. Memory is that
+    of the longest rows of --dataset, or without it that the options allow, counted from the model without weights;
+    speed is estimated from published runs of other programs. The exit status is 1 if nothing fits.
     """
     config = parse_train_config([*args.training_options, "--dry_run", "true"])
     config, searches = dataclasses.replace(config, auto=False), config.auto
@@ -62,10 +64,13 @@ def run(args: argparse.Namespace) -> int:
         num_gpus, here, rates = probe.probe_gpus(args.num_gpus)
         gpu = probe.with_rates(_gpu(args, here), rates)
     request = Request(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
-    planner = plan.make_planner(config, request, tokens)
+    planner, asked = plan.make_planner(config, request, tokens), config.batch_size * config.gradient_accumulation_steps
     # With auto a run finds how many blocks recompute by probing; without a search all do here.
     changes = {"recompute": "all"} if config.blocks_to_recompute == "auto" else {}
-    planned = planner.fastest() if searches else [planner.outlook(**changes)]
+    planned = planner.fastest_of_more_rows() if searches else [planner.outlook(**changes)]
+    best, keeps_rows = planned[0], _keeps_rows(args, config)
+    if keeps_rows and searches:
+        planned = [each for each in planned if each.rows == asked]
     if args.plot:
         try:
             Path(args.plot).expanduser().write_text(plan.draw(planned[0]), encoding="utf-8")
@@ -78,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
         measured = ", ".join(f"{name} {rate:,.3g}" for name, rate in rates.items())
         lines = [*textwrap.wrap(f"measured here: {measured}", 80)] if rates else []
         lines += plan.describe(planner, planned[0], explain=args.explain)
-        print("\n".join(lines + ([*plan.describe_fastest(planned)] if searches else [])))
+        lines += plan.describe_fastest(planned) if searches else ()
+        lines += [plan.describe_rows(best, asked, keeps_rows=keeps_rows)] * (best.rows > asked)
+        print("\n".join(lines))
     return 0 if planned[0].fits else 1
 
 
@@ -91,10 +98,17 @@ def _compare(args: argparse.Namespace, config: TrainConfig, tokens: float | None
 
     path = Path(args.compare).expanduser() if args.compare else compare.EXAMPLE
     date, requests = compare.read_offers(path)
-    found = compare.compare(plan.make_planner(config, requests[0], tokens), requests, by_time=args.sort == "time")
+    planner, by_time = plan.make_planner(config, requests[0], tokens), args.sort == "time"
+    found = compare.compare(planner, requests, by_time=by_time, keeps_rows=_keeps_rows(args, config))
     table = json.dumps([plan.as_json(each) for each in found], indent=1) if args.json else ""
     print(table or "\n".join(compare.describe(date, found)))
     return 0 if found[0].fits_with_margin else 1
+
+
+def _keeps_rows(args: argparse.Namespace, config: TrainConfig) -> bool:
+    """Whether the rows per step are asked for."""
+    asked = any(word.replace("-", "_").startswith(_OF_STEP) for word in args.training_options)
+    return asked or config.batch_size * config.gradient_accumulation_steps > 1
 
 
 def _load() -> None:

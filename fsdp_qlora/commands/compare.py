@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from fsdp_qlora.commands.plan import speed_text
 from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.text import PlainLoader, read_options, value_text
 from fsdp_qlora.errors import UserError
@@ -38,15 +39,21 @@ def read_offers(path: Path) -> tuple[str, list[Request]]:
         ) from error
 
 
-def compare(planner: Planner, requests: Sequence[Request], *, by_time: bool) -> list[Outlook]:
-    """The fastest settings on each offer; those that fit come first, the cheapest or fastest first."""
-    found = [planner.on(request).fastest()[0] for request in requests]
+def compare(planner: Planner, requests: Sequence[Request], *, by_time: bool, keeps_rows: bool = True) -> list[Outlook]:
+    """The fastest settings on each offer; those that fit come first, the cheapest or fastest first.
+
+    keeps_rows: else steps may have more of them.
+    """
+    planners = [planner.on(request) for request in requests]
+    found = [(each.fastest() if keeps_rows else each.fastest_of_more_rows())[0] for each in planners]
     return sorted(found, key=lambda each: (not each.fits_with_margin, each.hours if by_time else each.cost))
 
 
 def describe(date: str, found: Sequence[Outlook]) -> Iterator[str]:
     """The table in lines of at most 80 columns."""
-    config, rows = found[0].config, found[0].config.batch_size * found[0].config.gradient_accumulation_steps
+    config, fitting = found[0].config, [each for each in found if each.fits_with_margin]
+    steps = [each.rows for each in fitting or found]
+    rows = f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
     yield f"{config.model}, {config.train_type}, {format_count(found[0].tokens)} tokens"
     yield f"{rows} x {config.context_length} tokens per GPU and step; prices of {date}"
     yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
@@ -63,3 +70,7 @@ def describe(date: str, found: Sequence[Outlook]) -> Iterator[str]:
             yield f"{line}  needs {each.needed / GIB:.1f} of {request.gpu.memory_gib:g} GiB on each GPU, and a margin"
         else:
             yield f"{line}  needs {each.host_bytes / GIB:.0f} of {request.host_ram_gib:g} GiB of host memory"
+    for name, best in (("cheapest", lambda each: each.cost), ("fastest", lambda each: each.hours)):
+        if fitting:
+            each = min(fitting, key=best)
+            yield f"the {name}: {each.request.num_gpus} x {each.request.gpu.name}, {speed_text(each)}"

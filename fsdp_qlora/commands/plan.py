@@ -155,6 +155,19 @@ def _speed_line(found: Outlook) -> str:
     return f"{speed} for {format_count(found.tokens)} tokens{cost}"
 
 
+def speed_text(found: Outlook) -> str:
+    """Speed, time and, with a price, cost."""
+    cost = f", ${found.cost:,.2f}" if found.request.price_per_hour else ""
+    return f"{found.tokens_per_second:,.0f} tokens/s, {found.hours:,.1f} hours{cost}"
+
+
+def describe_rows(found: Outlook, asked: int, *, keeps_rows: bool) -> str:
+    """One line: that a step of more rows, which is found, is faster than of those asked for."""
+    if keeps_rows:
+        return f"with {found.rows} rows per step on each GPU instead of {asked}: {speed_text(found)}"
+    return f"rows per step: {found.rows} on each GPU, as --batch_size is left open; fewer are slower"
+
+
 def command_line(found: Outlook) -> str:
     """The settings that `train` takes: what the options say, and the placement that was chosen."""
     config, chosen = found.config, found.plan.placement.options
@@ -200,7 +213,8 @@ def describe_fastest(found: Sequence[Outlook]) -> Iterator[str]:
             free = each.request.gpu.memory_gib - each.needed / GIB
             margin = f"{free:.1f} GiB free" if free >= 0 else f"{-free:.1f} GiB too large"
             words = ", ".join(f"{name} {value_text(getattr(each.config, name))}" for name in _SEARCHED)
-            yield f"  {each.tokens_per_second:,.0f} tokens/s, {margin}"
+            rows = f"{each.request.num_gpus} x {each.rows} rows per step"
+            yield f"  {speed_text(each)}, {rows}, {margin}"
             yield f"    {words}"
             if each.config.use_activation_cpu_offload:
                 yield "    use_activation_cpu_offload true"

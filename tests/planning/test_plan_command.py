@@ -199,6 +199,33 @@ def test_inputs_of_blocks_are_kept_on_the_host_where_a_long_row_fits_no_other_wa
     assert best["fits"] and best["reserved_bytes"] == pytest.approx(16.2 * 2**30 + repeated, rel=0.04)
 
 
+def test_auto_takes_more_rows_where_a_step_has_none_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def found(**options: Any) -> tuple[float, int]:
+        [first, *_] = _json(capsys, "--auto", *gpus, model_name="qwen2.5-72b", **options)
+        chosen = dict(itertools.pairwise(first["command"].split()))
+        rows = int(chosen.get("--batch_size", 1)) * int(chosen.get("--gradient_accumulation_steps", 1))
+        return first["tokens_per_second"], rows
+
+    gpus = ("--gpu", "RTX 3090", "--num_gpus", "2", "--price_per_hour", "0.6")
+    (speed, rows), (asked, one), (accumulated, eight) = (
+        found(),
+        found(batch_size=1),
+        found(gradient_accumulation_steps=8),
+    )
+    assert (one, eight) == (1, 8) and rows > 8
+    # The weights come over the link once in a micro-batch: more rows are the faster the slower it is.
+    assert 3 * asked < speed and asked < accumulated < speed
+    _, said = _plan(capsys, "--auto", *gpus, "--batch-size", "1", model_name="qwen2.5-72b")
+    assert said.splitlines()[-1].startswith(
+        f"with {rows} rows per step on each GPU instead of 1: {speed:,.0f} tokens/s"
+    )
+    _, said = _plan(capsys, "--auto", *gpus, model_name="qwen2.5-72b")
+    assert f"rows per step: {rows} on each GPU, as --batch_size is left open" in said and f"2 x {rows} rows" in said
+    # More rows that gain less than a twentieth are not proposed, nor are some that do not fit.
+    _, said = _plan(capsys, "--auto", "--gpu", "RTX 3060", model_name="llama-2-70b", use_cpu_offload=False)
+    assert "rows per step" not in said.splitlines()[-1]
+
+
 def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Path) -> None:
     config = TrainConfig(
         model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
@@ -244,7 +271,9 @@ def test_the_table_of_rents_is_sorted_and_says_what_does_not_fit(
     _, said = _plan(capsys, "--compare", str(prices), **options)
     lines = said.splitlines()
     assert max(map(len, lines)) <= 80 and lines[1].endswith(r"2026-01-02\x1b]0;title\x07")
-    assert [line[4:12] for line in lines[-3:]] == ["RTX 4090", "H100 SXM", "RTX 3060"] and "needs " in lines[-1]
+    *offers, cheapest, fastest = lines[-5:]
+    assert [line[4:12] for line in offers] == ["RTX 4090", "H100 SXM", "RTX 3060"] and "needs " in offers[-1]
+    assert cheapest.startswith("the cheapest: 1 x RTX 4090, ") and fastest.startswith("the fastest: 1 x H100 SXM, ")
     by_time = _json(capsys, "--compare", str(prices), "--sort", "time", **options)
     assert [each["gpu"] for each in by_time] == ["H100 SXM", "RTX 4090", "RTX 3060 12GB"]
     assert [each["fits"] for each in by_time] == [True, True, False] and by_time[0]["where"] == "somewhere"
