@@ -1,14 +1,18 @@
 """The plan's seconds beside published runs: `python benchmarks/published_runs.py`. Needs no GPU and no weights.
 
-The runs are of the 2024 program: padded rows of equal length, rank 64, recompute of all blocks. The share of its peak
-that a GPU achieves is fitted to its runs (`achieved` in fsdp_qlora/planning/gpus.py). Each row is planned with a share
-fitted to the other rows of its GPU alone; the only row of a GPU with the default.
+The plan is fitted to runs of the 2024 program: padded rows of equal length, rank 64, recompute of all blocks. The share
+of its peak that a GPU achieves (`achieved` in fsdp_qlora/planning/gpus.yaml) is fitted to its runs. Each row is planned
+with a share fitted to the other rows of its GPU alone; the only row of a GPU with the default.
+
+Runs of other programs are planned with the shares as they are. Their table is that of docs/memory.md; nothing is fitted
+to them but the host's time, to the two that FITTED names.
 """
 
 import json
 import math
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fsdp_qlora.planning.gpus import ACHIEVED, GPUS
-from fsdp_qlora.planning.speed import Size, Turn, count_work, seconds
+from fsdp_qlora.planning.speed import DECODED_BYTES, Size, Turn, count_work, seconds
 
 RUNS = json.loads((Path(__file__).parent / "published_runs.json").read_text())
 # hidden, inner, blocks, heads, groups, vocabulary
@@ -25,8 +29,18 @@ SHAPES = {
     "mistral-7b": (4096, 14336, 32, 32, 8, 32000),
     "yi-34b": (7168, 20480, 60, 56, 8, 64000),
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-70b": (8192, 28672, 80, 64, 8, 128256),
+    "qwen-1.8b": (2048, 5504, 24, 16, 16, 151936),
+    "qwen-7b": (4096, 11008, 32, 32, 32, 151936),
+    "qwen-14b": (5120, 13696, 40, 40, 40, 152064),
+    "qwen-72b": (8192, 24576, 80, 64, 64, 152064),
 }
-_BYTES = {"qlora": 0.52, "lora": 2.0}  # of a weight, with its statistics
+FITTED = [("qwen-1.8b", 256), ("qwen-1.8b", 512)]  # `_BLOCK_SECONDS` in fsdp_qlora/planning/speed.py
+_BYTES = {"qlora": 0.52, "gptq": 0.52, "lora": 2.0, "full": 2.0}  # of a weight, with its statistics
+# Per weight and product: AutoGPTQ's layer decodes with torch's functions, each of which reads and writes: a shift
+# (0.5 + 4), to 8 bits (4 + 1), and (1 + 1), minus the zeros (1 + 1), times the scales (1 + 2).
+_GPTQ_BYTES = 16.5
 _SHARES = [share / 100 for share in range(15, 121)]
 
 
@@ -34,11 +48,13 @@ def size_of(row: dict[str, Any]) -> Size:
     hidden, inner, blocks, heads, groups, vocabulary = SHAPES[row["model"]]
     keys = groups * 128
     linear = blocks * (2 * hidden**2 + 2 * hidden * keys + 3 * hidden * inner)
-    adapter = blocks * RUNS["lora_rank"] * (4 * hidden + 2 * (hidden + keys) + 3 * (hidden + inner))
+    adapter = (
+        blocks * row.get("lora_rank", RUNS["lora_rank"]) * (4 * hidden + 2 * (hidden + keys) + 3 * (hidden + inner))
+    )
     ends = 4 * vocabulary * hidden  # that program gathers embeddings and head with the blocks
     stored = int(linear * _BYTES[row["train_type"]]) + ends
-    is_decoded = row["train_type"] == "qlora"
-    return Size(blocks, hidden, heads * 128, linear, vocabulary * hidden, adapter, stored, is_decoded)
+    is_decoded, trains_all = row["train_type"] in ("qlora", "gptq"), row["train_type"] == "full"
+    return Size(blocks, hidden, heads * 128, linear, vocabulary * hidden, adapter, stored, is_decoded, trains_all)
 
 
 def planned(row: dict[str, Any], achieved: float) -> float:
@@ -53,6 +69,37 @@ def planned(row: dict[str, Any], achieved: float) -> float:
     )
     micro_batches = RUNS["samples"] / row["gpus"] / row["batch_size"]
     return micro_batches * seconds(work, GPUS[row["gpu"]]._replace(achieved=achieved))
+
+
+def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, float]]]]:
+    """Each row with its tokens/s, published and planned, by the rows' length."""
+    for row in RUNS["other_programs"]:
+        size, found = size_of(row), {}
+        for written, published in (row.get("tokens_per_second") or row["seconds"]).items():
+            length = int(written)
+            tokens = row["batch_size"] * length
+            turn = Turn(tokens, tokens * length, row["gpus"] * tokens)
+            work = count_work(size, turn, num_shards=row["gpus"], recomputed_share=1.0, host_share=0.0)
+            if row["train_type"] == "gptq":
+                work = work._replace(memory=work.memory + 3 * (_GPTQ_BYTES - DECODED_BYTES) * size.linear)
+            rate = published if "tokens_per_second" in row else row["micro_batches"] * turn.useful / published
+            found[length] = (rate, turn.useful / seconds(work, GPUS[row["gpu"]]))
+        yield row, found
+
+
+def table() -> Iterator[str]:
+    """The runs of other programs in Markdown: published tokens/s, and how far the plan is from it."""
+    lengths = (256, 512, 1024, 2048, 4096, 8192)
+    yield f"| run | {' | '.join(f'{length:,}' for length in lengths)} |"
+    yield "|---" * (len(lengths) + 1) + "|"
+    for row, found in other_programs():
+        cells = []
+        for length in lengths:
+            rate, plan = found.get(length, (0, 0))
+            mark = "*" * ((row["model"], length) in FITTED)
+            cells.append(f"{rate:,.0f}, {plan / rate - 1:+.0%}{mark}" if rate else "")
+        kind = f"{row['model']} {row['train_type']}, {row['gpus']} x {row['gpu']} ({row['source']})"
+        yield f"| {kind} | {' | '.join(cells)} |"
 
 
 def fit(rows: list[dict[str, Any]]) -> float:
@@ -84,6 +131,7 @@ def main() -> int:
     print(f"median {statistics.median(errors):.1%}, worst {errors[-1]:.1%}, then {errors[-2]:.1%}")
     for name in dict.fromkeys(row["gpu"] for row in RUNS["rows"]):
         print(f"achieved by {name}: {fit([row for row in RUNS['rows'] if row['gpu'] == name]):.2f}")
+    print("\n".join(table()))
     return 0
 
 

@@ -54,7 +54,7 @@ class Gpu(NamedTuple):
 
 _ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 GPUS = {name: Gpu(name, **row) for name, row in _ROWS.items()}
-ACHIEVED = 0.5  # where no run of such a GPU is published: the middle of those that are
+ACHIEVED = 0.5  # where no run of such a GPU is published: about the middle of those that are
 
 
 def communicators(sharding_strategy: str, num_gpus: int, per_node: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Seconds of a step: operations and bytes counted from the shapes, divided by rates that published runs achieved.
 
-Each of 33 published runs of the 2024 program, planned by the others of its GPU, is within 20%; the median error is 3%.
+Of 33 published runs of the 2024 program, planned by the others of their GPU, the median error is 3% and the largest
+17%; of runs of other programs, see docs/memory.md.
 """
 
 import math
@@ -14,8 +15,16 @@ from fsdp_qlora.sharding.model_parts import ModelParts
 # Fitted to the published runs together with `Gpu.achieved`.
 MEMORY_SHARE = 0.75  # of a GPU's bandwidth, for decoding and elementwise functions
 _OVERLAP = 0.3  # of the shorter of computing and communicating
-_PASSES = 240  # over a token's hidden state in a block: norms, gates, rotary embeddings, adapters, read and written
-DECODED_BYTES = 2.5  # per weight and product: read in 4 bits, written in 16
+# Over a token's hidden state in a block: norms, gates, rotary embeddings, adapters, read and written. The more, the
+# better are the published runs planned; with more than this some GPU would achieve more than its peak.
+_PASSES = 400
+# Per weight and product, in whose time bitsandbytes decodes. It reads and writes 2.5, but computes as well: LitGPT's
+# table for an A100 (NF4 beside none, 7B: 79 ms for two passes) is 7, and kernels of 2025 are 1.4 to 2.1 times as fast
+# there (bitsandbytes#1747).
+DECODED_BYTES = 4.0
+# Of the host, to launch what a block does in a pass: a step takes no less. Qwen's table: 1.0 s for 8 micro-batches of
+# 256 as of 512 tokens, with 24 blocks in three passes.
+_BLOCK_SECONDS = 1.0 / (8 * 24 * 3)
 # Of the host for a product with an expert's matrix, in whose layer host and GPU wait for each other: CPU time of Python
 # and torch on the stand-in for CUDA, 0.92 s for 5,120 of Qwen3-30B-A3B's, on a busy EPYC. Adapted experts: 0.24 ms.
 _PRODUCT_SECONDS = 1.8e-4
@@ -25,7 +34,7 @@ class Work(NamedTuple):
     """What a rank does in a micro-batch.
 
     operations: floating-point, of products. memory: bytes of its own memory. link, host: from other ranks, and there.
-    products: with an expert's matrix each.
+    products: with an expert's matrix each. blocks: that are passed through, forward, again or backward.
     """
 
     operations: float
@@ -33,6 +42,7 @@ class Work(NamedTuple):
     link: float
     host: float
     products: float = 0
+    blocks: float = 0
 
 
 class Turn(NamedTuple):
@@ -112,14 +122,15 @@ def count_work(
     gathered = gathers * size.stored * (num_shards - 1) / num_shards
     from_host = 2 * host_share * size.stored / num_shards
     products = passes * hit * experts.parameters * size.is_decoded
-    return Work(turn.tokens * per_token + attention, decoding + elementwise, gathered, from_host, products)
+    operations, memory = turn.tokens * per_token + attention, decoding + elementwise
+    return Work(operations, memory, gathered, from_host, products, (2 + again) * size.blocks)
 
 
 def seconds(work: Work, gpu: Gpu) -> float:
     """Time of a micro-batch on a GPU."""
     computing = work.operations / (gpu.tflops * 1e12 * (gpu.achieved or ACHIEVED))
     computing += work.memory / (gpu.bandwidth * 1e9 * MEMORY_SHARE)
-    computing = max(computing, work.products * _PRODUCT_SECONDS)
+    computing = max(computing, work.products * _PRODUCT_SECONDS + work.blocks * _BLOCK_SECONDS)
     communicating = work.link / (gpu.link * 1e9) + work.host / ((gpu.host_link or gpu.link) * 1e9)
     return computing + communicating - _OVERLAP * min(computing, communicating)
 

@@ -22,7 +22,7 @@ def test_rates_are_amounts_of_work_by_the_time_that_they_take(monkeypatch: pytes
     assert all(0 < rate < math.inf for rate in found.values())
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(probe, "_seconds", lambda call: 0.5)
-    amounts = {"product_tflops": 2 * 16 * 64 * 128 / 1e12, "decoding_gb_s": 2.5 * 64 * 128 / 1e9}
+    amounts = {"product_tflops": 2 * 16 * 64 * 128 / 1e12, "decoding_gb_s": 4 * 64 * 128 / 1e9}
     amounts |= dict.fromkeys(["gather_gb_s", "from_host_gb_s", "to_host_gb_s", "host_memory_gb_s"], 2**16 / 1e9)
     assert measure() == pytest.approx({name: 2 * amount for name, amount in amounts.items()})
     assert found.keys() == amounts.keys() - {"gather_gb_s"}

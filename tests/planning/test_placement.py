@@ -179,7 +179,7 @@ def test_a_mixture_decodes_each_expert_that_is_hit_and_the_host_starts_its_produ
         options = {"num_shards": 1, "recomputed_share": 1.0, "host_share": 0.0}
         turn = Turn(tokens, 0, tokens)
         work, dense = (count_work(each, turn, **options) for each in (size, size._replace(mixture=NONE)))
-        assert work.memory - dense.memory == pytest.approx(3 * 2.5 * 2 * (hit - 4) * 3 * 128 * 256)
+        assert work.memory - dense.memory == pytest.approx(3 * 4 * 2 * (hit - 4) * 3 * 128 * 256)
         assert work.products == 3 * 2 * 2 * hit and work.operations == dense.operations
     assert seconds(Work(0, 0, 0, 0, products=1000), GPUS["H100 SXM"]) > 0.01
 
