@@ -63,6 +63,7 @@ from fsdp_qlora.adapters.dora import DoraLinear
 from fsdp_qlora.adapters.first_values import first_adapter_value
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.row_source import StepRows
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
@@ -249,8 +250,8 @@ def our_step(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argpa
         seed=SEED,
     )
     run = build_run(options, config, WeightFiles(folder), data, RANKS)
-    rows = torch.arange(len(data)).numpy()
-    return lambda: float(run.trainer.train_step(0, rows)["loss"])
+    rows = StepRows(0, data, torch.arange(len(data)).numpy())
+    return lambda: float(run.trainer.train_step(rows)["loss"])
 
 
 def load_reference(folder: Path) -> nn.Module:

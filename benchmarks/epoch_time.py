@@ -39,6 +39,7 @@ from benchmarks.cpu import (
 from benchmarks.peers import tokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
+from fsdp_qlora.data.row_source import RowsInMemory
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.ranks import distributed
@@ -87,7 +88,7 @@ def our_epoch(folder: Path, config: LlamaConfig, data: TokenizedRows, args: argp
     rows = np.arange(len(data))
 
     def epoch() -> list[float]:
-        return [run.trainer.train_step(step, part)["loss"] for step, part in run.plan.schedule.rows_of_steps(rows)]
+        return [run.trainer.train_step(each)["loss"] for each in RowsInMemory(data, rows).steps(run.plan.schedule)]
 
     return epoch
 

@@ -170,7 +170,7 @@ def measure_padding(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             run_plan = Plan(plan.model, plan.data, schedule, warmup_steps=0)
             own = dataclasses.replace(train.run, trainer=build_trainer(config, run_plan, ranks))
             figures[name] = int(data.lengths.sum()) / median_seconds(Timed(own, ranks.device, work), step_rows)
-            shares[name] = schedule.useful_shares(schedule.micro_batches(step_rows, data.lengths), data.lengths)[0]
+            shares[name] = schedule.useful_shares(schedule.rounds(step_rows, data.lengths), data.lengths)[0]
     return {
         "rows": [
             row("padding-free, packing", "useful tokens/s", figures, useful_of_computed=shares),
@@ -225,7 +225,7 @@ def fit(args: argparse.Namespace, train: Timed, step_rows: np.ndarray) -> int:
     def try_step() -> tuple[int, int]:
         empty_cache(train.device)
         reset_peak(train.device)
-        held = trainer._try(step_rows, 1)
+        held = trainer._try(train.run.plan.data.train, step_rows, 1)
         used = torch.cuda.max_memory_reserved(train.device) if train.device.type == "cuda" else 0
         return held, int((args.memory_gib - 1) * GIB) - used
 

@@ -29,6 +29,7 @@ from transformers import LlamaConfig
 
 from benchmarks.common import RandomWeights, Run, build_run
 from fsdp_qlora.config.options import TrainConfig
+from fsdp_qlora.data.row_source import StepRows
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES, ShardedOptimizer
@@ -275,7 +276,7 @@ class Timed:
         """A step's record, and its seconds."""
         synchronize(self.device)
         started = time.perf_counter()
-        record = self.run.trainer.train_step(self.step, rows)
+        record = self.run.trainer.train_step(StepRows(self.step, self.run.plan.data.train, rows))
         synchronize(self.device)
         seconds = time.perf_counter() - started
         self.step += 1

@@ -175,6 +175,7 @@ def measure(**case: Any) -> dict[str, Any]:
     """Bytes of one case; runs on the stand-in."""
     import torch
 
+    from fsdp_qlora.data.row_source import StepRows
     from tests.phantom.programs.with_routes import fix_routes
 
     fix_routes()
@@ -182,7 +183,7 @@ def measure(**case: Any) -> dict[str, Any]:
     loaded = torch.cuda.memory_allocated()
     trainer.try_longest(rows)
     for step in range(3):
-        trainer.train_step(step, rows)
+        trainer.train_step(StepRows(step, *rows))
     return {
         "reserved": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),
@@ -259,10 +260,11 @@ def make_pairs(rows: Any) -> Any:
 
 
 def build(**case: Any) -> tuple[Any, Any, Any]:
-    """The trainer of rank 0 of a model whose weights are whatever lies in memory, the plan, and all rows' indices."""
+    """The trainer of rank 0 of a model whose weights are whatever lies in memory, the plan, and all rows."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from fsdp_qlora.data.row_source import RowsInMemory
     from fsdp_qlora.planning.plan import blocks_to_recompute
     from fsdp_qlora.planning.run_plan import Plan, make_schedule
     from fsdp_qlora.ranks import distributed
@@ -281,7 +283,11 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
     schedule = make_schedule(config, data, ranks.world_size)
-    return build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks), plan, data.train_rows
+    return (
+        build_trainer(config, Plan(plan, data, schedule, warmup_steps=0), ranks),
+        plan,
+        RowsInMemory(data.train, data.train_rows),
+    )
 
 
 def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
@@ -289,17 +295,19 @@ def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
     that it returns were kept for its backward pass."""
     import torch
 
+    from fsdp_qlora.data.row_source import StepRows
+
     sdpa = {"attn_implementation": "sdpa", "recompute": "none"}
     trainer, _, rows = build(shape=shape, layers=num_blocks, **sdpa)
-    trainer.train_step(0, rows)
+    trainer.train_step(StepRows(0, *rows))
     trainer.model.train()
     trainer._set_gradient_sync(False)
-    [micro_batch] = trainer._micro_batches([rows])
+    micro_batch = trainer.forward.micro_batch([rows.rows], rows.table)
 
     def run() -> int:
-        with trainer._attention():
+        with trainer.forward.attending():
             before = torch.cuda.memory_allocated()
-            loss = trainer._loss(micro_batch, trainer.objective.totals(trainer.data, rows))[0]
+            loss = trainer._loss(micro_batch, trainer.objective.totals(*rows))[0]
             kept = torch.cuda.memory_allocated() - before
             loss.backward()
         return kept

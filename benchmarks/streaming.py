@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.streaming import StreamPosition
 from tests.tiny import make_tokenizer
 
 _TEXT_BYTES, _OTHER_BYTES = 1024, 9216
@@ -61,10 +60,10 @@ def main() -> None:
         schedule = Schedule(count, 16, 1, 1, num_epochs=1, max_steps=-1, seed=0)
         seen, started = np.zeros(count + 1, dtype=np.int64), time.monotonic()
         tenth = max(1, schedule.total_steps // 10)
-        for step, rows, _ in data.stream.steps(schedule, StreamPosition()):
-            seen[rows.row_numbers] += 1
-            if (step + 1) % tenth == 0:
-                print(f"{(step + 1) / schedule.total_steps:4.0%} of the rows: {private_mib():.0f} MiB", flush=True)
+        for rows in data.stream.steps(schedule):
+            seen[rows.table.row_numbers] += 1
+            if (rows.step + 1) % tenth == 0:
+                print(f"{(rows.step + 1) / schedule.total_steps:4.0%} of the rows: {private_mib():.0f} MiB", flush=True)
         seconds = time.monotonic() - started
         print(f"every row once: {bool((seen[1:] == 1).all())}; {count / seconds:,.0f} rows/s")
 

@@ -10,6 +10,7 @@ computed for every column in which some row had a target.
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from typing import Any
 
@@ -18,10 +19,9 @@ from transformers import AutoTokenizer
 
 from benchmarks.common import write_results
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches import collate, join
+from fsdp_qlora.data.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.training.head_loss import learned_rows
 
 # name -> (padding, packing)
 LAYOUTS = {"padded": (True, False), "padding-free": (False, False), "packed": (False, True)}
@@ -30,9 +30,9 @@ LAYOUTS = {"padded": (True, False), "padding-free": (False, False), "packed": (F
 def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
     """Of an epoch: rows' tokens per token computed, and per token that the ranks could compute in that time."""
     lengths = data.train.lengths
-    dealt = [schedule.micro_batches(rows, lengths) for _, rows in schedule.rows_of_steps(data.train_rows)]
-    steps = [schedule.useful_shares(pieces, lengths) for pieces in dealt]
-    sizes = [sum(lengths[piece].sum() for piece in pieces) for pieces in dealt]
+    dealt = [schedule.rounds(rows, lengths) for _, rows in schedule.rows_of_steps(data.train_rows)]
+    steps = [schedule.useful_shares(rounds, lengths) for rounds in dealt]
+    sizes = [sum(lengths[piece].sum() for piece in itertools.chain(*rounds)) for rounds in dealt]
     # Means over tokens and not over steps, of which the last may be small.
     of_computed, of_lock_step = (
         np.sum(sizes) / np.sum(np.array(sizes) / column) for column in zip(*steps, strict=True)
@@ -40,7 +40,7 @@ def shares(schedule: Schedule, data: RunData) -> dict[str, float]:
     return {
         "useful_of_computed": round(float(of_computed), 4),
         "useful_of_lock_step": round(float(of_lock_step), 4),
-        "micro_batches_per_rank": sum(map(len, dealt)) // schedule.world_size,
+        "micro_batches_per_rank": sum(map(len, dealt)),
         "targets_per_logit": targets_per_logit(schedule, data),
     }
 
@@ -49,11 +49,11 @@ def targets_per_logit(schedule: Schedule, data: RunData) -> float:
     """Of an epoch: targets per row of logits."""
     targets = rows_computed = 0
     for _, rows in schedule.rows_of_steps(data.train_rows):
-        for piece in schedule.micro_batches(rows, data.train.lengths):
+        for piece in itertools.chain(*schedule.rounds(rows, data.train.lengths)):
             if len(piece):
-                labels = (collate if schedule.padding else join)(data.train, piece, pad_token_id=0)["labels"]
+                lay_out = pad_rows if schedule.padding else concatenate_rows
                 targets += int(data.train.num_targets[piece].sum())
-                rows_computed += len(learned_rows(labels)[0])
+                rows_computed += len(lay_out(data.train, piece, pad_token_id=0).targets)
     return targets / rows_computed
 
 

@@ -20,7 +20,7 @@ from fsdp_qlora.checkpointing.run_folder import RECORD
 from fsdp_qlora.commands.merge import Merge
 from fsdp_qlora.commands.merging import MergedModel
 from fsdp_qlora.commands.model_folder import build_plain_model
-from fsdp_qlora.data.batches import IGNORE_INDEX, collate
+from fsdp_qlora.data.micro_batch import pad_rows
 from fsdp_qlora.data.prepare import prepare_rows, record_of
 from fsdp_qlora.model import models
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
@@ -35,9 +35,10 @@ _MOST_LOGITS = 2**27  # of each model in memory
 
 
 class VerifyRow(NamedTuple):
-    """A row's tokens, int64 [T], and which token is to be predicted at each place, -100 for none."""
+    """A row's tokens, int64 [T], and the places, int64 [N], from which targets, int64 [N], are predicted."""
 
     ids: torch.Tensor
+    places: torch.Tensor
     targets: torch.Tensor
 
 
@@ -63,8 +64,8 @@ def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
     noted = read_json(merge.adapter.path / RECORD).get("prompt")
     if noted and noted != record_of(report, options):
         log.warning("The prompts of %s are not in the format of the training: see --prompt_template.", rows_file)
-    batches = [collate(rows, [row], pad_token_id=0) for row in np.argsort(rows.lengths, kind="stable")]
-    return [VerifyRow(batch["input_ids"][0], batch["labels"][0, 1:]) for batch in batches]
+    batches = [pad_rows(rows, [row], pad_token_id=0) for row in np.argsort(rows.lengths, kind="stable")]
+    return [VerifyRow(batch.input_ids[0], batch.target_rows, batch.targets) for batch in batches]
 
 
 def compare(merge: Merge, rows: list[VerifyRow], ranks: Ranks, mesh: DeviceMesh, dtype: torch.dtype | None) -> str:
@@ -92,12 +93,11 @@ def _evaluate(
     divergences, count = dict.fromkeys(merged, 0.0), 0
     predictions = [_predict(merge, model, [row.ids for row in rows], ranks, done) for model in merged.values()]
     for row, *logits in zip(rows, *predictions, strict=True):
-        targets = row.targets.to(ranks.device)
-        chosen = (targets != IGNORE_INDEX).nonzero().flatten()
+        chosen, targets = row.places.to(ranks.device), row.targets.to(ranks.device)
         trained, *_ = found = [one[chosen].log_softmax(dim=-1) for one in logits]
         count += len(chosen)
         for name, one in zip(merged, found, strict=True):
-            losses[name].append(F.nll_loss(one, targets[chosen], reduction="sum").item())
+            losses[name].append(F.nll_loss(one, targets, reduction="sum").item())
             divergences[name] += F.kl_div(one, trained, log_target=True, reduction="sum").item()
     return {name: Result(np.array(losses[name]), divergences[name] / max(count, 1)) for name in merged}
 
@@ -112,7 +112,7 @@ def _order(results: dict[str, Result], base: str) -> tuple[float, float]:
 
 
 def _describe(results: dict[str, Result], rows: list[VerifyRow], better: str) -> list[str]:
-    targets = sum(int((row.targets != IGNORE_INDEX).sum()) for row in rows)
+    targets = sum(len(row.targets) for row in rows)
     lines = [f"Compared on {len(rows)} rows, {targets:,} target tokens (loss and divergence in nats per token):"]
     for name, result in results.items():
         title = "trained (quantized base + adapter)" if name == "trained" else f"merged into the {name} base"

@@ -6,7 +6,7 @@ Names and defaults are TRL's, where it has them. R is the number of rows (pairs)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,11 +30,10 @@ class LossSettings:
     undesirable_weight: float = 1.0
 
 
-class Answers(NamedTuple):
-    """One side of R pairs, each tensor float32 [R].
+class LogProbs(NamedTuple):
+    """Log-probabilities of R answers, each tensor float32 [R].
 
-    policy, reference: log-probability of the answer, the sum over its tokens; 0 where there is no reference.
-    tokens: how many.
+    policy, reference: the sum over the answer's tokens; 0 where there is no reference. tokens: how many.
     """
 
     policy: torch.Tensor
@@ -49,26 +48,37 @@ class Answers(NamedTuple):
 
 
 @dataclass(frozen=True)
+class LossInputs:
+    """What a loss sees of the R rows of a micro-batch.
+
+    token_losses: -log p of each target, float32 [1, N], or [2, N] with the reference's. num_targets: of each document.
+    chosen, rejected: the answers of pairs; of rows with a label both are the one answer. desired: the labels, 1
+    or 0, [R]. divergence: mean log-ratio of other rows' answers, at least 0, where rows have labels.
+    """
+
+    token_losses: torch.Tensor
+    num_targets: Sequence[int]
+    chosen: LogProbs
+    rejected: LogProbs
+    desired: torch.Tensor
+    divergence: float = 0.0
+
+
+@dataclass(frozen=True)
 class Objective:
     """One row of the table.
 
-    needs: what a row is. loss: [R] of the chosen and the rejected answers and the settings, or of the answers, whether
-    they are desired, the divergence from the reference and the settings; None for the mean over target tokens.
-    has_reference: whether it compares with the model that training starts from. score: of an answer, whose product with
-    beta is its reward in the metrics. options: those that it reads. sft_weight: unless the option is given.
+    needs: what a row is. loss: of each row, [R], from the inputs and the settings; None for the mean over target
+    tokens. has_reference: whether it compares with the model that training starts from. score: of an answer, whose
+    product with beta is its reward in the metrics. options: those that it reads. sft_weight: if no option says another.
     """
 
     needs: str
-    loss: Callable[..., torch.Tensor] | None = None
+    loss: Callable[[LossInputs, LossSettings], torch.Tensor] | None = None
     has_reference: bool = False
-    score: Callable[[Answers], torch.Tensor] = Answers.ratio
+    score: Callable[[LogProbs], torch.Tensor] = LogProbs.ratio
     options: tuple[str, ...] = ()
     sft_weight: float = 0.0
-
-    @property
-    def side(self) -> int | None:
-        """Which documents of rows are learned from: the first of each, or (None) all."""
-        return 0 if self.needs == LABELS else None
 
 
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -101,36 +111,32 @@ LOSS_TYPES = {"sigmoid": sigmoid, "hinge": hinge, "robust": robust, "sigmoid_nor
 # --- losses of pairs, by --objective ---
 
 
-def margin_loss(chosen: Answers, rejected: Answers, s: LossSettings) -> torch.Tensor:
-    """Of the difference of the log-ratios; sigmoid_norm takes their means over tokens."""
-    score = Answers.mean_ratio if s.loss_type == "sigmoid_norm" else Answers.ratio
-    return LOSS_TYPES[s.loss_type](score(chosen) - score(rejected), s)
+def margin_loss(x: LossInputs, s: LossSettings) -> torch.Tensor:
+    """Loss of the difference of the log-ratios; sigmoid_norm takes their means over tokens."""
+    score = LogProbs.mean_ratio if s.loss_type == "sigmoid_norm" else LogProbs.ratio
+    return LOSS_TYPES[s.loss_type](score(x.chosen) - score(x.rejected), s)
 
 
-def ipo(chosen: Answers, rejected: Answers, s: LossSettings) -> torch.Tensor:
+def ipo(x: LossInputs, s: LossSettings) -> torch.Tensor:
     """Azar et al. 2023, eq. 17, of means over tokens."""
-    return (chosen.mean_ratio() - rejected.mean_ratio() - 1 / (2 * s.beta)).square()
+    return (x.chosen.mean_ratio() - x.rejected.mean_ratio() - 1 / (2 * s.beta)).square()
 
 
-def simpo(chosen: Answers, rejected: Answers, s: LossSettings) -> torch.Tensor:
+def simpo(x: LossInputs, s: LossSettings) -> torch.Tensor:
     """Meng et al. 2024, eq. 6."""
-    return sigmoid(chosen.mean_ratio() - rejected.mean_ratio() - s.simpo_gamma / s.beta, s)
+    return sigmoid(x.chosen.mean_ratio() - x.rejected.mean_ratio() - s.simpo_gamma / s.beta, s)
 
 
-def orpo(chosen: Answers, rejected: Answers, s: LossSettings) -> torch.Tensor:
+def orpo(x: LossInputs, s: LossSettings) -> torch.Tensor:
     """Hong et al. 2024, eq. 7: of the odds p / (1 - p) for p the geometric mean of an answer's probabilities."""
-    odds = [side.mean_ratio() - side.mean_ratio().expm1().neg().log() for side in (chosen, rejected)]
+    odds = [side.mean_ratio() - side.mean_ratio().expm1().neg().log() for side in (x.chosen, x.rejected)]
     return -s.beta * log_sigmoid(odds[0] - odds[1])
 
 
-def kto(answers: Answers, desired: torch.Tensor, divergence: torch.Tensor | float, s: LossSettings) -> torch.Tensor:
-    """Ethayarajh et al. 2024, eq. 8: how far an answer's log-ratio is from the divergence, on the wrong side.
-
-    Args:
-        desired: 1 or 0 for each, [R]. divergence: the mean log-ratio of other rows' answers, at least 0.
-    """
-    distance = (2 * desired - 1) * s.beta * (answers.ratio() - divergence)
-    weight = desired * s.desirable_weight + (1 - desired) * s.undesirable_weight
+def kto(x: LossInputs, s: LossSettings) -> torch.Tensor:
+    """Ethayarajh et al. 2024, eq. 8: how far an answer's log-ratio is from the divergence, on the wrong side."""
+    distance = (2 * x.desired - 1) * s.beta * (x.chosen.ratio() - x.divergence)
+    weight = x.desired * s.desirable_weight + (1 - x.desired) * s.undesirable_weight
     return weight * (1 - distance.sigmoid())
 
 
@@ -143,7 +149,7 @@ OBJECTIVES: dict[str, Objective] = {
     "kto": Objective(LABELS, kto, has_reference=True, options=("beta", "desirable_weight", "undesirable_weight")),
     "cpo": Objective(PAIRS, margin_loss, options=_OF_MARGIN, sft_weight=1.0),
     "simpo": Objective(
-        PAIRS, simpo, score=Answers.mean_ratio, options=("beta", "simpo_gamma", "label_smoothing", "sft_weight")
+        PAIRS, simpo, score=LogProbs.mean_ratio, options=("beta", "simpo_gamma", "label_smoothing", "sft_weight")
     ),
-    "orpo": Objective(PAIRS, orpo, score=Answers.mean_ratio, options=("beta", "sft_weight"), sft_weight=1.0),
+    "orpo": Objective(PAIRS, orpo, score=LogProbs.mean_ratio, options=("beta", "sft_weight"), sft_weight=1.0),
 }

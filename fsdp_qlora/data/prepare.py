@@ -23,6 +23,7 @@ from fsdp_qlora.data.chat_template import TemplateWorker
 from fsdp_qlora.data.formats import FORMATS, IGNORE, WATCHED, name_columns, parse_columns, unused_meaning, used_columns
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
+from fsdp_qlora.data.row_source import RowsInMemory, RowSource
 from fsdp_qlora.data.rows import (
     NO_ROOM,
     NO_ROWS,
@@ -113,6 +114,11 @@ class RunData:
     """The datasets' parts in an epoch, if they have weights."""
     stream: RowStream | None = None
     """Reads the rows to train on, if they are streamed."""
+
+    @property
+    def source(self) -> RowSource:
+        """Gives the rows to train on."""
+        return self.stream or RowsInMemory(self.train, self.train_rows)
 
     @property
     def eval_rows(self) -> np.ndarray:

@@ -111,12 +111,27 @@ class TokenizedRows:
         starts = np.stack([self.offsets[:-1], self.offsets[:-1] + self.splits], axis=1)
         return np.append(starts, self.offsets[-1])
 
-    def documents(self, rows: Numbers, side: int | None = None) -> np.ndarray:
-        """The numbers of the documents of some rows, int64: all, or each row's first (0) or second (1)."""
+    def documents(self, rows: Numbers) -> np.ndarray:
+        """The numbers of the documents of some rows, int64."""
         numbers = np.asarray(rows, dtype=np.int64)
+        return np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel() if len(self.splits) else numbers
+
+    def learned_documents(self, rows: Numbers) -> np.ndarray:
+        """Those that a model learns from: of a row with a label only the first."""
+        return self.documents(rows)[::2] if len(self.desired) else self.documents(rows)
+
+    @cached_property
+    def as_documents(self) -> "TokenizedRows":
+        """The same memory with a row for each document: of a pair's row i the rows 2 * i and 2 * i + 1."""
         if not len(self.splits):
-            return numbers
-        return 2 * numbers + side if side is not None else np.stack([2 * numbers, 2 * numbers + 1], axis=1).ravel()
+            return self
+        numbers = self.row_numbers.repeat(2)
+        return TokenizedRows(self.input_ids, self.learned, self.document_offsets, numbers, reference=self.reference)
+
+    def describe_numbers(self, rows: np.ndarray) -> str:
+        """The numbers of some rows in the dataset, as text."""
+        numbers = sorted(self.row_numbers[rows].tolist())
+        return f"{', '.join(map(str, numbers[:32]))}{', ...' if len(numbers) > 32 else ''}"
 
     @cached_property
     def num_shared(self) -> np.ndarray:
@@ -128,15 +143,17 @@ class TokenizedRows:
             found.append(length if is_same.all() else is_same.argmin())
         return np.array(found, dtype=np.int64)
 
-    def num_computed(self, side: int | None, *, shares: bool) -> np.ndarray:
-        """Tokens of each row that a model computes for its documents of a side (None for all), int64 [rows].
+    def num_computed(self, *, shares_prompts: bool) -> np.ndarray:
+        """Tokens of each row that a model computes, int64 [rows].
 
         Args:
-            shares: what both documents of a row begin with is computed once.
+            shares_prompts: what both documents of a row begin with is computed once.
         """
-        if side == 0 and len(self.splits):
-            return self.splits
-        return self.lengths - self.num_shared if shares else self.lengths
+        return self.lengths - self.num_shared if shares_prompts else self.lengths
+
+    def num_learned_from(self, *, shares_prompts: bool) -> np.ndarray:
+        """Those of `num_computed` in a row's learned documents, which are in one micro-batch, int64 [rows]."""
+        return self.splits if len(self.desired) else self.num_computed(shares_prompts=shares_prompts)
 
 
 class Lengths(NamedTuple):

@@ -12,8 +12,11 @@ import numpy as np
 
 from fsdp_qlora.errors import UserError
 
+Round = list[np.ndarray]
+"""The rows of the micro-batches that all ranks compute at the same time, one for each rank."""
+
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
-NOTHING = 2  # tokens that a rank computes in a turn in which it has no rows
+TOKENS_OF_AN_EMPTY_RANK = 2  # which has no rows in a round, and computes like the others
 _STEPS_LOOKED_AT = 100
 MIXTURE_STREAM = 0x6D6978  # keeps the rows that an epoch takes of a dataset independent of their order
 
@@ -100,8 +103,8 @@ class Schedule:
                 order = epoch_order(train_rows, seed=self.seed, epoch=epoch, mixture=self.mixture)
             yield step, order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
 
-    def micro_batches(self, rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-        """Split rows into micro-batches; number i is that of rank i % world_size in turn i // world_size.
+    def rounds(self, rows: np.ndarray, lengths: np.ndarray) -> list[Round]:
+        """Split rows into micro-batches, in the order in which the ranks compute them together.
 
         Args:
             lengths: tokens of every row of the dataset.
@@ -115,46 +118,46 @@ class Schedule:
     def tokens_computed(self, micro_batch: np.ndarray, lengths: np.ndarray) -> int:
         """Tokens that are computed for a micro-batch, padding included."""
         if not len(micro_batch):
-            return NOTHING
+            return TOKENS_OF_AN_EMPTY_RANK
         found = lengths[micro_batch]
         return int(len(found) * found.max() if self.padding else found.sum())
 
     def longest_micro_batch(
         self, train_rows: np.ndarray, lengths: np.ndarray, computed: np.ndarray
     ) -> tuple[np.ndarray, int]:
-        """The rows of the run's micro-batch with the most tokens, and the most turns of a step.
+        """The rows of the run's micro-batch with the most tokens, and the most rounds of a step.
 
         Args:
-            computed: of the tokens of every row those that the model computes.
+            computed: of the tokens of every row those that one pass of the model computes.
         """
-        longest, most_turns = train_rows[:0], 0
+        longest, most_rounds = train_rows[:0], 0
         for _, rows in self.rows_of_steps(train_rows):
             if not len(rows):
                 break  # of a stream only the first rows are known
-            pieces = self.micro_batches(rows, lengths)
-            most_turns = max(most_turns, len(pieces) // self.world_size)
-            longest = max([longest, *pieces], key=lambda piece: self.tokens_computed(piece, computed))
-        return longest, most_turns
+            rounds = self.rounds(rows, lengths)
+            most_rounds = max(most_rounds, len(rounds))
+            longest = max([longest, *itertools.chain(*rounds)], key=lambda piece: self.tokens_computed(piece, computed))
+        return longest, most_rounds
 
     def useful_shares(
-        self, pieces: list[np.ndarray], lengths: np.ndarray, computed: np.ndarray | None = None
+        self, rounds: Sequence[Round], lengths: np.ndarray, computed: np.ndarray | None = None
     ) -> tuple[float, float]:
         """Shares of the tokens that are rows' own: of those computed, and of those that the ranks' time is enough for.
 
-        In each turn all ranks take as long as the one with the most tokens.
+        In each round all ranks take as long as the one with the most tokens.
 
         Args:
-            pieces: a step's micro-batches. computed: as for `longest_micro_batch`, if they are not all.
+            rounds: a step's micro-batches. computed: tokens of every row that are computed, if they are not all.
         """
-        of_pieces = [self.tokens_computed(piece, lengths if computed is None else computed) for piece in pieces]
-        turns = [of_pieces[i : i + self.world_size] for i in range(0, len(of_pieces), self.world_size)]
-        useful = sum(int(lengths[piece].sum()) for piece in pieces)
-        return useful / sum(of_pieces), useful / sum(self.world_size * max(turn) for turn in turns)
+        counted = lengths if computed is None else computed
+        tokens = [[self.tokens_computed(piece, counted) for piece in each] for each in rounds]
+        useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
+        return useful / sum(map(sum, tokens)), useful / sum(self.world_size * max(each) for each in tokens)
 
-    def first_micro_batches(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[np.ndarray]]:
-        """The micro-batches of each of the first steps; of a stream only its first rows are known."""
+    def rounds_of_first_steps(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[Round]]:
+        """The rounds of each of the first steps; of a stream only its first rows are known."""
         steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
-        return [self.micro_batches(of_step, lengths) for _, of_step in steps if len(of_step)]
+        return [self.rounds(of_step, lengths) for _, of_step in steps if len(of_step)]
 
 
 def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:
@@ -193,32 +196,36 @@ def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, world_size: int, batch_size: int) -> list[np.ndarray]:
+def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, world_size: int, batch_size: int) -> list[Round]:
     """The micro-batches of one optimizer step, for batches with padding.
 
-    Rows are sorted by length, longest first, split into equal micro-batches and dealt to the ranks in turn. What
-    ranks compute at the same time is then about equally long, and memory peaks at the start of the step.
+    Rows are sorted by length, longest first, and split into equal micro-batches. What ranks compute at the same time
+    is then about equally long, and memory peaks at the start of the step.
 
     Args:
         rows: indices of the step's rows, int64.
         lengths: tokens of every row of the dataset, so that lengths[rows] are the step's.
         batch_size: the most rows of a micro-batch.
     Returns:
-        Micro-batch i is that of rank i % world_size in turn i // world_size. Their sizes are at most one row apart.
-        Some are empty if the last step has fewer rows than micro-batches.
+        Rounds whose micro-batches are at most one row apart. Some are empty if the last step has fewer rows than
+        micro-batches.
     """
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
     num_pieces = world_size * num_micro_batches(len(rows), batch_size, world_size)
-    return np.array_split(by_length, num_pieces) if num_pieces else []
+    return _in_rounds(np.array_split(by_length, num_pieces), world_size) if num_pieces else []
+
+
+def _in_rounds(pieces: list[np.ndarray], world_size: int) -> list[Round]:
+    return [pieces[i : i + world_size] for i in range(0, len(pieces), world_size)]
 
 
 def split_by_tokens(
     rows: np.ndarray, lengths: np.ndarray, *, world_size: int, batch_size: int, most_tokens: int | None = None
-) -> list[np.ndarray]:
+) -> list[Round]:
     """The micro-batches of one optimizer step, for batches without padding: about equal numbers of tokens.
 
     Each row, longest first, goes to the micro-batch with the fewest tokens that has room (Graham 1969). Micro-batches
-    of about equal numbers of tokens are then computed in the same turn, the largest first, so that ranks hardly wait
+    of about equal numbers of tokens are then computed in the same round, the largest first, so that ranks hardly wait
     for each other.
 
     Args:
@@ -226,23 +233,22 @@ def split_by_tokens(
         batch_size: the most rows of a micro-batch.
         most_tokens: replaces it: as few micro-batches are made as hold at most this many tokens each.
     Returns:
-        Micro-batch i is that of rank i % world_size in turn i // world_size, its longest row first. Some are empty if
-        there are fewer rows than micro-batches.
+        Rounds of micro-batches with their longest row first. Some are empty if there are fewer rows than micro-batches.
     """
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
     sizes = lengths[by_length].tolist()
-    num_turns = num_micro_batches(len(rows), batch_size, world_size)
-    pieces = _deal(sizes, world_size * num_turns, batch_size)
+    num_rounds = num_micro_batches(len(rows), batch_size, world_size)
+    pieces = _deal(sizes, world_size * num_rounds, batch_size)
     if most_tokens is not None:
         fewest = -(-sum(sizes) // (world_size * most_tokens))
-        while fewest < num_turns:  # bisection: the least number of turns in which everything fits
-            middle = (fewest + num_turns) // 2
+        while fewest < num_rounds:  # bisection: the least number of rounds in which everything fits
+            middle = (fewest + num_rounds) // 2
             packed = _deal(sizes, world_size * middle, len(sizes))
             if sum(sizes[i] for i in packed[0]) <= most_tokens:
-                pieces, num_turns = packed, middle
+                pieces, num_rounds = packed, middle
             else:
                 fewest = middle + 1
-    return [by_length[piece] for piece in pieces]
+    return _in_rounds([by_length[piece] for piece in pieces], world_size)
 
 
 def _deal(sizes: list[int], num_pieces: int, most: int) -> list[list[int]]:

@@ -9,15 +9,16 @@ read what came before.
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fsdp_qlora.data.files import ChooseColumns
+from fsdp_qlora.data.row_source import BEGINNING, StepRows
 from fsdp_qlora.data.rows import DataReport, TokenizedRows, join_rows
 from fsdp_qlora.data.schedule import Schedule, epoch_order
 from fsdp_qlora.data.sources import Entry, Source, read_entries
@@ -42,14 +43,6 @@ class StreamPosition:
     after: int = 0
     offset: int = 0
     taken: int = 0
-
-
-class StreamStep(NamedTuple):
-    """The rows of an optimizer step, and the position of the stream after them."""
-
-    step: int
-    rows: TokenizedRows
-    position: StreamPosition
 
 
 class RowStream:
@@ -79,22 +72,25 @@ class RowStream:
         self._num_read = self._num_bad = 0
         self._rest: tuple[StreamPosition, Iterator[Entry]] | None = None  # what follows the last block, kept open
 
-    def steps(self, schedule: Schedule, position: StreamPosition, *, first: int = 0) -> Iterator[StreamStep]:
-        """Give every step from `first` on, read ahead in a thread.
+    def steps(
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+    ) -> Iterator[StepRows]:
+        """Give every step from `first` on, read ahead in a thread; each has a table of its own.
 
         Raises:
             UserError: a file cannot be read, or too many rows cannot be used; the same on every rank.
         """
         num_ahead = max(2, self.block_rows // schedule.global_batch_size)
-        return read_ahead(self._steps(schedule, position, first), num=num_ahead)
+        return read_ahead(self._steps(schedule, StreamPosition(**position), first), num=num_ahead)
 
-    def _steps(self, schedule: Schedule, position: StreamPosition, first: int) -> Iterator[StreamStep]:
+    def _steps(self, schedule: Schedule, position: StreamPosition, first: int) -> Iterator[StepRows]:
         rows = self.rows(position)
         for step in range(first, schedule.total_steps):
             index = step % schedule.steps_per_epoch
             size = min(schedule.global_batch_size, schedule.num_rows - index * schedule.global_batch_size)
             taken = list(islice(rows, size))
-            yield StreamStep(step, join_rows([block[row] for block, row, _ in taken]), taken[-1][2])
+            table = join_rows([block[row] for block, row, _ in taken])
+            yield StepRows(step, table, np.arange(size), dataclasses.asdict(taken[-1][2]))
 
     def rows(self, position: StreamPosition) -> Iterator[tuple[TokenizedRows, int, StreamPosition]]:
         """Give (block, index of a row in it, the position after that row), without an end."""

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from fsdp_qlora.data.batches import describe_documents
+from fsdp_qlora.data.micro_batch import describe_documents
 from fsdp_qlora.data.rows import Lengths
 from fsdp_qlora.model.attention import EAGER, VARLEN, attending
 from fsdp_qlora.model.fused import set_save_inputs_only

@@ -79,7 +79,7 @@ def data_facts(data: RunData, schedule: Schedule) -> dict[str, Any]:
     """Counts of rows and tokens, the rows' lengths as a histogram, and the share of padding in what is computed."""
     lengths = data.train.lengths[data.train_rows]
     longest = int(lengths.max())
-    steps = schedule.first_micro_batches(data.train_rows, data.train.lengths)
+    steps = schedule.rounds_of_first_steps(data.train_rows, data.train.lengths)
     counts, edges = np.histogram(lengths, bins=min(_MOST_BARS, longest), range=(0, longest))
     return {
         "rows": len(data.train_rows),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Mapping
@@ -180,11 +181,10 @@ def rows_of_run(config: TrainConfig, world_size: int, data: RunData, documents: 
 def mean_turn(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> Turn:
     """The mean of the turns of a run's first steps."""
     lengths = np.minimum(data.train.lengths, schedule.context_length)
-    steps = schedule.first_micro_batches(data.train_rows, lengths)
-    # The longest micro-batch of a turn comes first.
-    first = [piece for step in steps for piece in step[:: schedule.world_size]]
-    longest = [lengths_of(config, schedule, data, documents, piece) for piece in first]
-    useful = sum(int(lengths[piece].sum()) for step in steps for piece in step)
+    rounds = list(itertools.chain(*schedule.rounds_of_first_steps(data.train_rows, lengths)))
+    # The longest micro-batch of a round comes first.
+    longest = [lengths_of(config, schedule, data, documents, first) for first, *_ in rounds]
+    useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
     squares = sum(length**2 for each in longest for length in each.of_documents)
     return Turn(*(total / len(longest) for total in (sum(each.num_computed for each in longest), squares, useful)))
 
@@ -193,7 +193,7 @@ def longest_lengths(config: TrainConfig, schedule: Schedule, data: RunData, docu
     """The run's longest micro-batch, padding included; of a stream, whose rows are unknown, the most possible."""
     if data.rows_per_epoch is None:
         return longest_allowed(config)
-    computed = data.train.num_computed(OBJECTIVES[config.objective].side, shares=_shares(config, documents))
+    computed = data.train.num_learned_from(shares_prompts=_shares(config, documents))
     lengths, computed = (np.minimum(each, schedule.context_length) for each in (data.train.lengths, computed))
     longest, _ = schedule.longest_micro_batch(data.train_rows, lengths, computed)
     return lengths_of(config, schedule, data, documents, longest)
@@ -204,8 +204,8 @@ def lengths_of(
 ) -> Lengths:
     """Tokens of a micro-batch as they are computed, padding included; a plan may try a shorter context."""
     rows, most = data.train, config.context_length
-    of_side = rows.documents(micro_batch, OBJECTIVES[config.objective].side)
-    found = np.minimum(rows.document_offsets[of_side + 1] - rows.document_offsets[of_side], most).tolist()
+    learned = rows.learned_documents(micro_batch)
+    found = np.minimum(rows.document_offsets[learned + 1] - rows.document_offsets[learned], most).tolist()
     if schedule.padding:
         found = [max(found, default=0)] * len(found)
     shared = np.minimum(rows.num_shared[micro_batch], most).tolist() if _shares(config, documents) else None

@@ -36,7 +36,8 @@ from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.sharding.reference import ReferencePass
 from fsdp_qlora.sharding.verify import check_byte_account, check_one_layer
-from fsdp_qlora.training.objective import StepObjective
+from fsdp_qlora.training.forward import ForwardPass
+from fsdp_qlora.training.objective import StepObjective, log_probabilities
 from fsdp_qlora.training.probes import probe_packing
 from fsdp_qlora.training.trainer import Trainer, TrainerOptions
 
@@ -108,9 +109,22 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         weight_decay=config.wd,
         lr_ratio_B=config.loraplus_lr_ratio,
     )
-    objective = OBJECTIVES[config.objective]
+    is_pairs = OBJECTIVES[config.objective].needs == PAIRS
+    control = control or Control()
+    forward = ForwardPass(
+        model,
+        ranks,
+        schedule,
+        plan.model.precision,
+        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
+        pad_token_id=plan.model.tokenizer.eos_token_id,
+        attention=None if schedule.padding else plan.model.documents,
+        shares_prompts=is_pairs and not schedule.padding and shares_prompts(plan, ranks),
+        reference=ReferencePass(model) if config.has_reference_beside else None,
+        heartbeat=control.heartbeat,
+    )
+    forward.probe()
     options = TrainerOptions(
-        precision=plan.model.precision,
         learning_rate=partial(
             learning_rate,
             peak=config.learning_rate,
@@ -121,24 +135,16 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
         num_replicas=ranks.world_size // plan.model.num_shards,
         sync_every_micro_batch=not plan.model.placement.accumulates,
-        # No token attends to the padding, so any id of the vocabulary will do; the pad token may be outside it.
-        pad_token_id=plan.model.tokenizer.eos_token_id,
         on_nonfinite=config.on_nonfinite,
         eval_steps=config.eval_steps,
-        attention=None if schedule.padding else plan.model.documents,
         early_stopping=config.early_stopping,
-        shares_prompts=objective.needs == PAIRS and not schedule.padding and shares_prompts(plan, ranks),
-        objective=StepObjective(
-            config.objective,
-            config.pick(LossSettings),
-            ReferencePass(model) if config.has_reference_beside else None,
-        ),
     )
-    return Trainer(model, optimizer, plan.data.train, ranks, schedule, options, control or Control())
+    objective = StepObjective(config.objective, config.pick(LossSettings))
+    return Trainer(forward, optimizer, objective, options, control)
 
 
 def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, facts: Mapping[str, Any]) -> RunData:
-    """The rows with the log-probabilities of the model that training starts from; the trainer takes them too.
+    """The rows with the log-probabilities of the model that training starts from.
 
     Called on every rank, with the facts of the run's identity on rank 0, before a checkpoint is loaded.
     """
@@ -148,8 +154,8 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
     of_model = {**facts, "rows": None, "options": {name: getattr(config, name) for name in names}}
     [key, *_] = distributed.gather_texts(json.dumps(of_model), trainer.ranks.device)
     rows = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
-    found = [add_reference(each, [key], partial(trainer.log_probabilities, each), trainer.ranks) for each in rows]
-    trainer.data = found[0]
+    forward = trainer.forward
+    found = [add_reference(each, [key], partial(log_probabilities, forward, each), forward.ranks) for each in rows]
     return dataclasses.replace(data, train=found[0], evaluation=found[-1])
 
 
@@ -177,6 +183,6 @@ def shares_prompts(plan: Plan, ranks: Ranks) -> bool:
     if reason:
         log.info("The prompt of a pair is computed with each answer: %s.", reason)
     else:
-        useful = len(data.input_ids) / data.num_computed(None, shares=True).sum()
+        useful = len(data.input_ids) / data.num_computed(shares_prompts=True).sum()
         log.info("The prompt of a pair is computed once: %.2f tokens of both answers per token computed.", useful)
     return reason is None

@@ -24,6 +24,7 @@ from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.data.prepare import prepare_data
+from fsdp_qlora.data.row_source import RowsInMemory
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator
@@ -183,7 +184,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
 
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
     """Try the longest rows on the GPU, and find how many blocks must recompute if that is left open."""
-    rows = plan.data.train_rows
+    rows = RowsInMemory(plan.data.train, plan.data.train_rows)
     if config.blocks_to_recompute != "auto" or config.use_activation_cpu_offload:
         trainer.try_longest(rows)
     elif start.failed_starts:

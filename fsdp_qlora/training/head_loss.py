@@ -31,7 +31,8 @@ _WHOLE_TILE = 128  # rows of a tile of GPU matrix products
 _FP16_SCALE = 2.0**10
 
 # ({argument of the base model: value}, rows [N], targets [N]) -> loss. Rows count through all tokens of the batch. With
-# of_each=True the loss of each token instead: [1, N], or [2, N] with the reference's (sharding/reference.py).
+# reduction="none" the loss of each token instead of the sum: [1, N], or [2, N] with the reference's
+# (sharding/reference.py).
 HeadLoss = Callable[..., torch.Tensor]
 
 
@@ -54,20 +55,6 @@ class LogitForm(NamedTuple):
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
         """The derivative of logits by outputs."""
         return self.scale if self.cap is None else torch.square(logits / self.cap).neg_().add_(1.0).mul_(self.scale)
-
-
-def learned_rows(labels: torch.Tensor, *, at_least: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens of labels [B, T] have a target, the next token's label: their row in [B * T, ..], and the target.
-
-    At least so many, without a target if need be, so that a micro-batch with fewer targets runs forward and backward
-    like the others.
-    """
-    following = torch.full_like(labels, -100)
-    following[:, :-1] = labels[:, 1:]
-    following = following.flatten()
-    rows = (following != -100).nonzero().flatten()
-    missing = max(0, at_least - len(rows))
-    return F.pad(rows, (0, missing)), F.pad(following[rows], (0, missing), value=-100)
 
 
 def tokens_at_a_time(vocabulary: int, dtype: torch.dtype) -> int:
@@ -94,15 +81,17 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
     shared = shared_head_of(model)
 
     def loss_of_hidden(
-        self: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, *, of_each: bool = False
+        self: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, *, reduction: str = "sum"
     ) -> torch.Tensor:
         weight: Any = shared.rows() if shared else self.weight
         bias: Any = self.bias
-        if not of_each:
+        if reduction == "sum":
             return chunked_loss(hidden, weight, bias, targets, form, shared)
         policy, *reference = hidden.split(len(targets))
-        losses = [chunked_loss(policy, weight, bias, targets, form, shared, of_each=True)]
-        losses += [chunked_loss(each.detach(), weight, bias, targets, form, shared, of_each=True) for each in reference]
+        losses = [chunked_loss(policy, weight, bias, targets, form, shared, reduction="none")]
+        losses += [
+            chunked_loss(each.detach(), weight, bias, targets, form, shared, reduction="none") for each in reference
+        ]
         return torch.stack(losses)
 
     def loss_of_tokens(
@@ -111,11 +100,13 @@ def attach_head_loss(model: PreTrainedModel, form: LogitForm) -> HeadLoss:
         rows: torch.Tensor,
         targets: torch.Tensor,
         *,
-        of_each: bool = False,
+        reduction: str = "sum",
     ) -> torch.Tensor:
         hidden = self.base_model(**inputs, use_cache=False)[0]
         rows = _rows_of(rows, inputs, copies=len(hidden) // len(inputs["input_ids"]))
-        loss: torch.Tensor = head.loss_of_hidden(hidden.flatten(0, 1).index_select(0, rows), targets, of_each=of_each)
+        loss: torch.Tensor = head.loss_of_hidden(
+            hidden.flatten(0, 1).index_select(0, rows), targets, reduction=reduction
+        )
         return loss
 
     for module, method in ((head, loss_of_hidden), (model, loss_of_tokens)):
@@ -141,7 +132,7 @@ def chunked_loss(
     form: LogitForm,
     shared: SharedHead | None = None,
     *,
-    of_each: bool = False,
+    reduction: str = "sum",
 ) -> torch.Tensor:
     """Sum over the tokens of -log p(target), in nats, float32; a target of -100 counts nothing.
 
@@ -150,7 +141,7 @@ def chunked_loss(
 
     Args:
         shared: the head is frozen, and `weight` the rank's rows of it. Every rank calls this for its own tokens.
-        of_each: give each token's, [N], instead of the sum; of a frozen head.
+        reduction: "none" gives each token's, [N], instead of the sum; of a frozen head.
     """
     vocabulary = shared or WholeVocabulary(len(weight))
     kind = hidden.device.type
@@ -161,7 +152,7 @@ def chunked_loss(
             losses: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, form, vocabulary)
         else:
             losses = _losses_of_chunks(hidden, weight, bias, targets, form, vocabulary, _Gradients())
-    if of_each:
+    if reduction == "none":
         assert not weight.requires_grad, "the gradient of a head that trains is that of the sum"
         return losses
     chunks = losses.split(tokens_at_a_time(vocabulary.vocabulary, dtype))
@@ -325,9 +316,9 @@ def loss_of_logits(
     rows: torch.Tensor,
     targets: torch.Tensor,
     *,
-    of_each: bool = False,
+    reduction: str = "sum",
 ) -> torch.Tensor:
-    """The same from the model's own logits, computed for these rows alone where the model can (in one row)."""
+    """Loss from the model's own logits, computed for these rows alone where the model can (in one row)."""
     skips = len(inputs["input_ids"]) == 1 and can_skip_logits(model)
     logits = model(**inputs, use_cache=False, **({"logits_to_keep": rows} if skips else {})).logits
     copies = len(logits) // len(inputs["input_ids"])
@@ -336,9 +327,8 @@ def loss_of_logits(
     # Recomputed piece by piece in the backward pass, so there is never a whole float32 copy of the logits.
     size = max(1, MAX_LOGITS // logits.shape[-1])
     pieces = zip(logits.split(size), targets.split(size), strict=True)
-    reduction = "none" if of_each else "sum"
     losses = [checkpoint(_cross_entropy, *piece, reduction, use_reentrant=False) for piece in pieces]
-    return torch.cat(losses).view(copies, -1) if of_each else torch.stack(losses).sum()
+    return torch.cat(losses).view(copies, -1) if reduction == "none" else torch.stack(losses).sum()
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, reduction: str) -> torch.Tensor:

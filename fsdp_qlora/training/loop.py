@@ -4,15 +4,11 @@ import contextlib
 import gc
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any, Protocol
-
-import numpy as np
 
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.control.stops import Control
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.streaming import StreamPosition
 from fsdp_qlora.errors import NotFinite, RunStopped, TrainingError
 from fsdp_qlora.training.trainer import Trainer
 
@@ -68,22 +64,22 @@ def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observe
     if _is_eval_due(trainer, data, progress.step) and progress.last_eval_step != progress.step:
         _evaluate(trainer, data, progress, observer)
         _stop_if_asked(control, progress, observer)
-    for step, rows in _rows_of_steps(trainer, data, progress):
+    for rows in data.source.steps(schedule, first=progress.step, position=progress.stream):
         if _is_no_longer_improving(trainer, progress):  # also where the previous start was killed at its end
             break
         try:
-            record = trainer.train_step(step, rows)
+            record = trainer.train_step(rows)
         except NotFinite:
             observer.save(progress)  # of the previous step, so that no progress is lost
             raise
         usual_loss = progress.add_step(record)
-        progress.stream = trainer.stream_position
+        progress.stream = dict(rows.position)
         progress.loss_scale = trainer.loss_scale.state()
         observer.stepped(progress, record)
         if usual_loss is not None:
             log.warning(
                 "Step %d: the loss jumped to %.4f from about %.4f, with samples %s of the dataset.",
-                progress.step, record["loss"], usual_loss, trainer.sample_numbers(rows),
+                progress.step, record["loss"], usual_loss, rows.table.describe_numbers(rows.rows),
             )  # fmt: skip
         if progress.num_skipped > most_skipped:
             raise TrainingError(
@@ -95,19 +91,8 @@ def train(trainer: Trainer, data: RunData, progress: Progress, observer: Observe
         _stop_if_asked(control, progress, observer)
         if is_best or control.save or observer.is_save_due(progress.step):
             observer.save(progress, wait=False)
+        trainer.heartbeat.beat(progress.step, "rows")
     observer.save(progress)
-
-
-def _rows_of_steps(trainer: Trainer, data: RunData, progress: Progress) -> Iterator[tuple[int, np.ndarray]]:
-    """Give (step, its rows of trainer.data) for the remaining steps; of a stream the trainer gets each step's alone."""
-    if data.stream is None:
-        yield from trainer.schedule.rows_of_steps(data.train_rows, first=progress.step)
-        return
-    start = StreamPosition(**progress.stream)
-    for step, rows, position in data.stream.steps(trainer.schedule, start, first=progress.step):
-        trainer.data, trainer.stream_position = rows, asdict(position)
-        yield step, np.arange(len(rows))
-        trainer.heartbeat.beat(step + 1, "rows")
 
 
 def _is_no_longer_improving(trainer: Trainer, progress: Progress) -> bool:

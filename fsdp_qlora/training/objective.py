@@ -4,25 +4,32 @@ Shapes: N tokens with a target in D documents of a micro-batch; of pairs the cho
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from tqdm import tqdm
 
-from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, Answers, LossSettings
+from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, LogProbs, LossInputs, LossSettings
+from fsdp_qlora.data.micro_batch import MicroBatch
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.sharding.reference import ReferencePass
+from fsdp_qlora.data.schedule import Round
+from fsdp_qlora.ranks.distributed import gather_numbers
+from fsdp_qlora.sharding.parallelize import reshard_all
+from fsdp_qlora.training.forward import ForwardPass
 
 SIDES = ("chosen", "rejected")
 
 
 class Totals(NamedTuple):
-    """Of a step's or an evaluation's rows, on all ranks. divisor: of the sum of all micro-batches' losses.
+    """Global counts of a step's or an evaluation's rows, which normalize the loss and the metrics.
 
-    num_of_sides: rows with a chosen answer, and with a rejected one. rows_per_token: rows per target token of the
-    chosen answers. divergence: mean log-ratio of policy and reference for other rows' answers.
+    divisor: of the sum of all micro-batches' losses. num_of_sides: rows with a chosen answer, and with a rejected one.
+    rows_per_token: rows per target token of the chosen answers. divergence: mean log-ratio of policy and reference for
+    other rows' answers.
     """
 
     divisor: int
@@ -32,91 +39,84 @@ class Totals(NamedTuple):
 
 
 class StepObjective:
-    """A row of OBJECTIVES with its options.
+    """A row of OBJECTIVES with its options."""
 
-    reference: what the policy is compared with, if it is. of_each: if it needs each token's loss, and not their sum
-    alone.
-    """
-
-    def __init__(
-        self, name: str = "sft", settings: LossSettings | None = None, reference: ReferencePass | None = None
-    ) -> None:
-        self.name, self.settings, self.reference = name, settings or LossSettings(), reference
-        self.row = OBJECTIVES[name]
-        self.of_each = self.row.needs != TEXTS
+    def __init__(self, name: str = "sft", settings: LossSettings | None = None) -> None:
+        self.name, self.settings, self.row = name, settings or LossSettings(), OBJECTIVES[name]
+        self.is_mean_over_tokens = self.row.needs == TEXTS
+        self.reduction: Literal["sum", "none"] = "sum" if self.is_mean_over_tokens else "none"
         self.sft_weight = self.row.sft_weight if self.settings.sft_weight is None else self.settings.sft_weight
-        nobody = Answers(*torch.zeros(3, 0))
-        self.metric_names = tuple(self._measure(nobody, nobody, nobody.policy, Totals(1))[1]) if self.of_each else ()
+        self.metric_names = () if self.is_mean_over_tokens else tuple(self._metric_names())
 
-    def totals(self, data: TokenizedRows, rows: np.ndarray, sum_of_ratios: Callable[[], float] = float) -> Totals:
-        """What all micro-batches of these rows must know of each other.
+    def _metric_names(self) -> Iterator[str]:
+        for side in SIDES:
+            yield from (f"rewards/{side}", f"logps/{side}")
+        if self.row.needs == PAIRS:
+            yield "rewards/accuracies"
+        if self.sft_weight:
+            yield "nll_loss"
+
+    def totals(self, table: TokenizedRows, rows: np.ndarray) -> Totals:
+        """What all micro-batches of these rows must know of each other, but the divergence."""
+        if self.is_mean_over_tokens:
+            return Totals(int(table.num_targets[rows].sum()))
+        if self.row.needs == LABELS:
+            num_desired = int(table.desired[rows].sum())
+            return Totals(len(rows), (num_desired, len(rows) - num_desired))
+        num_chosen = int(table.document_targets[table.documents(rows)[::2]].sum())
+        return Totals(len(rows), (len(rows), len(rows)), len(rows) / max(1, num_chosen))
+
+    def with_divergence(
+        self, totals: Totals, forward: ForwardPass, rounds: Iterable[Round], table: TokenizedRows
+    ) -> Totals:
+        """The totals with what takes a pass of its own, where rows have labels. Called on every rank."""
+        if self.row.needs != LABELS:
+            return totals
+        others = [[2 * rows + 1 for rows in each] for each in rounds]  # each row's second document
+        ratios = [found.ratio().sum().double() for found in document_logprobs(forward, others, table.as_documents)]
+        total = gather_numbers([torch.stack(ratios).sum()], forward.ranks.device).sum().item()
+        return totals._replace(divergence=max(0.0, total / totals.divisor))
+
+    def measure(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> torch.Tensor:
+        """A micro-batch's loss, followed by its sum of each metric without gradient, float32 [1 + metrics].
 
         Args:
-            sum_of_ratios: computes the sum of the log-ratios of the rows' second documents, where they are needed.
+            losses: of the tokens, by `reduction`. batch: on the device.
         """
-        if not self.of_each:
-            return Totals(int(data.num_targets[rows].sum()))
-        if self.row.side is None:
-            num_chosen = int(data.document_targets[data.documents(rows, 0)].sum())
-            return Totals(len(rows), (len(rows), len(rows)), len(rows) / max(1, num_chosen))
-        num_desired = int(data.desired[rows].sum())
-        divergence = max(0.0, sum_of_ratios() / len(rows))
-        return Totals(len(rows), (num_desired, len(rows) - num_desired), divergence=divergence)
-
-    def measure(
-        self, losses: torch.Tensor, micro_batch: Mapping[str, Any], totals: Totals, inputs: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Of a micro-batch the loss and then, without gradient, each metric's sum over its rows, float32.
-
-        Args:
-            losses: of the tokens, [1, N], or [2, N] with the reference's; only their sum unless `of_each`.
-            inputs: `of_rows` of this micro-batch, on the device; none unless `of_each`.
-        """
-        if not inputs:
+        if self.is_mean_over_tokens:
             return losses[None]
-        if not micro_batch["num_targets"]:  # a rank without rows in this turn has tokens without a target
+        if not batch.num_targets:  # a rank without rows in this round has tokens without a target
             return F.pad(losses.sum()[None], (0, len(self.metric_names)))
-        answers, sides = self.answers(losses, micro_batch, inputs), 2 if self.row.side is None else 1
-        first, last = (Answers(*(values.view(-1, sides)[:, i] for values in answers)) for i in (0, -1))
-        loss, metrics = self._measure(first, last, inputs["desired"], totals)
+        found = self._loss_inputs(losses, batch, totals)
+        assert self.row.loss is not None
+        loss, metrics = self.row.loss(found, self.settings), self._metrics(found, totals)
+        if self.sft_weight:  # a mean over tokens beside a mean over rows
+            loss = loss + self.sft_weight * metrics["nll_loss"]
         return torch.stack([loss.sum(), *(metrics[name].detach().sum() for name in self.metric_names)])
 
-    def answers(
-        self, losses: torch.Tensor, micro_batch: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
-    ) -> Answers:
-        """Each document of a micro-batch; the arguments are those of `measure`."""
-        num_targets, known = micro_batch["num_targets"], inputs["reference"]
-        documents = losses.split([*num_targets, losses.shape[1] - sum(num_targets)], dim=1)[:-1]
-        sums = [-part.sum(dim=1) for part in documents]
-        policy, *beside = torch.stack(sums, dim=1) if sums else losses[:, :0]
-        reference = beside[0].detach() if beside else known if len(known) else torch.zeros_like(policy)
-        return Answers(policy, reference, inputs["num_targets"])
+    def _loss_inputs(self, losses: torch.Tensor, batch: MicroBatch, totals: Totals) -> LossInputs:
+        documents = sum_documents(losses, batch)
+        sides = 2 if self.row.needs == PAIRS else 1
+        chosen, rejected = (LogProbs(*(values.view(-1, sides)[:, i] for values in documents)) for i in (0, -1))
+        return LossInputs(losses, batch.num_targets, chosen, rejected, batch.desired, totals.divergence)
 
-    def _measure(
-        self, first: Answers, last: Answers, desired: torch.Tensor, totals: Totals
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of each row, and its metrics; of a row with a label both answers are the same, and one counts."""
-        assert self.row.loss is not None
-        shares: tuple[Any, Any] = (1.0, 1.0)
-        if self.row.needs == LABELS:
-            loss, shares = self.row.loss(first, desired, totals.divergence, self.settings), (desired, 1 - desired)
-        else:
-            loss = self.row.loss(first, last, self.settings)
-        metrics: dict[str, torch.Tensor] = {}
-        for side, answers, share in zip(SIDES, (first, last), shares, strict=True):
-            logps = answers.policy / answers.tokens if self.row.score is Answers.mean_ratio else answers.policy
+    def _metrics(self, found: LossInputs, totals: Totals) -> dict[str, torch.Tensor]:
+        """Each row's metrics; of a row with a label both answers are the same, and one counts."""
+        has_labels, metrics = self.row.needs == LABELS, {}
+        for side, answers in zip(SIDES, (found.chosen, found.rejected), strict=True):
+            share = (found.desired if side == "chosen" else 1 - found.desired) if has_labels else 1.0
+            logps = answers.policy / answers.tokens if self.row.score is LogProbs.mean_ratio else answers.policy
             metrics[f"rewards/{side}"] = self.settings.beta * self.row.score(answers) * share
             metrics[f"logps/{side}"] = logps * share
         if self.row.needs == PAIRS:
             metrics["rewards/accuracies"] = (metrics["rewards/chosen"] > metrics["rewards/rejected"]).float()
-        if self.sft_weight:  # a mean over tokens beside a mean over rows
-            metrics["nll_loss"] = -first.policy * totals.rows_per_token
-            loss = loss + self.sft_weight * metrics["nll_loss"]
-        return loss, metrics
+        if self.sft_weight:
+            metrics["nll_loss"] = -found.chosen.policy * totals.rows_per_token
+        return metrics
 
     def means(self, sums: Sequence[float], totals: Totals) -> dict[str, float]:
         """The metrics of rows, from the sums over all of them of what `measure` gives."""
-        if not self.of_each:
+        if self.is_mean_over_tokens:
             return {}
         counts, found = dict(zip(SIDES, totals.num_of_sides, strict=True)), {}
         for name, total in zip(self.metric_names, sums[1:], strict=True):
@@ -128,4 +128,36 @@ class StepObjective:
     def describe_loss(self, loss: float) -> dict[str, float]:
         """What else an evaluation's loss says: the perplexity, if it is a mean over tokens."""
         # exp(709) is the largest that a float holds.
-        return {} if self.of_each else {"perplexity": math.exp(loss) if loss < 709 else math.inf}
+        return {"perplexity": math.exp(loss) if loss < 709 else math.inf} if self.is_mean_over_tokens else {}
+
+
+def sum_documents(losses: torch.Tensor, batch: MicroBatch) -> LogProbs:
+    """The documents of a micro-batch on the device, from the losses of its tokens, [1, N] or [2, N]."""
+    documents = losses.split([*batch.num_targets, losses.shape[1] - sum(batch.num_targets)], dim=1)[:-1]
+    sums = [-part.sum(dim=1) for part in documents]
+    policy, *beside = torch.stack(sums, dim=1) if sums else losses[:, :0]
+    known = batch.reference if len(batch.reference) else torch.zeros_like(policy)
+    return LogProbs(policy, beside[0].detach() if beside else known, batch.target_counts)
+
+
+@torch.no_grad()
+def document_logprobs(forward: ForwardPass, rounds: Iterable[Round], table: TokenizedRows) -> Iterator[LogProbs]:
+    """The documents of this rank's micro-batches, round by round. Called on every rank."""
+    forward.model.eval()
+    with forward.attending():
+        for rows in rounds:
+            forward.heartbeat.beat(forward.heartbeat.step, "compute")
+            yield sum_documents(*forward.token_losses(forward.micro_batch(rows, table), reduction="none"))
+
+
+def log_probabilities(forward: ForwardPass, table: TokenizedRows) -> np.ndarray:
+    """Log-probability of each document under the current weights, float32 [documents]. Called on every rank."""
+    found = torch.zeros(len(table.document_targets), device=forward.ranks.device)
+    rows_of = table.as_documents if len(table.desired) else table  # both documents of a row with a label
+    rounds = forward.eval_rounds(np.arange(len(rows_of)), rows_of)
+    shown = tqdm(rounds, "Reference", unit=" micro-batches", disable=not forward.ranks.is_rank_0)
+    for rows, answers in zip(rounds, document_logprobs(forward, shown, rows_of), strict=True):
+        found[torch.from_numpy(rows_of.documents(rows[forward.ranks.rank])).to(found.device)] = answers.policy
+    reshard_all(forward.model)
+    dist.all_reduce(found)  # a document has its value on one rank, and is 0 on the others
+    return found.cpu().numpy()

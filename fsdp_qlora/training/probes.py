@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fsdp_qlora.adapters.insert import adapted_layers, as_at_start
-from fsdp_qlora.data.batches import describe_documents
+from fsdp_qlora.data.micro_batch import describe_documents
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import attending, packing_blocker
 from fsdp_qlora.model.precision import Precision

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import gzip
 import io
+import itertools
 import json
 import logging
 import multiprocessing
@@ -31,9 +32,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data import cache, sources, tokenization
-from fsdp_qlora.data.batches import collate
 from fsdp_qlora.data.files import FILE_KINDS, look_into, read_file
 from fsdp_qlora.data.formats import FORMATS, Format
+from fsdp_qlora.data.micro_batch import pad_rows
 from fsdp_qlora.data.prepare import DataOptions, prepare_rows
 from fsdp_qlora.data.prompts import TEMPLATES
 from fsdp_qlora.data.rows import DataReport, Segment, TokenizedRows
@@ -743,10 +744,11 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
         num_steps = -(-num_rows // global_batch_size)
         for step in range(num_steps):
             step_rows = order[step * global_batch_size : (step + 1) * global_batch_size]
-            pieces = split(step_rows, lengths, world_size=world_size, batch_size=batch_size)
-            assert len(pieces) % world_size == 0
+            rounds = split(step_rows, lengths, world_size=world_size, batch_size=batch_size)
+            assert all(len(each) == world_size for each in rounds)
             if step < num_steps - 1:
-                assert len(pieces) == world_size * accumulation
+                assert len(rounds) == accumulation
+            pieces = list(itertools.chain(*rounds))
             sizes = [len(piece) for piece in pieces]
             assert max(sizes) <= batch_size
             assert split is split_by_tokens or max(sizes) - min(sizes) <= 1
@@ -756,15 +758,21 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
 
 def test_ranks_compute_equally_much_at_the_same_time() -> None:
     lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
-    pieces = split_by_length(np.arange(8), lengths, world_size=2, batch_size=2)
-    assert [lengths[rows].tolist() for rows in pieces] == [[80, 70], [60, 50], [40, 30], [20, 10]]
-    pieces = split_by_tokens(np.arange(8), lengths, world_size=2, batch_size=2)
-    assert [lengths[rows].tolist() for rows in pieces] == [[80, 10], [70, 20], [60, 30], [50, 40]]
+    rounds = split_by_length(np.arange(8), lengths, world_size=2, batch_size=2)
+    assert [[lengths[rows].tolist() for rows in each] for each in rounds] == [
+        [[80, 70], [60, 50]],
+        [[40, 30], [20, 10]],
+    ]
+    rounds = split_by_tokens(np.arange(8), lengths, world_size=2, batch_size=2)
+    assert [[lengths[rows].tolist() for rows in each] for each in rounds] == [
+        [[80, 10], [70, 20]],
+        [[60, 30], [50, 40]],
+    ]
     schedule = Schedule(8, 2, 2, 2, num_epochs=1, max_steps=-1, seed=0)
-    assert schedule.useful_shares(pieces, lengths) == (1.0, 1.0)
+    assert schedule.useful_shares(rounds, lengths) == (1.0, 1.0)
     padded = dataclasses.replace(schedule, padding=True)
     # Of 2 x (80 + 60 + 40 + 20) tokens, and of twice 2 x (80 + 40) in the time of the first rank.
-    assert padded.useful_shares(padded.micro_batches(np.arange(8), lengths), lengths) == (360 / 400, 360 / 480)
+    assert padded.useful_shares(padded.rounds(np.arange(8), lengths), lengths) == (360 / 400, 360 / 480)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -773,15 +781,16 @@ def test_packed_micro_batches_are_as_few_as_their_room_allows(world_size: int, b
     context_length, room = 64, batch_size * 64
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(2, context_length + 1, size=48)
-        pieces = split_by_tokens(np.arange(48), lengths, world_size=world_size, batch_size=batch_size, most_tokens=room)
+        sizes = {"world_size": world_size, "batch_size": batch_size}
+        rounds = split_by_tokens(np.arange(48), lengths, **sizes, most_tokens=room)
+        pieces = list(itertools.chain(*rounds))
         assert sorted(row for piece in pieces for row in piece.tolist()) == list(range(48))
         tokens = [int(lengths[piece].sum()) for piece in pieces]
         assert max(tokens) <= room and tokens == sorted(tokens, reverse=True)
-        turns = len(pieces) // world_size
         needed = -(-int(lengths.sum()) // (world_size * room))
         # What is left free in a micro-batch is less than the longest row (at most half of it for batch_size 1).
-        assert needed <= turns <= max(needed + 1, -(-2 * needed * batch_size // (2 * batch_size - 1)) + 1)
-        assert turns <= -(-48 // (world_size * batch_size))
+        assert needed <= len(rounds) <= max(needed + 1, -(-2 * needed * batch_size // (2 * batch_size - 1)) + 1)
+        assert len(rounds) <= -(-48 // (world_size * batch_size))
 
 
 def test_the_longest_micro_batch_is_that_of_which_most_is_computed() -> None:
@@ -823,10 +832,11 @@ def test_batch_is_padded_on_the_right_and_labels_only_what_is_learned() -> None:
         offsets=np.array([0, 5, 7]),
         row_numbers=np.array([1, 2]),
     )
-    batch = collate(tokenized, np.array([1, 0]), pad_token_id=0)
-    assert batch["input_ids"].tolist() == [[5, 4, 0, 0, 0], [5, 6, 7, 8, 9]]
-    assert batch["labels"].tolist() == [[-100, 4, -100, -100, -100], [-100, -100, 7, 8, 9]]
-    assert int((batch["labels"] != -100).sum()) == tokenized.num_targets.sum() == 4
-    nothing = collate(tokenized, np.zeros(0, dtype=np.int64), pad_token_id=3)
-    assert nothing["input_ids"].tolist() == [[3, 3]]
-    assert nothing["labels"].tolist() == [[-100, -100]]
+    batch = pad_rows(tokenized, np.array([1, 0]), pad_token_id=0)
+    assert batch.input_ids.tolist() == [[5, 4, 0, 0, 0], [5, 6, 7, 8, 9]]
+    assert batch.targets.tolist() == [4, 7, 8, 9]
+    assert batch.target_rows.tolist() == [0, 5 + 1, 5 + 2, 5 + 3]  # each is predicted from the token before it
+    assert len(batch.targets) == tokenized.num_targets.sum() == 4
+    nothing = pad_rows(tokenized, np.zeros(0, dtype=np.int64), pad_token_id=3)
+    assert nothing.input_ids.tolist() == [[3, 3]]
+    assert nothing.targets.tolist() == [-100]

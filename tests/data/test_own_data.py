@@ -377,8 +377,8 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare: Any, two: tuple[P
         schedule = schedule_of(data, world_size=world_size, batch_size=4 // world_size)
         found = []
         for _, rows in schedule.rows_of_steps(data.train_rows):
-            pieces = schedule.micro_batches(rows, data.train.lengths)
-            found.append(sorted(int(row) for piece in pieces for row in piece))
+            rounds = schedule.rounds(rows, data.train.lengths)
+            found.append(sorted(int(row) for each in rounds for piece in each for row in piece))
         return found
 
     assert steps(1) == steps(2) == steps(4)

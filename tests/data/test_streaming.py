@@ -9,14 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.schedule import Schedule
-from fsdp_qlora.data.streaming import StreamPosition
 from fsdp_qlora.errors import UserError
 from tests.data.test_data import write_csv, write_json, write_jsonl, write_parquet
 from tests.tiny import make_rows, make_tokenizer
@@ -59,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, stream: Callable[..., RunData]) -> None:
     data = stream(folder)
     assert data.rows_per_epoch == 57 and data.stream is not None
-    steps = [rows for _, rows, _ in data.stream.steps(schedule(data), StreamPosition())]
+    steps = [each.table for each in data.stream.steps(schedule(data))]
     epochs = [steps[:5], steps[5:]]  # of 12, 12, 12, 12 and 9 rows
     numbers = [[number for step in epoch for number in step.row_numbers.tolist()] for epoch in epochs]
     assert sorted(numbers[0]) == sorted(numbers[1]) and len(set(numbers[0])) == 57
@@ -73,11 +71,11 @@ def test_three_ranks_have_every_row_of_a_step_once(folder: Path, stream: Callabl
     data = stream(folder)
     assert data.stream is not None
     of_ranks = schedule(data, world_size=3)
-    for _, rows, _ in data.stream.steps(of_ranks, StreamPosition()):
-        pieces = of_ranks.micro_batches(np.arange(len(rows)), rows.lengths)
-        ranks = [[row for piece in pieces[rank::3] for row in piece.tolist()] for rank in range(3)]
-        assert sorted(row for rank in ranks for row in rank) == list(range(len(rows)))
-        assert len(pieces) % 3 == 0 and all(ranks)
+    for step in data.stream.steps(of_ranks):
+        rounds = of_ranks.rounds(step.rows, step.table.lengths)
+        ranks = [[row for each in rounds for row in each[rank].tolist()] for rank in range(3)]
+        assert sorted(row for rank in ranks for row in rank) == list(range(len(step.table)))
+        assert all(ranks)
 
 
 def spans(rows: Any) -> list[tuple[int, int]]:
@@ -87,13 +85,13 @@ def spans(rows: Any) -> list[tuple[int, int]]:
 def test_from_every_place_it_goes_on_as_without_a_break(folder: Path, stream: Callable[..., RunData]) -> None:
     data = stream(folder)
     assert data.stream is not None
-    steps = [(step, rows.digest, place) for step, rows, place in data.stream.steps(schedule(data), StreamPosition())]
+    steps = [(each.step, each.table.digest, each.position) for each in data.stream.steps(schedule(data))]
     for first in range(1, len(steps)):
         again = stream(folder)
         assert again.stream is not None and again.identity == data.identity
         # The steps do not depend on the number of ranks.
-        left = again.stream.steps(schedule(again, world_size=first % 2 + 1), steps[first - 1][2], first=first)
-        assert [(step, rows.digest, place) for step, rows, place in left] == steps[first:]
+        left = again.stream.steps(schedule(again, world_size=first % 2 + 1), position=steps[first - 1][2], first=first)
+        assert [(each.step, each.table.digest, each.position) for each in left] == steps[first:]
 
 
 def test_rows_that_cannot_be_used_are_counted_as_they_come(
@@ -102,13 +100,13 @@ def test_rows_that_cannot_be_used_are_counted_as_they_come(
     bad = [{**row, "output": ""} if 30 <= i < 33 else row for i, row in enumerate(ROWS)]
     data = stream(write_jsonl(tmp_path / "rows.jsonl", bad), max_bad_rows=0.1)
     assert data.stream is not None
-    assert len([None for _ in data.stream.steps(schedule(data), StreamPosition())]) == 10
+    assert len([None for _ in data.stream.steps(schedule(data))]) == 10
     assert any("3 x empty output" in line and "rows.jsonl:31, 32, 33" in line for line in lines)
     bad = [{**row, "output": ""} if i > 1010 else row for i, row in enumerate(ROWS * 20)]
     data = stream(write_jsonl(tmp_path / "rows.jsonl", bad), max_bad_rows=0.01)
     assert data.stream is not None
     with pytest.raises(UserError, match=r"of 1,0\d\d rows so far cannot be used, allowed are 1.0%"):
-        list(data.stream.steps(schedule(data), StreamPosition()))
+        list(data.stream.steps(schedule(data)))
 
 
 def test_what_a_stream_cannot_do_is_one_sentence(tmp_path: Path, stream: Callable[..., RunData]) -> None:
@@ -142,11 +140,11 @@ def test_a_dataset_of_the_hub_is_streamed_file_by_file(
     data = stream(Path("owner/rows"), max_steps=9)
     assert data.stream is not None and data.rows_per_epoch is None
     of_epoch = Schedule(57, 12, 1, 1, num_epochs=1, max_steps=9, seed=1)
-    steps = list(data.stream.steps(of_epoch, StreamPosition()))
-    assert sorted(number for _, rows, _ in steps for number in rows.row_numbers.tolist()) == list(range(1, 58))
+    steps = list(data.stream.steps(of_epoch))
+    assert sorted(number for each in steps for number in each.table.row_numbers.tolist()) == list(range(1, 58))
     paths[0].unlink()  # after the 48th row nothing is read of the first file
-    [(_, rows, _)] = data.stream.steps(of_epoch, steps[3].position, first=4)
-    assert rows.digest == steps[4].rows.digest
+    [last] = data.stream.steps(of_epoch, position=steps[3].position, first=4)
+    assert last.table.digest == steps[4].table.digest
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, stream: Callable[..., RunData]) -> None:
@@ -157,8 +155,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, stream: Callable[...
     data = stream(tmp_path / "rows.jsonl")
     assert data.stream is not None
     kib = []
-    for step, _, _ in data.stream.steps(schedule(data), StreamPosition()):
-        if step % 20 == 0:
+    for rows in data.stream.steps(schedule(data)):
+        if rows.step % 20 == 0:
             with open(f"/proc/{os.getpid()}/status") as status:
                 kib.append(int(next(line for line in status if line.startswith("RssAnon")).split()[1]))
     assert max(kib) - kib[0] < 16 * 1024, kib

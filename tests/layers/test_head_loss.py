@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from fsdp_qlora.data.micro_batch import learned_rows
 from fsdp_qlora.model.models import has_tied_embeddings
 from fsdp_qlora.sharding import vocabulary
 from fsdp_qlora.sharding.model_parts import only_looks_up
 from fsdp_qlora.training import head_loss
-from fsdp_qlora.training.head_loss import LogitForm, chunked_loss, learned_rows
+from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 from tests.layers.shards import LargestTensor
 from tests.tiny import on_ranks
 
@@ -79,7 +80,7 @@ def test_each_token_has_its_loss_and_the_gradient_of_its_own_factor(
     logits = logits if form.cap is None else form.cap * torch.tanh(logits / form.cap)
     expected = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
     (expected * factors).sum().backward()
-    found = chunked_loss(hidden.requires_grad_(), weight, bias, targets, form, of_each=True)
+    found = chunked_loss(hidden.requires_grad_(), weight, bias, targets, form, reduction="none")
     (found * factors).sum().backward()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert hidden.grad is not None and exact.grad is not None
@@ -201,7 +202,9 @@ def _compare(folders: dict[str, str]) -> int:
     head_loss.MAX_CHUNK_BYTES = 5 * WORDS * 4
     ids = ids_of(ranks.rank)
     labels = torch.cat([torch.full((1, 3), -100), ids[:, 3:]], dim=1)[:, : ids.shape[1]]
-    learned = learned_rows(labels, at_least=max(LENGTHS) - 1)
+    rows, targets = learned_rows(labels)
+    missing = max(LENGTHS) - 1 - len(rows)
+    learned = F.pad(rows, (0, missing)), F.pad(targets, (0, missing), value=-100)
 
     def sharded(model: Any) -> tuple[Any, Any]:
         fp32 = PRECISIONS["fp32"]

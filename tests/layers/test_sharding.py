@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoConfig, PreTrainedModel
 
 from benchmarks.aligned_gathers import parts_of_gathers, sharded_model
+from fsdp_qlora.data.row_source import RowsInMemory, StepRows
 from fsdp_qlora.ranks.distributed import local_part
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
@@ -161,10 +162,10 @@ def _train_after_a_trial(argv: list[str]) -> int:
         has_gradients.append(any(parameter.grad is not None for parameter in self.model.parameters()))
         return loss(self, *args)
 
-    def step(self: Any, number: int, rows: Any) -> dict[str, Any]:
-        self.try_longest(rows)
+    def step(self: Any, rows: StepRows) -> dict[str, Any]:
+        self.try_longest(RowsInMemory(rows.table, rows.rows))
         assert has_gradients[:2] == [False, True]
-        return train_step(self, number, rows)
+        return train_step(self, rows)
 
     trainer.Trainer._loss, trainer.Trainer.train_step = note, step  # type: ignore[method-assign]
     return train.main(argv)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from fsdp_qlora.data.batches import collate, join
+from fsdp_qlora.data.micro_batch import MicroBatch, concatenate_rows, pad_rows
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.attention import choose, packing_blocker
-from fsdp_qlora.training.head_loss import learned_rows, loss_of_logits
+from fsdp_qlora.training.head_loss import loss_of_logits
 from tests.rounding import SGD, rounding
 from tests.tiny import make_rows, read_metrics, train_ok, write_rows
 
@@ -51,11 +51,8 @@ def load(folder: Path) -> tuple[PreTrainedModel, str]:
     return model, name
 
 
-def loss_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, list[torch.Tensor]]:
-    documents = batch.get("documents", {})
-    inputs = {"input_ids": batch["input_ids"], **documents}
-    rows, targets = learned_rows(batch["labels"])
-    loss = loss_of_logits(model, inputs, documents["places"][rows] if "places" in documents else rows, targets)
+def loss_and_gradients(model: PreTrainedModel, batch: MicroBatch) -> tuple[float, list[torch.Tensor]]:
+    loss = loss_of_logits(model, batch.model_inputs, batch.target_rows, batch.targets)
     model.zero_grad()
     loss.backward()
     return loss.item(), [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -65,12 +62,14 @@ def loss_and_gradients(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[f
 def test_losses_and_gradients_are_those_of_padded_rows(family: str, models: Models, rows: TokenizedRows) -> None:
     model, documents = load(models(family, **FAMILIES[family]))
     order = np.array([1, 0, 2, 4, 3])  # two of equal length are neighbours
-    loss, gradients = loss_and_gradients(model, collate(rows, order, pad_token_id=0))
+    loss, gradients = loss_and_gradients(model, pad_rows(rows, order, pad_token_id=0))
     model.config._attn_implementation = documents
-    assert_same(loss_and_gradients(model, join(rows, order, pad_token_id=0)), (loss, gradients))
+    assert_same(loss_and_gradients(model, concatenate_rows(rows, order, pad_token_id=0)), (loss, gradients))
     pairs, order = with_shared_prompts(rows), np.array([1, 0])
-    repeated, shared = (join(pairs, order, pad_token_id=0, shares=shares) for shares in (False, True))
-    assert (repeated["input_ids"].shape[1], shared["input_ids"].shape[1]) == (66, 66 - 9 - 5)
+    repeated, shared = (
+        concatenate_rows(pairs, order, pad_token_id=0, shares_prompts=shares) for shares in (False, True)
+    )
+    assert (repeated.input_ids.shape[1], shared.input_ids.shape[1]) == (66, 66 - 9 - 5)
     assert_same(loss_and_gradients(model, shared), loss_and_gradients(model, repeated))
 
 
@@ -94,13 +93,12 @@ def with_shared_prompts(rows: TokenizedRows) -> TokenizedRows:
 def test_no_token_sees_another_document(family: str, models: Models, rows: TokenizedRows) -> None:
     model, documents = load(models(family, **FAMILIES[family]))
     model.config._attn_implementation = documents
-    batch = join(rows, np.array([1, 0, 2]), pad_token_id=0)
-    changed = batch["input_ids"].clone()
+    batch = concatenate_rows(rows, np.array([1, 0, 2]), pad_token_id=0)
+    changed = batch.input_ids.clone()
     changed[0, 30:42] = changed[0, 30:42].flip(0) + 1  # the one in the middle
     with torch.no_grad():
         before, after = (
-            model(input_ids=ids, use_cache=False, **batch["documents"]).logits[0]
-            for ids in (batch["input_ids"], changed)
+            model(input_ids=ids, use_cache=False, **batch.documents).logits[0] for ids in (batch.input_ids, changed)
         )
     same = torch.equal
     if "num_local_experts" in FAMILIES[family]:
@@ -111,13 +109,13 @@ def test_no_token_sees_another_document(family: str, models: Models, rows: Token
 
 
 def test_documents_say_where_they_begin_and_a_rank_without_rows_has_one(rows: TokenizedRows) -> None:
-    documents = join(rows, np.array([3, 4]), pad_token_id=0)["documents"]
+    documents = concatenate_rows(rows, np.array([3, 4]), pad_token_id=0).documents
     assert documents["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]]
     assert documents["cu_seq_lens_q"].tolist() == [0, 3, 12] and documents["cu_seq_lens_q"].dtype == torch.int32
     assert (documents["max_length_q"], documents["document_lengths"]) == (9, [3, 9])
-    nothing = join(rows, [], pad_token_id=3)
-    assert nothing["input_ids"].tolist() == [[3, 3]] and nothing["labels"].tolist() == [[-100, -100]]
-    assert nothing["documents"]["document_lengths"] == [2]
+    nothing = concatenate_rows(rows, [], pad_token_id=3)
+    assert nothing.input_ids.tolist() == [[3, 3]] and nothing.targets.tolist() == [-100]
+    assert nothing.documents["document_lengths"] == [2]
 
 
 RUN = {**SGD, "precision": "fp32", "batch_size": 2, "gradient_accumulation_steps": 3, "eval_fraction": 0.2}

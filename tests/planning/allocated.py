@@ -15,6 +15,7 @@ import torch.distributed as dist
 from benchmarks import standin_memory
 from benchmarks.common import peak_bytes
 from fsdp_qlora.config.train_types import TRAIN_TYPES
+from fsdp_qlora.data.row_source import StepRows
 
 # Large enough that segments of 512 bytes do not matter.
 _SHAPE = standin_memory._shape("llama", 4096, 256, 704, 4, 4, 2, head_dim=64)
@@ -35,7 +36,7 @@ def measure(train_type: str) -> tuple[int, int]:
             parameter.to_local().detach().fill_(0.01 if parameter.is_floating_point() else 1)
         trainer.try_longest(rows)
         for step in range(2):
-            trainer.train_step(step, rows)
+            trainer.train_step(StepRows(step, *rows))
 
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_qlora.config.objectives import OBJECTIVES, Answers, LossSettings
+from fsdp_qlora.config.objectives import OBJECTIVES, LogProbs, LossInputs, LossSettings
+from fsdp_qlora.data.micro_batch import MicroBatch
 from fsdp_qlora.training.objective import StepObjective, Totals
 from tests.preferences.pairs import CASES, LR, STEPS, make_labeled, make_pairs, options_of_a_run, sketch
 from tests.rounding import rounding
@@ -20,8 +21,8 @@ TRL = json.loads(Path(__file__).with_name("trl.json").read_text())
 OFF = rounding(SIZES["vocab_size"])  # a log-probability's longest sum
 
 
-def answers(*sides: tuple[float, float, float]) -> list[Answers]:
-    return [Answers(*torch.tensor([side]).T) for side in sides]
+def answers(*sides: tuple[float, float, float]) -> list[LogProbs]:
+    return [LogProbs(*torch.tensor([side]).T) for side in sides]
 
 
 def log_sigmoid(x: float) -> float:
@@ -58,7 +59,8 @@ def test_the_loss_of_a_pair_is_its_formula(name: str, options: dict[str, Any], e
     without = [(policy, 0.0, tokens) for policy, _, tokens in (CHOSEN, REJECTED)]
     chosen, rejected = answers(*((CHOSEN, REJECTED) if row.has_reference else without))
     assert row.loss is not None
-    assert row.loss(chosen, rejected, settings).item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    inputs = LossInputs(torch.zeros(1, 0), [], chosen, rejected, torch.zeros(0))
+    assert row.loss(inputs, settings).item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.quick
@@ -67,9 +69,10 @@ def test_the_loss_of_an_answer_with_a_label_is_its_formula(desired: float) -> No
     objective = StepObjective("kto", LossSettings(desirable_weight=2.0))
     totals = Totals(1, (int(desired), 1 - int(desired)), divergence=0.5)
     expected = 2 / (1 + math.exp(0.1 * (2.0 - 0.5))) if desired else 1 / (1 + math.exp(0.1 * (0.5 - 2.0)))
-    numbers = {"num_targets": 4.0, "desired": desired, "reference": -14.0}
-    inputs = {name: torch.tensor([value]) for name, value in numbers.items()}
-    sums = objective.measure(torch.full((1, 4), 3.0), {"num_targets": [4]}, totals, inputs).tolist()
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    numbers = (torch.tensor([value]) for value in (4.0, desired, -14.0))
+    batch = MicroBatch(none, none[0], none[0], [4], *numbers)
+    sums = objective.measure(torch.full((1, 4), 3.0), batch, totals).tolist()
     assert sums[0] == pytest.approx(expected, rel=1e-6)
     metrics = objective.means(sums, totals)
     assert metrics["rewards/chosen" if desired else "rewards/rejected"] == pytest.approx(0.2)

@@ -1,5 +1,6 @@
 """Rows of two answers: what they may look like, what is learned of them, and which are refused."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 
 from fsdp_qlora.config.conflicts import check
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.batches import collate, join
 from fsdp_qlora.data.formats import FORMATS, name_columns
+from fsdp_qlora.data.micro_batch import concatenate_rows, pad_rows
 from fsdp_qlora.data.preferences import RATINGS
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_rows
 from fsdp_qlora.data.prompts import ChosenTemplate
@@ -134,11 +135,11 @@ def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path: Path) 
         [pair for pair, _ in ROWS[:1]] + [{"prompt": "hi", "chosen": " go go go", "rejected": "no"}], tmp_path
     )
     chosen = np.array([1, 0])
-    joined, padded = (lay_out(rows, chosen, pad_token_id=1) for lay_out in (join, collate))
-    assert joined["documents"]["document_lengths"] == [9, 4, 5, 5]
-    assert joined["num_targets"] == padded["num_targets"] == [7, 2, 3, 3]
-    assert padded["input_ids"].shape == (4, 9)
-    assert (padded["labels"] != -100).sum(dim=1).tolist() == joined["num_targets"]
+    joined, padded = (lay_out(rows, chosen, pad_token_id=1) for lay_out in (concatenate_rows, pad_rows))
+    assert joined.documents["document_lengths"] == [9, 4, 5, 5]
+    assert joined.num_targets == padded.num_targets == [7, 2, 3, 3]
+    assert padded.input_ids.shape == (4, 9)
+    assert np.bincount(padded.target_rows // 9).tolist() == joined.num_targets
     picked = join_rows([rows[1], rows[0]])
     assert picked.splits.tolist() == [9, 5] and picked.document_targets.tolist() == [7, 2, 3, 3]
 
@@ -160,7 +161,8 @@ def test_what_both_answers_begin_with_is_planned_once_where_attention_can_share_
 
     def longest(implementation: str | None, **options: Any) -> Lengths:
         config = TrainConfig(batch_size=1, num_epochs=1, **{"objective": "dpo", **options})
-        data = RunData(pairs, np.arange(len(pairs)))
+        labels = np.ones(len(pairs) if config.objective == "kto" else 0, np.bool_)
+        data = RunData(dataclasses.replace(pairs, desired=labels), np.arange(len(pairs)))
         return longest_lengths(config, make_schedule(config, data, 1), data, implementation)
 
     shared = longest(VARLEN)
@@ -186,10 +188,11 @@ def test_an_answer_with_a_label_has_another_rows_answer_beside_it(tmp_path: Path
     ]
     assert texts[::2] == ["<s>hi go</s>", "<s>so no</s>", "[u]hi[a]go</s>", "[u]hi[a]no</s>"]
     assert texts[1::2] == ["<s>hino</s>", "<s>so go</s>", "[u]hi[a] no</s>", "[u]hi[a]go</s>"]
-    first, second = (join(rows, [1, 2], pad_token_id=1, side=side) for side in (0, 1))
-    assert first["of_rows"]["desired"].tolist() == second["of_rows"]["desired"].tolist() == [0, 1]
-    assert first["num_targets"] == rows.document_targets[[2, 4]].tolist()
-    assert second["num_targets"] == rows.document_targets[[3, 5]].tolist()
+    learned = concatenate_rows(rows, [1, 2], pad_token_id=1)
+    assert learned.desired.tolist() == [0, 1]
+    assert learned.num_targets == rows.document_targets[[2, 4]].tolist()
+    others = concatenate_rows(rows.as_documents, [3, 5], pad_token_id=1)
+    assert others.num_targets == rows.document_targets[[3, 5]].tolist()
     assert "row 2, not desired" in describe_sample(rows, 1, tokenizer)
     with pytest.raises(UserError, match=r"(?s)1 of 5 rows.*label is None, and can be true or false"):
         prepared([*LABELED, {"prompt": "hi", "completion": " go", "label": None}], tmp_path, objective="kto")

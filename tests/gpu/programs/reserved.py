@@ -21,6 +21,7 @@ from benchmarks.gpu_steps import SHAPES
 from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_alone
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
+from fsdp_qlora.data.row_source import StepRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
     torch._C._cuda_clearCublasWorkspaces()  # the head's probe needed one: 8 MiB, on Hopper 32
     loaded = torch.cuda.memory_allocated()
     for step in range(3):
-        trainer.train_step(step, np.arange(rows))
+        trainer.train_step(StepRows(step, data, np.arange(rows)))
     found = {
         "reserved": torch.cuda.max_memory_reserved(),
         "allocated": torch.cuda.max_memory_allocated(),

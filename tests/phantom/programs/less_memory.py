@@ -11,6 +11,7 @@ import torch
 
 import fsdp_qlora.run.run
 import train
+from fsdp_qlora.data.row_source import StepRows
 from fsdp_qlora.run.load_model import build_trainer
 
 
@@ -19,10 +20,10 @@ def build_with_less(*args: Any) -> Any:
     trainer = build_trainer(*args)
     train_step = trainer.train_step
 
-    def train_step_with_less(step: int, rows: Any) -> Any:
-        if step == 1 and "LEFT" in os.environ:
+    def train_step_with_less(rows: StepRows) -> Any:
+        if rows.step == 1 and "LEFT" in os.environ:
             take_all_but(float(os.environ["LEFT"]))
-        return train_step(step, rows)
+        return train_step(rows)
 
     trainer.train_step = train_step_with_less  # type: ignore[method-assign]
     return trainer

@@ -1,0 +1,183 @@
+"""A micro-batch: rows of tokens become tensors, padded or concatenated (padding-free), for one pass of one rank."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fsdp_qlora.data.rows import Numbers, TokenizedRows
+from fsdp_qlora.data.schedule import TOKENS_OF_AN_EMPTY_RANK
+from fsdp_qlora.ranks.device import to_device
+
+IGNORE_INDEX = -100  # the label that torch's cross entropy ignores
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The rows of one rank: B sequences of T tokens, padded, or B = 1 and each row a document of its own.
+
+    N tokens have a target in D documents; a row is one document, or two: answers to one prompt.
+    """
+
+    input_ids: torch.Tensor
+    """int64 [B, T]."""
+    target_rows: torch.Tensor
+    """Which of the model's B * T outputs predict a target, int64 [N]."""
+    targets: torch.Tensor
+    """The tokens to predict, int64 [N]; -100 counts nothing."""
+    num_targets: list[int]
+    """Targets of each document, in order; none on a rank without rows."""
+    target_counts: torch.Tensor
+    """The same, float32 [D]."""
+    desired: torch.Tensor
+    """1 for a desired answer and 0 for another, float32 [rows]; empty where rows have no label."""
+    reference: torch.Tensor
+    """Log-probabilities under the reference that are known before, float32 [D]; empty where they are not."""
+    documents: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments by which the model knows documents in one sequence, see `describe_documents`; empty if padded."""
+    tokens_of_ranks: Sequence[torch.Tensor] | None = None
+    """Token ids of each rank that shares the vocabulary, int64 on the CPU; None where ranks share none."""
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        return {"input_ids": self.input_ids, **self.documents}
+
+    def to(self, device: torch.device, *, per_document: bool) -> "MicroBatch":
+        """The same on a device, in one copy.
+
+        Args:
+            per_document: take along what only an objective that asks for documents reads.
+        """
+        names = ["input_ids", "target_rows", "targets"]
+        names += ["target_counts", "desired", "reference"] if per_document else []
+        moved = to_device({**self.documents, **{name: getattr(self, name) for name in names}}, device)
+        return dataclasses.replace(self, **{name: moved.pop(name) for name in names}, documents=moved)
+
+    def beside(self, batches: Sequence["MicroBatch"]) -> "MicroBatch":
+        """The same with what it must know of the micro-batches of the ranks that share the vocabulary with it.
+
+        All of them then have equally many targets, so that they take the same part in the head's collectives.
+        """
+        missing = max(len(each.targets) for each in batches) - len(self.targets)
+        return dataclasses.replace(
+            self,
+            target_rows=F.pad(self.target_rows, (0, missing)),
+            targets=F.pad(self.targets, (0, missing), value=IGNORE_INDEX),
+            tokens_of_ranks=[each.input_ids.flatten() for each in batches],
+        )
+
+
+def pad_rows(table: TokenizedRows, rows: Numbers, *, pad_token_id: int) -> MicroBatch:
+    """Pad documents on the right to the longest of them.
+
+    There is no attention mask: in a causal model no token sees the padding after it, and padding is never a target.
+
+    Args:
+        rows: row indices. Without any, the batch is one row of padding, for a rank that has no rows in this round.
+    """
+    documents = table.learned_documents(rows)
+    starts, ends = table.document_offsets[documents], table.document_offsets[documents + 1]
+    shape = (len(documents), int((ends - starts).max())) if len(documents) else (1, TOKENS_OF_AN_EMPTY_RANK)
+    input_ids = np.full(shape, pad_token_id, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        ids = table.input_ids[start:end]
+        input_ids[i, : end - start] = ids
+        labels[i, : end - start] = np.where(table.learned[start:end], ids, IGNORE_INDEX)
+    labels[:, 0] = IGNORE_INDEX  # nothing comes before it to predict it from
+    return _batch(table, rows, documents, torch.from_numpy(input_ids), torch.from_numpy(labels), {})
+
+
+def concatenate_rows(
+    table: TokenizedRows, rows: Numbers, *, pad_token_id: int, shares_prompts: bool = False
+) -> MicroBatch:
+    """Concatenate documents into one sequence (padding-free).
+
+    Args:
+        rows, pad_token_id: as for `pad_rows`.
+        shares_prompts: compute once what both documents of a row begin with.
+    """
+    if not len(rows):
+        empty = pad_rows(table, rows, pad_token_id=pad_token_id)
+        return dataclasses.replace(empty, documents=describe_documents([TOKENS_OF_AN_EMPTY_RANK]))
+    documents = table.learned_documents(rows)
+    starts = table.document_offsets[documents]
+    lengths = table.document_offsets[documents + 1] - starts
+    firsts = np.cumsum(lengths) - lengths
+    places = np.arange(lengths.sum()) + np.repeat(starts - firsts, lengths)
+    input_ids = table.input_ids[places].astype(np.int64)
+    labels = np.where(table.learned[places], input_ids, IGNORE_INDEX)
+    labels[firsts] = IGNORE_INDEX  # nothing comes before it to predict it from
+    described = describe_documents(lengths.tolist(), table.num_shared[rows] if shares_prompts else None)
+    own = torch.from_numpy(input_ids)[None, described.get("own_tokens", slice(None))]
+    return _batch(table, rows, documents, own, torch.from_numpy(labels)[None], described)
+
+
+def _batch(
+    table: TokenizedRows,
+    rows: Numbers,
+    documents: np.ndarray,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    described: dict[str, Any],
+) -> MicroBatch:
+    target_rows, targets = learned_rows(labels)
+    if (places := described.get("places")) is not None:
+        target_rows = places[target_rows]
+    num_targets = table.document_targets[documents]
+    desired = table.desired[np.asarray(rows, dtype=np.int64)] if len(table.desired) else table.desired
+    reference = table.reference[documents] if len(table.reference) else table.reference
+    return MicroBatch(
+        input_ids, target_rows, targets, num_targets.tolist(), _floats(num_targets), _floats(desired),
+        _floats(reference), described,
+    )  # fmt: skip
+
+
+def _floats(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def learned_rows(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of labels [B, T] have a target, the next token's label: their row in [B * T, ..], and the target.
+
+    At least one, without a target if need be, so that a micro-batch without targets runs forward and backward like the
+    others.
+    """
+    following = torch.full_like(labels, IGNORE_INDEX)
+    following[:, :-1] = labels[:, 1:]
+    following = following.flatten()
+    rows = (following != IGNORE_INDEX).nonzero().flatten()
+    rows = rows if len(rows) else rows.new_zeros(1)
+    return rows, following[rows]
+
+
+def describe_documents(lengths: list[int], num_shared: Numbers | None = None) -> dict[str, Any]:
+    """The arguments by which a model of transformers knows documents in one row of T tokens.
+
+    Args:
+        num_shared: of each pair of documents, with how many of the first's tokens the second begins. The model computes
+            those once, all but their attention (model/attention.py).
+    Returns:
+        `position_ids`, int64 [1, T], from 0 in each document. The others are for the attention function:
+        `cu_seq_lens_q`, `cu_seq_lens_k`, where documents begin and end, int32 [documents + 1]; `max_length_q`,
+        `max_length_k`, the longest document's tokens; `document_lengths`, those of each, without asking a device.
+        With shared tokens `position_ids` are of the tokens that are computed; `own_tokens`, int64, has their places
+        among all T, and `places`, int64 [T], those of all T among them. The rest has names that other layers ignore.
+    """
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    position_ids = np.arange(ends[-1], dtype=np.int64) - np.repeat(ends[:-1], lengths)
+    bounds, longest = torch.from_numpy(ends), max(lengths)
+    known: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    known |= {"max_length_q": longest, "max_length_k": longest}
+    if num_shared is not None:
+        skipped = np.stack([np.zeros_like(num_shared), num_shared], axis=1).ravel()
+        is_own = position_ids >= np.repeat(skipped, lengths)
+        in_first = np.arange(ends[-1]) - np.repeat([0, *lengths[:-1]], lengths)  # as far into the document before
+        places = np.where(is_own, np.cumsum(is_own) - 1, (np.cumsum(is_own) - 1)[in_first])
+        known = {"own_tokens": torch.from_numpy(np.flatnonzero(is_own)), "places": torch.from_numpy(places)}
+        known["document_ends"], position_ids = bounds, position_ids[is_own]
+    return {"position_ids": torch.from_numpy(position_ids)[None], "document_lengths": lengths, **known}

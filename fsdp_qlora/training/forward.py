@@ -1,0 +1,103 @@
+"""A forward pass of the sharded model: from the rows of a round to the losses of this rank's tokens."""
+
+import contextlib
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from fsdp_qlora.control.clock import Heartbeat
+from fsdp_qlora.data.micro_batch import MicroBatch, concatenate_rows, describe_documents, pad_rows
+from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.schedule import Round, Schedule
+from fsdp_qlora.model.attention import attending
+from fsdp_qlora.model.precision import Precision
+from fsdp_qlora.ranks.device import to_device
+from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.sharding.reference import ReferencePass
+from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
+from fsdp_qlora.training import probes
+from fsdp_qlora.training.head_loss import HeadLoss, loss_of_logits
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """Lays out micro-batches and computes their losses.
+
+    attention: the implementation for documents, as of the model's plan; None if rows are padded. shares_prompts: what
+    both answers of a pair begin with is computed once. reference: computes what the policy is compared with in the
+    same pass.
+    """
+
+    model: PreTrainedModel
+    ranks: Ranks
+    schedule: Schedule
+    precision: Precision
+    pad_token_id: int
+    attention: str | None = None
+    shares_prompts: bool = False
+    reference: ReferencePass | None = None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+    def __post_init__(self) -> None:
+        self.sharing_ranks = sharing_ranks(self.model)
+        self.loss_of_tokens: HeadLoss = partial(loss_of_logits, self.model)
+
+    def probe(self) -> None:
+        """Find how the loss can be computed, with a few tokens. Called on every rank.
+
+        Raises:
+            UserError: a reference cannot pass through the model beside the policy.
+        """
+        input_ids = probes.few_tokens(self.model)
+        documents = {} if self.schedule.padding else describe_documents([input_ids.shape[1]])
+        with self.attending(), self.autocast(), same_tokens(self.model, input_ids):
+            inputs = to_device({"input_ids": input_ids, **documents}, self.ranks.device)
+            if self.reference:
+                probes.check_reference(self.model, self.reference, inputs)
+            self.loss_of_tokens = probes.probe_head_loss(self.model, inputs) or self.loss_of_tokens
+
+    def micro_batch(self, rows: Round, table: TokenizedRows) -> MicroBatch:
+        """This rank's part of a round, with what it must know of the ranks that share the vocabulary with it."""
+        batches = {rank: self._lay_out(rows[rank], table) for rank in {self.ranks.rank, *self.sharing_ranks}}
+        own, sharing = batches[self.ranks.rank], [batches[rank] for rank in self.sharing_ranks]
+        return own.beside(sharing) if sharing else own
+
+    def _lay_out(self, rows: np.ndarray, table: TokenizedRows) -> MicroBatch:
+        if self.schedule.padding:
+            return pad_rows(table, rows, pad_token_id=self.pad_token_id)
+        return concatenate_rows(table, rows, pad_token_id=self.pad_token_id, shares_prompts=self.shares_prompts)
+
+    def eval_rounds(self, rows: np.ndarray, table: TokenizedRows) -> list[Round]:
+        """The rounds of an evaluation of some rows."""
+        size = self.schedule.batch_size * self.ranks.world_size
+        # Padded rows keep the order in which their losses were always added.
+        parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
+        return [each for part in parts for each in self.schedule.rounds(part, table.lengths)]
+
+    def token_losses(self, batch: MicroBatch, *, reduction: Literal["sum", "none"]) -> tuple[torch.Tensor, MicroBatch]:
+        """The losses of a micro-batch's targets, float32, and the micro-batch on the device.
+
+        Args:
+            reduction: "sum" over the targets, []; or "none": [1, N], or [2, N] with the reference's.
+        """
+        on_device = batch.to(self.ranks.device, per_document=reduction == "none")
+        reference = self.reference.beside_policy() if self.reference else contextlib.nullcontext()
+        known = tokens_known(self.model, batch.tokens_of_ranks, first=batch.input_ids.numel())
+        with self.autocast(), reference, known:
+            losses = self.loss_of_tokens(
+                on_device.model_inputs, on_device.target_rows, on_device.targets, reduction=reduction
+            )
+        return losses, on_device
+
+    def attending(self) -> contextlib.AbstractContextManager[None]:
+        """Attention that does not cross rows, in forward and in backward passes, which may recompute."""
+        return attending(self.model, self.attention)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.ranks.device.type, dtype=self.precision.compute_dtype, enabled=self.precision.autocast
+        )
