@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     request = Request(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
     planner, asked = plan.make_planner(config, request, tokens), config.batch_size * config.gradient_accumulation_steps
     # With auto a run finds how many blocks recompute by probing; without a search all do here.
-    changes = {"recompute": "all"} if config.blocks_to_recompute == "auto" else {}
+    changes = {"recompute": "all"} if config.recompute == "auto" else {}
     planned = planner.fastest_of_more_rows() if searches else [planner.outlook(**changes)]
     best, keeps_rows = planned[0], _keeps_rows(args, config)
     if keeps_rows and searches:

@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
     signals = Signals(ends_process=True)
     try:
         with signals.handled():
-            config = parse_train_config(argv)
+            notes: list[str] = []
+            config = parse_train_config(argv, notes=notes)
             refuse_early(config)
             refuse_names(config)
             if not config.is_preview and (status_of_workers := relaunch_if_needed(config, argv)) is not None:
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
             with importing():
                 from fsdp_qlora.run.run import run
 
-            run(config, signals)
+            run(config, signals, notes)
     except (UserError, TrainingError, RunStopped) as error:
         ending = how_it_ends(error)
         restarts.record_exit(ending, str(error))
@@ -132,8 +133,10 @@ def refuse_names(config: TrainConfig) -> None:
     from fsdp_qlora.data import formats, sources  # the hub's client takes a while to import
     from fsdp_qlora.loading import hub
 
-    if not is_started_by_others() and not hub.is_here(config.model):
-        hub.find_model_folder(config.model, with_weights=False, with_code=config.trust_remote_code, is_preview=True)
+    if not is_started_by_others() and not hub.is_here(config.model_name):
+        hub.find_model_folder(
+            config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
+        )
     renames = formats.parse_columns(config.columns)
     used = partial(formats.used_columns, dataset_format=config.dataset_format, renames=renames)
     for name in map(sources.parse_name, config.dataset):
@@ -151,7 +154,7 @@ def refuse_names(config: TrainConfig) -> None:
 
 def _missing(config: TrainConfig) -> Iterator[str]:
     """A sentence for each path that leads nowhere."""
-    folders, files = {"model_name": config.model}, {name: getattr(config, name) for name in _FILES}
+    folders, files = {"model_name": config.model_name}, {name: getattr(config, name) for name in _FILES}
     named = [(option, word, word) for option, word in {**folders, **files}.items() if word]
     for option in ("dataset", "eval_dataset"):
         for word in getattr(config, option):  # PATH:weight, PATH[split], name=PATH
@@ -162,5 +165,5 @@ def _missing(config: TrainConfig) -> Iterator[str]:
         if _PATH.fullmatch(path) and not Path(path).expanduser().exists():
             what = "folder" if option in folders else "file or folder"
             yield f"{option} {word}: there is no such {what}. Check the path."
-    if (model := Path(config.model).expanduser()).is_dir() and not (model / "config.json").is_file():
-        yield f"model_name {config.model}: it has no config.json, so it is not a model's folder."
+    if (model := Path(config.model_name).expanduser()).is_dir() and not (model / "config.json").is_file():
+        yield f"model_name {config.model_name}: it has no config.json, so it is not a model's folder."

@@ -54,7 +54,7 @@ def describe(date: str, found: Sequence[Outlook]) -> Iterator[str]:
     config, fitting = found[0].config, [each for each in found if each.fits_with_margin]
     steps = [each.rows for each in fitting or found]
     rows = f"{min(steps)}" + f" to {max(steps)}" * (max(steps) > min(steps))
-    yield f"{config.model}, {config.train_type}, {format_count(found[0].tokens)} tokens"
+    yield f"{config.model_name}, {config.train_type}, {format_count(found[0].tokens)} tokens"
     yield f"{rows} x {config.context_length} tokens per GPU and step; prices of {date}"
     yield f"\n{'GPUs':21} {'$/hour':>7} {'hours':>7} {'dollars':>8}  rows strategy    host recompute"
     for each in found:

@@ -46,7 +46,7 @@ def export_checkpoint(source: Path, out: Path, *, best: bool = False, words: Seq
         raise UserError(f"{folder} cannot be read now: {error}.") from error
     about = state["about"]
     config = stored_config(about, words)
-    form = ResultForm(_plan(config), Base.of(config.model, config.base_name))
+    form = ResultForm(_plan(config), Base.of(config.model_name, config.base_name))
     try:
         with staged_folder(out) as partial:
             form.save_checkpoint(folder, state, partial)
@@ -93,10 +93,12 @@ def _plan(config: TrainConfig) -> Any:
     """The run's model without weights, from the small files of its base."""
     needs_weights = config.kind.trains_new_blocks  # the result holds the base's tensors too
     try:
-        folder = hub.find_model_folder(config.model, with_weights=needs_weights, with_code=config.trust_remote_code)
+        folder = hub.find_model_folder(
+            config.model_name, with_weights=needs_weights, with_code=config.trust_remote_code
+        )
     except UserError as error:
         raise UserError(f"{error} --model_name says where the run's base model is now.") from error
-    model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
-    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     machine = Machine.of(config, distributed.read_ranks("cpu"))
     return build_plan(config, machine, folder, model_config, tokenizer)

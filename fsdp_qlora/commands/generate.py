@@ -54,18 +54,18 @@ def load_trained(
             tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
             plan = dataclasses.replace(plan, tokenizer=tokenizer)
         prepare(plan)
-        hub.fetch_weights(config.model, plan.folder, ranks=ranks, store=store)
+        hub.fetch_weights(config.model_name, plan.folder, ranks=ranks, store=store)
         weights = open_weights(plan)
     distributed.start_process_group(ranks, store)
     with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
-        load_model(dataclasses.replace(config, use_gradient_checkpointing=False), plan, weights, ranks)
+        load_model(dataclasses.replace(config, recompute="none"), plan, weights, ranks)
     distributed.release_loading_memory(ranks.device)
     if (plan.folder / "generation_config.json").is_file():
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
     log.setLevel(level)
     adapter = f" with {folder}" if folder and config.adapter else ""
     processes = f"{ranks.world_size} process{'es' * (ranks.world_size > 1)}"
-    log.info("%s%s (%s, %s)", config.model, adapter, config.train_type, processes)
+    log.info("%s%s (%s, %s)", config.model_name, adapter, config.train_type, processes)
     return plan
 
 

@@ -92,7 +92,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
         UserError: one of them cannot be used, or they do not fit together.
     """
     adapter = open_adapter(adapter_path)
-    name, with_code = run.model, run.trust_remote_code
+    name, with_code = run.model_name, run.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
     config = models.load_config(folder, name, trust_remote_code=with_code)
     stored = take_format(config)
@@ -139,7 +139,7 @@ def check_base(merge: Merge, base: str) -> None:
     """Refuse a base that is not available. Raises UserError."""
     if base == "original" and merge.original.weights.packed:
         raise UserError(
-            f"model_name {merge.run.model} has 4-bit weights only. Give --base dequantized, or the model "
+            f"model_name {merge.run.model_name} has 4-bit weights only. Give --base dequantized, or the model "
             "with 16-bit weights in --model_name."
         )
     if base == "dequantized" and not merge.layers:
@@ -174,7 +174,7 @@ def _documents(merge: Merge, merged: MergedModel) -> dict[str, str]:
     settings |= {"lora_alpha": config.lora_alpha, "use_rslora": config.use_rslora, "lora_target_modules": targets}
     into = "dequantized" if merged.dequantize else "original"
     about = {"adapter": path.resolve().name, "kind": "dora" if config.use_dora else "lora", "into": into}
-    return merged_documents(read_json(path / RECORD), Base.of(merge.run.model), settings, about)
+    return merged_documents(read_json(path / RECORD), Base.of(merge.run.model_name), settings, about)
 
 
 def _write_weights(merged: MergedModel, folder: Path) -> None:

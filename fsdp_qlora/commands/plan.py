@@ -63,9 +63,9 @@ def make_planner(config: TrainConfig, request: Request, tokens: float | None = N
 
     tokens: to train on, if not those of the rows.
     """
-    model_config, folder = find_model(config.model, trust_remote_code=config.trust_remote_code)
+    model_config, folder = find_model(config.model_name, trust_remote_code=config.trust_remote_code)
     tokenizer = _find_tokenizer(config, folder)
-    model = build_plan(config, request.machine, folder or Path(config.model), model_config, tokenizer)
+    model = build_plan(config, request.machine, folder or Path(config.model_name), model_config, tokenizer)
     for note in model.notes:
         log.info("%s", note)
     if tokenizer is None:
@@ -87,8 +87,8 @@ def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
         return None
     try:
         if folder is None:
-            raise UserError(f"{config.model} comes along without a tokenizer.")
-        return load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+            raise UserError(f"{config.model_name} comes along without a tokenizer.")
+        return load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     except UserError as error:
         log.info("Planned without the rows of --dataset: %s", error)
         return None
@@ -133,7 +133,7 @@ def describe(planner: Planner, found: Outlook, *, explain: bool) -> Iterator[str
 
 def _model_line(found: Outlook) -> str:
     billions = count_parameters(found.plan.meta.parts)["total"] / 1e9
-    return f"{found.config.model} ({billions:.1f}B), {found.config.train_type}"
+    return f"{found.config.model_name} ({billions:.1f}B), {found.config.train_type}"
 
 
 def _always_there(found: Outlook) -> dict[str, int]:

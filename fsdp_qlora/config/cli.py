@@ -23,6 +23,7 @@ import yaml
 
 from fsdp_qlora.adapters.peft_folder import CONFIG, read_config, read_record
 from fsdp_qlora.config.conflicts import check, out_of_range, take_adapter
+from fsdp_qlora.config.older import OLDER
 from fsdp_qlora.config.options import DEFAULTS, RESULT_OPTIONS, TrainConfig, option_types
 from fsdp_qlora.config.other_programs import OTHER_NAMES, Advice, advise
 from fsdp_qlora.config.text import find_config, option_help, read_options, shipped_configs, type_text, value_text
@@ -33,6 +34,7 @@ _MOST_UNKNOWN = 50  # keys of a file that are named
 # What an earlier release's config.yaml has, and changes nothing.
 _REMOVED = [("compile", ["false"]), ("world_size", ["-1"]), ("nproc_per_node", ["-1"])]
 _SAME = {"world_size": "nproc_per_node"}  # the 2024 program's name of an option
+_SWITCH = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 class _Setting(NamedTuple):
@@ -44,13 +46,16 @@ class _Setting(NamedTuple):
     values: list[str]
 
 
-def parse_train_config(argv: list[str], result: Path | Mapping[str, object] | None = None) -> TrainConfig:
+def parse_train_config(
+    argv: list[str], result: Path | Mapping[str, object] | None = None, notes: list[str] | None = None
+) -> TrainConfig:
     """Read the options of a run.
 
     Args:
         argv: the arguments after the program's name.
         result: the config.yaml of a result, or the options that another file of it has; those in `argv` win. Only
             RESULT_OPTIONS are read from it.
+        notes: gets a line for each older name of an option that was given.
     Raises:
         UserError: lists every unknown option, unreadable value and impossible combination at once.
         SystemExit: with status 0, after `--help`.
@@ -60,12 +65,15 @@ def parse_train_config(argv: list[str], result: Path | Mapping[str, object] | No
     flags = vars(namespace)
     path = flags.pop("config", None)
     errors: list[str] = []
+    notes = [] if notes is None else notes
     settings = _read_result(result, errors)
-    settings += _read_yaml(find_config(path), errors) if path is not None else []
-    settings += [_Setting(f"--{name}", name, values) for name, values in flags.items() if values]
+    given = _read_yaml(find_config(path), errors) if path is not None else []
+    given += [_Setting(f"--{name}", name, values) for name, values in flags.items() if values]
+    settings += _renamed(given, errors, notes)
     errors += [f"--{name}: expected a value." for name, values in flags.items() if not values]
     errors += _unknown_flags(unknown)
-    return _checked(TrainConfig(**(given := _convert(settings, errors))), errors, given)
+    converted = _convert(settings, errors)
+    return _checked(TrainConfig(**converted), errors, converted)
 
 
 def run_options(adapter: Path, words: list[str], *, starts_from_it: bool = False) -> TrainConfig:
@@ -94,7 +102,7 @@ def trained_model_options(folder: Path | None, words: list[str]) -> TrainConfig:
     if (folder / CONFIG).is_file() or not (folder / "config.json").is_file():
         return run_options(folder, words, starts_from_it=True)
     given = [] if any(word.startswith("--train_type") for word in words) else ["--train_type", "lora"]
-    own = ["--model_name", str(folder), "--llama_pro_path", "none", "--adapter", "none"]
+    own = ["--model_name", str(folder), "--adapter", "none"]
     noted = folder / "config.yaml"
     return parse_train_config([*words, *given, *own], noted if noted.is_file() else None)
 
@@ -115,9 +123,9 @@ def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str,
     Raises: as `parse_train_config`.
     """
     given = {_SAME.get(name, name): value for name, value in given.items()}
-    others = {name: str(value) for name, value in given.items() if name not in _HINTS}
+    others = {name: str(value) for name, value in given.items() if name not in (*_HINTS, *OLDER)}
     errors = [f"Unknown option {name}{_advice(name, _as_keyword, value)}" for name, value in others.items()]
-    known = {name: value for name, value in given.items() if name in _HINTS}
+    known = {name: value for name, value in given.items() if name in (*_HINTS, *OLDER)}
     settings = [_Setting(name, name, words) for name, value in known.items() if (words := _as_words(name, value))]
     # An empty list has no words; None leaves an option that is never None at its default.
     values = {name: () for name, value in known.items() if isinstance(value, (list, tuple)) and not value}
@@ -125,7 +133,7 @@ def make_train_config(base: TrainConfig | str | Path | None, given: Mapping[str,
         values = vars(base) | values
     elif base is not None:
         settings = _read_yaml(find_config(os.fspath(base)), errors) + settings
-    converted = _convert(settings, errors)
+    converted = _convert(_renamed(settings, errors, []), errors)
     return _checked(TrainConfig(**{**values, **converted}), errors, converted)
 
 
@@ -133,10 +141,40 @@ def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) 
     if isinstance(result, Path):
         settings = _read_yaml(result, errors, is_result=True)
     else:
-        given = {name: value for name, value in (result or {}).items() if name in RESULT_OPTIONS}
+        given = {name: value for name, value in (result or {}).items() if name in (*RESULT_OPTIONS, *OLDER)}
         settings = [_Setting(f"its {name}", name, words) for name in given if (words := _as_words(name, given[name]))]
+    settings = [one for one in _renamed(settings, errors, []) if one.name in RESULT_OPTIONS]
     # A template's name, or else a file of this machine.
     return [one for one in settings if one.name != "prompt_template" or "".join(one.values).isidentifier()]
+
+
+def _renamed(settings: list[_Setting], errors: list[str], notes: list[str]) -> list[_Setting]:
+    """The settings with older names as what they mean now; adds to `errors` and `notes`."""
+    found = [one for one in settings if not _is_older(one)]
+    given = {one.name: ",".join(one.values) for one in found}
+    for where, name, values in filter(_is_older, settings):
+        older, value = OLDER[name], ",".join(values)
+        if value.lower() in older.unset:
+            continue
+        try:
+            meaning = older.meaning(value)
+        except ValueError as error:
+            errors.append(f"{where}: {error}.")
+            continue
+        defaults = {now: value_text(getattr(DEFAULTS, now)) for now in meaning if now != "profile"}
+        taken = [now for now, default in defaults.items() if given.get(now, default) != default]
+        if taken and not older.replaces:
+            errors.append(f"{where} is the older name of {taken[0]}, which is given too. Give one.")
+        notes.append(older.describe(name, meaning))
+        recorded = given.get("profile", "").split(",") if "profile" in meaning else []  # each option added to it
+        found += [_Setting(f"{where}, now {now}", now, [*recorded, text]) for now, text in meaning.items()]
+        given |= {one.name: ",".join(one.values) for one in found if one.name == "profile"}
+    return [one for one in found if one.name != "profile" or ":" in "".join(one.values) or "now" not in one.where]
+
+
+def _is_older(setting: _Setting) -> bool:
+    """Whether a setting has an older name; --profile was a switch."""
+    return setting.name in OLDER and (setting.name != "profile" or "".join(setting.values).lower() in _SWITCH)
 
 
 def _checked(config: TrainConfig, errors: list[str], given: Collection[str]) -> TrainConfig:
@@ -272,7 +310,7 @@ def _as_words(name: str, value: object) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [str(item) for item in value]
     if value is None:
-        return ["none"] if type(None) in get_args(_HINTS[name]) else []
+        return ["none"] if type(None) in get_args(_HINTS.get(name)) else []
     return [str(value).lower() if isinstance(value, bool) else str(value)]
 
 
@@ -314,10 +352,10 @@ def _read_yaml(path: Path, errors: list[str], *, is_result: bool = False) -> lis
         where = f"{path}, line {line}"
         name = key.value.replace("-", "_") if isinstance(key, yaml.ScalarNode) else "?"
         words = _words(value)
-        if (is_result and name not in RESULT_OPTIONS) or (name, words) in _REMOVED:
+        if (is_result and name not in (*RESULT_OPTIONS, *OLDER)) or (name, words) in _REMOVED:
             continue
         name = _SAME.get(name, name)
-        if name not in _HINTS:
+        if name not in _HINTS and name not in OLDER:
             unknown += 1
             if unknown <= _MOST_UNKNOWN:  # each is compared with all options
                 errors.append(f'{where}: unknown key "{name}"{_advice(name, _as_key, "".join((words or [])[:1]))}')
@@ -422,6 +460,8 @@ def _parser(asked: str = "") -> Parser:
                 values["const"] = ["true"]
             also = [f"--{other}" for other, ours in _SAME.items() if ours == name]
             group.add_argument(f"--{name}", *also, metavar=type_text(_HINTS[name]), help=help_text, **values)
+    for name in OLDER.keys() - _HINTS.keys():
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, nargs="?", type=lambda word: [word], const=["true"])
     return parser
 
 

@@ -35,23 +35,13 @@ def out_of_range(config: TrainConfig) -> list[str]:
     ]
 
 
-def quant_storage_error(quant_storage: str, compute_dtype: str) -> str | None:
-    """Why packed weights cannot be sharded as `quant_storage` when the model computes in `compute_dtype`."""
-    if quant_storage in ("auto", compute_dtype):
-        return None
-    return (
-        f"--quant_storage is {quant_storage}, but the model computes in {compute_dtype}: FSDP would convert "
-        f"the packed bytes to {compute_dtype} as if they were numbers. Leave it at auto."
-    )
-
-
 def _changed(config: TrainConfig, *names: str) -> list[str]:
     return [name for name in names if getattr(config, name) != getattr(DEFAULTS, name)]
 
 
 def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
     kind = c.kind
-    given = _changed(c, "quant_storage", "allow_unquantized")
+    given = _changed(c, "allow_unquantized")
     if c.quant_cache not in ("auto", "off"):
         given.append("quant_cache")
     if given and kind.quantizer is None:
@@ -63,23 +53,11 @@ def _quantization_conflicts(c: TrainConfig) -> Iterator[str]:
             yield f"--train_type {c.train_type} does not know {_flags(given)}: that is for {', '.join(takers)}."
     if kind.quantizer == "hqq" and importlib.util.find_spec("hqq") is None:
         yield f"--train_type {c.train_type} needs the package hqq: pip install hqq."
-    # The name of a precision starts with its compute dtype. auto is resolved later, for the device.
-    compute_dtype = c.precision.split("_")[0]
-    if kind.quantizer is not None and compute_dtype != "auto":
-        yield from filter(None, [quant_storage_error(c.quant_storage, compute_dtype)])
 
 
 def _model_conflicts(c: TrainConfig) -> Iterator[str]:
-    if c.llama_pro_path is not None and not c.kind.trains_new_blocks:
-        takers = [name for name, kind in TRAIN_TYPES.items() if kind.trains_new_blocks]
-        yield f"--train_type {c.train_type} does not know --llama_pro_path: that is for {' and '.join(takers)}."
-    if c.use_gradient_checkpointing is not None and _changed(c, "recompute"):
-        yield "--recompute and its older name --use_gradient_checkpointing both say what is recomputed. Give one."
-    elif c.use_activation_cpu_offload and c.blocks_to_recompute in ("none", 0):
-        yield (
-            "--use_activation_cpu_offload moves what blocks with recompute keep: it needs --recompute all "
-            "(--use_gradient_checkpointing true)."
-        )
+    if c.use_activation_cpu_offload and c.recompute in ("none", 0):
+        yield "--use_activation_cpu_offload moves what blocks with recompute keep: it needs --recompute all."
 
 
 def _adapter_conflicts(c: TrainConfig) -> Iterator[str]:
@@ -225,7 +203,7 @@ def _data_conflicts(c: TrainConfig) -> Iterator[str]:
 
 def _place_errors(c: TrainConfig) -> Iterator[str]:
     """A URL would silently become a folder of this machine, with a password as its name."""
-    folders = ("output_dir", "resume", "quant_cache", "profiling_output", "adapter")
+    folders = ("output_dir", "resume", "quant_cache", "adapter")
     found = [folder_error(name, getattr(c, name) or "") for name in folders]
     yield from filter(None, [*found, mirror_error(c.mirror or "")])
     for name in ("base_name", "push_to_hub"):
@@ -241,12 +219,23 @@ def _run_conflicts(c: TrainConfig) -> Iterator[str]:
         yield "--push_public says how --push_to_hub uploads: give that too."
     if c.push_to_hub and not c.save_model:
         yield "--push_to_hub uploads what is saved: it needs --save_model true."
-    steps = c.profiling_warmup_steps + c.active_steps
-    if c.profile and c.repeat == 0 and c.profiling_frequency < steps:
+    if c.profile and profiled_steps(c.profile) is None:
         yield (
-            f"--profiling_frequency is {c.profiling_frequency}, but a cycle of --profiling_warmup_steps and "
-            f"--active_steps takes {steps} steps."
+            f"--profile is {' '.join(c.profile)}: give the first and the last step to record, such as 10:12, and of "
+            f"{', '.join(PROFILED)} what else to record."
         )
+
+
+PROFILED = ("stack", "shapes", "memory")
+
+
+def profiled_steps(profile: tuple[str, ...]) -> tuple[int, int] | None:
+    """The first and the last step that --profile names, counted from 1; None if it is wrong."""
+    found = [re.fullmatch(r"([1-9]\d*):([1-9]\d*)", word) for word in profile if word not in PROFILED]
+    if len(found) != 1 or found[0] is None:
+        return None
+    first, last = map(int, found[0].groups())
+    return (first, last) if first <= last else None
 
 
 def _text_errors(c: TrainConfig) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Every option of training, once: its name, type, default, limit, marks and help.
 
 A field of `TrainConfig` is the flag, the YAML key and the attribute. Its type is annotated with its limit and its marks
-(marks.py). The sentence under it is its help (help.py), and the `== ... ==` comments are the headings of `--help`.
+(marks.py). The sentence under it is its help (text.py), and the `== ... ==` comments are the headings of `--help`.
 conflicts.py lists the options that exclude each other.
 """
 
@@ -13,7 +13,6 @@ from fsdp_qlora.config.marks import (
     COUNT_OR_WORD,
     FINITE,
     MAY_DIFFER,
-    NO_EFFECT,
     NOT_EMPTY,
     NOT_NEGATIVE,
     OF_ADAPTER,
@@ -62,9 +61,6 @@ class TrainConfig:
     trust_remote_code: Annotated[bool, MAY_DIFFER, OF_USER] = False
     """Run Python code from the model's files, with your permissions; models that transformers does not know need it.
     Read that code first."""
-    llama_pro_path: Annotated[str | None, MAY_DIFFER, PER_NODE, OF_RESULT] = None
-    """Folder that `fsdp-qlora expand` made, for bnb_llama_pro and hqq_llama_pro; the same as giving it as
-    model_name."""
     attn_implementation: Annotated[Literal["auto", "sdpa", "flash_attention_2", "eager"], MAY_DIFFER] = "auto"
     """Attention kernels; auto uses torch's flash kernel or flash-attn's on Ampere and newer GPUs, else SDPA, or eager
     for models that SDPA does not support."""
@@ -170,8 +166,8 @@ class TrainConfig:
         "adamw", "adam", "sgd", "adadelta", "fused_adamw", "fused_adam", "adamw_8bit", "paged_adamw_8bit", "lion",
         "lion_8bit",
     ] = "adamw"  # fmt: skip
-    """Optimizer; the fused ones are faster when many weights train on a GPU, the 8-bit ones need less memory, and the
-    paged one moves state that does not fit to the host."""
+    """Optimizer; the 8-bit ones need less memory, and the paged one moves state that does not fit to the host. On a GPU
+    adamw and adam are fused; fused_adamw and fused_adam are so for weights on a CPU too."""
     loraplus_lr_ratio: Annotated[float, POSITIVE, OF_ADAPTER] = 1.0
     """Learning rate of the adapter's B over that of A (LoRA+); 16 with a lower lr often learns faster."""
     wd: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -205,8 +201,6 @@ class TrainConfig:
     """Decoder blocks whose activations are computed again in the backward pass instead of kept: all needs the least
     memory, none is the fastest, a number means the first ones. On GPUs auto finds the smallest number that fits, by
     probing before the first step; on a CPU auto means all."""
-    use_gradient_checkpointing: Annotated[bool | None, MAY_DIFFER] = None
-    """The older name of recompute: true is all, false is none."""
     use_cpu_offload: Annotated[Literal["auto"] | bool | int, SOME_BLOCKS, MAY_DIFFER, OF_RESULT] = "auto"
     """Keep the frozen base (with full: the weights, gradients and optimizer) in host memory, and copy each block
     to the GPU when it is needed. A number above 1 offloads that many decoder blocks. On GPUs
@@ -231,8 +225,6 @@ class TrainConfig:
     int8_threshold: Annotated[float, NOT_NEGATIVE, of_quantizer("int8")] = 6.0
     """Activations of at least this magnitude are not rounded to 8 bits with an int8 base (LLM.int8's outliers); 0
     rounds all of them, which is faster and less accurate."""
-    quant_storage: Annotated[Literal["auto", "fp32", "fp16", "bf16"], OF_RESULT] = "auto"
-    """Dtype in which packed weights are sharded; it must be the compute dtype, which is what auto means."""
     allow_unquantized: Annotated[bool, MAY_DIFFER, OF_RESULT] = False
     """Continue when less than 90% of the parameters of the decoder blocks can be quantized (embeddings and head do not
     count); the rest takes its full memory."""
@@ -272,12 +264,10 @@ class TrainConfig:
     """What is learned of a row: every turn of the assistant (or every response), only the last one, or all text."""
     show_samples: Annotated[int, at_least(0), MAY_DIFFER] = 0
     """Print this many rows as the model sees them, with what is learned in colour, and stop."""
-    on_bad_row: Annotated[Literal["skip", "error"], MAY_DIFFER] = "skip"
-    """What to do with a row that cannot be used (malformed, or with no output or no room for it): skip leaves it out
-    and lists it in rejected.jsonl, error ends the run."""
     max_bad_rows: Annotated[float, SHARE, MAY_DIFFER] = 0.01
-    """Largest share of the rows that on_bad_row skip may leave out; with more the run does not start. Rows whose prompt
-    fills the context are not counted."""
+    """Largest share of the rows that malformed rows (with no output, say) that are left out and listed in
+    rejected.jsonl; with more the run does not start. Rows whose prompt fills the context are not counted, unless it is
+    0."""
     eval_fraction: Annotated[float, SHARE_BELOW_1] = 0.0
     """Share of the rows that is held out for evaluation."""
     eval_dataset: Annotated[tuple[str, ...], MAY_DIFFER, PER_NODE] = ()
@@ -365,41 +355,10 @@ class TrainConfig:
     # == profiling ==
     profile_memory: Annotated[bool, MAY_DIFFER] = False
     """Log the memory in use after each phase of the start and after the first steps."""
-    profile: Annotated[bool, MAY_DIFFER] = False
-    """Run torch.profiler during training, in cycles of steps; by default it records the last two of every ten,
-    so a run of fewer steps needs a shorter profiling_frequency. Each cycle prints and writes where the time went."""
-    profiling_output: Annotated[str, NOT_EMPTY, MAY_DIFFER, PER_NODE, OF_USER] = "profiles"
-    """Folder for the profiler's files."""
-    with_stack: Annotated[bool, MAY_DIFFER] = False
-    """Record the source line of each operation; it slows the steps that are profiled."""
-    with_shapes: Annotated[bool, MAY_DIFFER] = False
-    """Record the shapes of each operation's inputs."""
-    export_trace: Annotated[bool, MAY_DIFFER] = True
-    """Write a trace that chrome://tracing and Perfetto open."""
-    export_memory_timeline: Annotated[bool, MAY_DIFFER] = False
-    """Write a timeline of the memory in use, by category."""
-    wait_steps: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Steps that the profiler skips at the start of a cycle; used when repeat is above 0."""
-    profiling_warmup_steps: Annotated[int, at_least(0), MAY_DIFFER] = 1
-    """Steps that the profiler runs and discards before it records (warmup_steps in the 2024 program; that
-    name is now the learning rate's)."""
-    active_steps: Annotated[int, at_least(1), MAY_DIFFER] = 2
-    """Steps that the profiler records in a cycle."""
-    repeat: Annotated[int, at_least(0), MAY_DIFFER] = 0
-    """Cycles of the profiler; 0 repeats to the end, one cycle every profiling_frequency steps."""
-    profiling_frequency: Annotated[int, at_least(1), MAY_DIFFER] = 10
-    """Length of a profiler cycle in steps; used when repeat is 0."""
-
-    # == accepted for the 2024 program's commands, and without effect ==
-    low_memory: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
-    """Weights are always streamed from the files; no process holds more than its shard and loading_buffer_mib."""
-    no_sync: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
-    """Gradients of an adapter are reduced once per optimizer step if memory allows, otherwise after every micro-batch;
-    gradients of a whole model are always reduced after every micro-batch, so that they stay sharded."""
-    reentrant_checkpointing: Annotated[bool | None, MAY_DIFFER, NO_EFFECT] = None
-    """Activation checkpointing is always non-reentrant."""
-    loading_workers: Annotated[int | None, MAY_DIFFER, NO_EFFECT] = None
-    """Reading runs ahead of quantizing by loading_buffer_mib."""
+    profile: Annotated[tuple[str, ...], MAY_DIFFER] = ()
+    """Record optimizer steps with torch.profiler: the first and the last one, such as 10:12, and what else to record of
+    stack (source lines), shapes (of inputs) and memory (a timeline). Where the time went is printed, and written with
+    the traces to profiles/ in output_dir."""
 
     @property
     def kind(self) -> TrainType:
@@ -428,18 +387,6 @@ class TrainConfig:
             return self.lr
         is_low = self.kind.trains == "all" or OBJECTIVES[self.objective].needs != TEXTS
         return 1e-5 if is_low else 2e-4
-
-    @property
-    def blocks_to_recompute(self) -> str | int:
-        """`recompute`, under its older name too."""
-        if self.use_gradient_checkpointing is None:
-            return self.recompute
-        return "all" if self.use_gradient_checkpointing else "none"
-
-    @property
-    def model(self) -> str:
-        """Name or folder of the model: `llama_pro_path` where it is given."""
-        return self.llama_pro_path or self.model_name
 
     def pick(self, cls: type[Group], *, prefix: str = "", **given: Any) -> Group:
         """The options that belong together, as the dataclass that a library function takes.

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from yaml.composer import ComposerError
 
-from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT
+from fsdp_qlora.config.marks import MAY_DIFFER
 from fsdp_qlora.config.options import DEFAULTS, TrainConfig, names_marked
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.redact import redact_values
@@ -52,13 +52,6 @@ def value_text(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
-def needless_lines(config: TrainConfig) -> list[str]:
-    """One line for each option that was given and has no effect any more."""
-    given = [name for name in names_marked(NO_EFFECT) if getattr(config, name) is not None]
-    help_of = {name: text for options in option_help().values() for name, text in options.items()} if given else {}
-    return [f"--{name} is no longer needed. {help_of[name]}" for name in given]
 
 
 # --- the options of a run, in its folder, in checkpoints and with its result ---

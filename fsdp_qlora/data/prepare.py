@@ -71,7 +71,6 @@ class DataOptions:
     prompt_template: str | None
     learn: str
     dataset_samples: int | None
-    on_bad_row: str
     max_bad_rows: float
     seed: int
     streaming: bool = False
@@ -303,7 +302,7 @@ class DatasetPipeline:
             used=self._used,
             block_rows=options.shuffle_buffer,
             seed=options.seed,
-            max_bad_rows=options.max_bad_rows if options.on_bad_row == "skip" else 0.0,
+            max_bad_rows=options.max_bad_rows,
             num_rows=source.count() if options.max_steps < 0 else None,
         )
         entries, _ = stream.read_block(StreamPosition(), _FIRST_ROWS)
@@ -422,22 +421,18 @@ def check_report(report: DataReport, options: DataOptions) -> None:
     Raises:
         UserError: no row is left, or too many were rejected. The message names the first of them with their places.
     """
-    skips, is_empty = options.on_bad_row == "skip", report.num_used == 0
-    counts_too_long = is_empty or not skips
+    allowed, is_empty = options.max_bad_rows, report.num_used == 0
+    counts_too_long = is_empty or not allowed
     num_bad = report.num_rejected - (0 if counts_too_long else report.num_too_long)
-    allowed = options.max_bad_rows if skips else 0.0
     advice = report.describe_cut(options.context_length)
     if is_empty or num_bad > allowed * report.num_rows:
         lines = [line for reason, line in report.first_places() if counts_too_long or reason != NO_ROOM]
         if len(lines) > NUMBERS_SHOWN:
             lines[NUMBERS_SHOWN:] = [f"... and {len(lines) - NUMBERS_SHOWN:,} other reasons"]
-        limit = f"allowed are {allowed:.1%}" if skips else "--on_bad_row is error"
-        cure = "raise --max_bad_rows" if skips else "leave them out with --on_bad_row skip"
-        if report.num_too_long == num_bad:
-            cure = "raise --context_length"
+        cure = "raise --context_length" if report.num_too_long == num_bad else "raise --max_bad_rows"
         raise UserError(
-            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, {limit}. Repair them or {cure}."
-            + "".join(f"\n  {line}" for line in [*lines, *advice])
+            f"{report.origin}: {num_bad:,} of {report.num_rows:,} rows cannot be used, allowed are {allowed:.1%}. "
+            f"Repair them or {cure}." + "".join(f"\n  {line}" for line in [*lines, *advice])
         )
     log.info("%s", report.describe())
     for line in report.describe_rejected():

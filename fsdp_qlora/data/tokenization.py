@@ -176,7 +176,7 @@ def check_vocabulary(tokenized: TokenizedRows, vocab_size: int) -> None:
 
 def sample_line(tokenized: TokenizedRows, row: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """One line of the text of a row, of a pair's chosen one: the end of its first prompt, and what is learned after."""
-    [document] = tokenized.documents([row], side=0)
+    document = tokenized.documents([row])[0]
     start, end = tokenized.document_offsets[document : document + 2]
     first = start + int(tokenized.learned[start:end].argmax())
     asked, learned = (

@@ -1,4 +1,4 @@
-"""torch's profiler for the training steps, with the 2024 program's flags."""
+"""torch's profiler for some training steps, and a log of memory."""
 
 import contextlib
 import heapq
@@ -15,10 +15,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from fsdp_qlora.config.conflicts import profiled_steps
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.errors import UserError
 from fsdp_qlora.ranks.distributed import Ranks
-from fsdp_qlora.storage.files import why_not_writable
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -41,57 +40,51 @@ class MemoryLog:
         log.info("Memory %s: %s%.2f GiB resident on the host", phase, gpu, resident)
 
 
-def check_output(folder: str) -> None:
-    """Refuse a folder that traces could not be written to, before any work."""
-    if reason := why_not_writable(Path(folder)):
-        raise UserError(f"profiling_output {folder}: {reason}. Give another folder.")
-
-
 @contextlib.contextmanager
 def profiling(config: TrainConfig, ranks: Ranks) -> Iterator[Callable[[], None]]:
-    """Profile the block if --profile says so; gives what is called after each optimizer step.
+    """Record the steps of --profile, if any; gives what is called after each optimizer step.
 
-    Summaries, traces and memory timelines are written per cycle and rank.
+    Each rank writes a summary, a trace and, if asked for, a timeline of its memory.
     """
-    if not config.profile:
+    steps = profiled_steps(config.profile)
+    if steps is None:
         yield lambda: None
         return
-    warmup, active = config.profiling_warmup_steps, config.active_steps
-    wait = config.wait_steps if config.repeat else config.profiling_frequency - warmup - active
-    output = Path(config.profiling_output)
+    first, last = steps
+    output = Path(config.output_dir) / "profiles"
     output.mkdir(parents=True, exist_ok=True)
+    has_memory = "memory" in config.profile
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
+    warmup = min(first - 1, 1)  # a step that the profiler runs and discards
     profiler = profile(
         activities=activities,
-        schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=config.repeat),
-        on_trace_ready=partial(_write, output, ranks, config),
-        with_stack=config.with_stack or config.export_memory_timeline,
-        record_shapes=config.with_shapes or config.export_memory_timeline,
-        profile_memory=config.export_memory_timeline,
+        schedule=schedule(wait=first - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1),
+        on_trace_ready=partial(_write, output / f"rank{ranks.rank}_steps{first}-{last}", str(ranks.device), has_memory),
+        with_stack=has_memory or "stack" in config.profile,
+        record_shapes=has_memory or "shapes" in config.profile,
+        profile_memory=has_memory,
     )
     try:
         with profiler:
             yield profiler.step
     finally:
-        if not any(output.iterdir()):
-            log.warning("Nothing was profiled: the run was shorter than one cycle (--profiling_frequency).")
+        if profiler.step_num < last:
+            log.warning("--profile %s: the run ended after %d steps.", " ".join(config.profile), profiler.step_num)
 
 
-def _write(output: Path, ranks: Ranks, config: TrainConfig, profiler: profile) -> None:
-    stem = output / f"rank{ranks.rank}_step{profiler.step_num}"
-    summary = summarize(profiler.events() or (), f"Profile of rank {ranks.rank} to step {profiler.step_num}")
+def _write(stem: Path, device: str, has_memory: bool, profiler: profile) -> None:
+    summary = summarize(profiler.events() or (), f"Profile of {stem.name}")
     Path(f"{stem}.summary.txt").write_text(summary + "\n")
     log.info("%s", summary)
-    if config.export_trace:
-        profiler.export_chrome_trace(f"{stem}.trace.json")
-    if config.export_memory_timeline:
-        profiler.export_memory_timeline(f"{stem}.memory.json.gz", device=str(ranks.device))  # by default cuda:0
+    profiler.export_chrome_trace(f"{stem}.trace.json")
+    if has_memory:
+        profiler.export_memory_timeline(f"{stem}.memory.json.gz", device=device)  # by default cuda:0
     log.info("Profile written: %s.*", stem)
 
 
-# --- ten lines about a cycle: where a step's time goes, and the largest operations ---
+# --- ten lines about the steps: where a step's time goes, and the largest operations ---
 
 Interval = tuple[float, float]  # start and end, in microseconds
 _KINDS = {

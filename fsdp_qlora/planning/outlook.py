@@ -183,7 +183,7 @@ class Planner:
         options += [{**each, "use_activation_cpu_offload": True} for each in options[1::2]]
         if config.context_length > 512:
             options += [{**options[-1], "context_length": config.context_length // 2}]
-        found = (self.outlook(**each, recompute="all", use_gradient_checkpointing=None) for each in options)
+        found = (self.outlook(**each, recompute="all") for each in options)
         return (each for each in found if each.fits)
 
     # --- the fastest settings ---
@@ -196,7 +196,7 @@ class Planner:
         fastest. The inputs of blocks are kept there if nothing fits otherwise.
         """
         found = [each for changes in self._micro_batches() for each in self._places(changes)]
-        if not any(each.fits_with_margin for each in found) and self.config.blocks_to_recompute not in ("none", 0):
+        if not any(each.fits_with_margin for each in found) and self.config.recompute not in ("none", 0):
             inputs = {"use_activation_cpu_offload": True}
             found += [each for changes in self._micro_batches() for each in self._places(changes | inputs)]
         return _by_speed(found)
@@ -234,7 +234,7 @@ class Planner:
         """
         config, blocks = self.config, self._size.blocks
         offloads = changes.get("use_activation_cpu_offload", config.use_activation_cpu_offload)
-        leaves_open = config.blocks_to_recompute == "auto" and not offloads
+        leaves_open = config.recompute == "auto" and not offloads
         recompute = ["none", *range(1, blocks), "all"] if leaves_open else [config.recompute]
         places = {(each.sharding_strategy, each.offload): each for each in candidates(config, self.model)}
         for (strategy, offload), chosen in places.items():

@@ -19,7 +19,6 @@ from fsdp_qlora.adapters.first_values import reduces_base
 from fsdp_qlora.adapters.insert import LoraOptions
 from fsdp_qlora.adapters.peft_folder import read_adapter
 from fsdp_qlora.adapters.peft_format import peft_config
-from fsdp_qlora.config.conflicts import quant_storage_error
 from fsdp_qlora.config.marks import of_quantizer
 from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS
 from fsdp_qlora.config.options import TrainConfig, names_marked, pairs
@@ -126,15 +125,15 @@ def plan_model(config: TrainConfig, machine: Machine, store: dist.Store | None) 
     """Find the model, build it without weights as the train type says, and describe it."""
     # Weights are downloaded last, after all checks that do not need them.
     folder = hub.find_model_folder(
-        config.model,
+        config.model_name,
         with_weights=False,
         with_code=config.trust_remote_code,
         is_preview=config.is_preview,
         ranks=machine.ranks,
         store=store,
     )
-    model_config = models.load_config(folder, config.model, trust_remote_code=config.trust_remote_code)
-    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     plan = build_plan(config, machine, folder, model_config, tokenizer)
     dtype, device = plan.precision.compute_dtype, machine.ranks.device
     kernel = describe_kernel(plan.meta.model.config, dtype, device, plan.documents)
@@ -192,10 +191,7 @@ def build_plan(
 def resolve_precision(config: TrainConfig, machine: Machine) -> str:
     """The name of the precision; GPUs that are elsewhere are taken for newer ones. Raises UserError if it is wrong."""
     asked = "bf16" if machine.is_elsewhere and config.precision == "auto" else config.precision
-    name = choose_precision(asked, machine.ranks.device)
-    if error := quant_storage_error(config.quant_storage, PRECISIONS[name].compute_name):
-        raise UserError(error)
-    return name
+    return choose_precision(asked, machine.ranks.device)
 
 
 def resolve_layers(
@@ -206,12 +202,12 @@ def resolve_layers(
     stored = decoded.take_format(model_config)
     if stored:
         notes.append(stored.describe_use(quantizes=train_type.quantizer is not None))
-    prequantized = bnb_4bit.take_settings(model_config, config.model)
+    prequantized = bnb_4bit.take_settings(model_config, config.model_name)
     if prequantized:
         if train_type.quantizer != "bnb_4bit" or train_type.trains_new_blocks:
             raise UserError(
-                f"model_name {config.model} is quantized to 4 bits, which train_type {config.train_type} cannot train. "
-                "Use --train_type qlora, or give the model with 16- or 32-bit weights."
+                f"model_name {config.model_name} is quantized to 4 bits, which train_type {config.train_type} cannot "
+                "train. Use --train_type qlora, or give the model with 16- or 32-bit weights."
             )
         notes.append(prequantized.describe_use(quant_type=config.quant_type, double_quant=config.double_quant))
     layers = LayerOptions(
@@ -224,7 +220,7 @@ def resolve_layers(
         ),
         quantizer=quantizer_options(config, train_type.quantizer),
         prequantized=prequantized,
-        new_blocks=models.new_blocks(model_config, config.model) if train_type.trains_new_blocks else (),
+        new_blocks=models.new_blocks(model_config, config.model_name) if train_type.trains_new_blocks else (),
     )
     return layers, stored, notes
 
@@ -246,7 +242,7 @@ def adapter_config(
         meta.target_parameters,
         config.kind.adapter,
         lora,
-        base_model=config.base_name or hub.public_name(config.model),
+        base_model=config.base_name or hub.public_name(config.model_name),
         model_config=model_config,
     )
 
@@ -254,7 +250,7 @@ def adapter_config(
 def check_model(config: TrainConfig, meta: MetaModel) -> None:
     """Refuse a model that the adapter to start from does not fit, or of which too little would be quantized."""
     if config.adapter:
-        adapter, own = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model)
+        adapter, own = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
         check_fits(adapter, meta.model, own=own, said_to_be=config.base_name, init=config.init_lora_weights)
     if config.kind.quantizer:
         checks.check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
@@ -358,7 +354,7 @@ def blocks_to_recompute(config: TrainConfig, plan: ModelPlan) -> int:
     Raises:
         UserError: the model does not have so many.
     """
-    blocks, asked = len(plan.meta.parts.blocks), config.blocks_to_recompute
+    blocks, asked = len(plan.meta.parts.blocks), config.recompute
     if isinstance(asked, int) and asked > blocks:
         raise UserError(f"--recompute {asked}: the model has {blocks} decoder blocks. Give at most that, or all.")
     return asked if isinstance(asked, int) else 0 if asked == "none" else blocks

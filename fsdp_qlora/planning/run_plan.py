@@ -18,7 +18,6 @@ from fsdp_qlora.checkpointing.checkpoint import STATE
 from fsdp_qlora.checkpointing.run_folder import RECORD, RUN
 from fsdp_qlora.config.objectives import OBJECTIVES, PAIRS, TEXTS
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.config.text import needless_lines
 from fsdp_qlora.data.prepare import DataOptions, RunData, prepare_data
 from fsdp_qlora.data.rendering import CHAT, TEMPLATE, describe_default
 from fsdp_qlora.data.rows import Lengths
@@ -27,7 +26,6 @@ from fsdp_qlora.data.tokenization import sample_line
 from fsdp_qlora.generation.prompts import Question, read_questions
 from fsdp_qlora.generation.tasks import Tasks
 from fsdp_qlora.metrics.metric_log import refuse_sinks
-from fsdp_qlora.metrics.profiling import check_output
 from fsdp_qlora.model import models
 from fsdp_qlora.model.attention import can_share
 from fsdp_qlora.optimizers.sharded import check_optimizer, check_shard_sizes
@@ -68,12 +66,8 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     machine = Machine.of(config, ranks)
     check_optimizer(config.optimizer, machine.device)
     refuse_sinks(config.log_to)
-    if config.profile:
-        check_output(config.profiling_output)
     questions = read_questions(Path(config.sample_prompts)) if config.sample_prompts else []
     tasks = Tasks(config.eval_tasks) if config.eval_tasks else None
-    for line in needless_lines(config):
-        log.info("%s", line)
     model = plan_model(config, machine, store)
     data = read_rows(config, model)  # before the process group starts, so that no collective waits for the tokenizer
     prompts = describe_default(data.reports[0].dataset_format, data.provenance["prompt"])

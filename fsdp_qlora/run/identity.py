@@ -98,7 +98,7 @@ def _check_parent(config: TrainConfig, adapter: PretrainedAdapter, base: str | N
     trained_on = adapter.record.get("base", {}).get("weights")
     if failure is None and config.base_name is None and trained_on not in (None, base):
         failure = (
-            f"it was trained on other weights than those of --model_name {config.model}. If they are the same in "
+            f"it was trained on other weights than those of --model_name {config.model_name}. If they are the same in "
             "other bits or files, say so by naming them: --base_name OWNER/NAME"
         )
     if failure:

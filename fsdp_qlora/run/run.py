@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,11 @@ from fsdp_qlora.training.trainer import Trainer
 log = logging.getLogger("fsdp_qlora")
 
 
-def run(config: TrainConfig, signals: Signals | None = None) -> None:
-    """Run what the options describe. Called on every rank. signals: of the process, if it handles them already.
+def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str] = ()) -> None:
+    """Run what the options describe. Called on every rank.
 
+    Args:
+        signals: those of the process, if it handles them already. notes: lines about how the options were given.
     Raises:
         UserError: the options, the model or the data cannot be used.
         TrainingError: the run cannot continue.
@@ -68,6 +71,8 @@ def run(config: TrainConfig, signals: Signals | None = None) -> None:
     # A dry run may plan for GPUs that are elsewhere.
     ranks = distributed.read_ranks("auto" if config.is_preview and config.device == "cuda" else config.device)
     distributed.set_up_logging(ranks, verbose=config.verbose)
+    for line in notes:
+        log.info("%s", line)
     if config.show_samples:
         samples = show_samples(config)
         if ranks.is_rank_0:
@@ -96,7 +101,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             config = dataclasses.replace(config, **plan.chosen)
             folder.check_contents(known_facts(plan), plan.model.folder)
             check_resources(config, plan.model)
-            hub.fetch_weights(config.model, plan.model.folder, ranks=ranks, store=store)
+            hub.fetch_weights(config.model_name, plan.model.folder, ranks=ranks, store=store)
             weights = open_weights(plan.model)
         distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
@@ -113,9 +118,9 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
 def show_samples(config: TrainConfig) -> str:
     """The first rows as the model sees them. Only the model's tokenizer is needed."""
     folder = hub.find_model_folder(
-        config.model, with_weights=False, with_code=config.trust_remote_code, is_preview=True
+        config.model_name, with_weights=False, with_code=config.trust_remote_code, is_preview=True
     )
-    tokenizer = models.load_tokenizer(folder, config.model, trust_remote_code=config.trust_remote_code)
+    tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     data = prepare_data(tokenizer, data_options(config, folder, tokenizer), vocab_size=len(tokenizer))
     in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return "\n\n".join(
@@ -151,7 +156,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     all_write = plan.model.trains_whole_modules or config.optimizer.endswith("_8bit")
     guard.folder.prepare(files, identity, keep_run=not start.is_new, all_write=all_write)
     guard.facts.describe(lambda: run_facts(plan))
-    form = ResultForm(plan.model, Base.of(config.model, config.base_name))
+    form = ResultForm(plan.model, Base.of(config.model_name, config.base_name))
     samples = open_samples(config, plan, trainer, folder)
     with guard.recording(state, identity, samples, total_steps=plan.schedule.total_steps) as recorder:
         progress = restore(state, guard)
@@ -185,7 +190,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
 def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) -> None:
     """Try the longest rows on the GPU, and find how many blocks must recompute if that is left open."""
     rows = RowsInMemory(plan.data.train, plan.data.train_rows)
-    if config.blocks_to_recompute != "auto" or config.use_activation_cpu_offload:
+    if config.recompute != "auto" or config.use_activation_cpu_offload:
         trainer.try_longest(rows)
     elif start.failed_starts:
         log.info("Recompute: all blocks, since the last start ended before it made progress.")
@@ -202,7 +207,7 @@ def open_weights(plan: ModelPlan) -> Weights:
 
 def memory_settings(config: TrainConfig, plan: PlacedModel, ranks: Ranks) -> str:
     """What would help if memory is short, in words."""
-    recompute = config.blocks_to_recompute
+    recompute = config.recompute
     is_all = recompute == "all" or (recompute == "auto" and ranks.device.type == "cpu")
     chosen = {"recompute": "all" if is_all else recompute, **plan.placement.options}
     return exits.memory_settings(resolved_options(config) | chosen)

@@ -568,7 +568,7 @@ def test_unusable_rows_are_listed_and_too_many_are_refused(
     assert (len(tokenized), report.num_used, report.num_rows) == (94, 94, 102)
     assert f"3 x empty output: {path}:1, 2, 7" in caplog.text
     # Now from the cache, whose file does not make the limit void.
-    for options, limit in (({"max_bad_rows": 0.07}, "allowed are 7.0%"), ({"on_bad_row": "error"}, "is error")):
+    for options, limit in (({"max_bad_rows": 0.07}, "allowed are 7.0%"), ({"max_bad_rows": 0.0}, "allowed are 0.0%")):
         with pytest.raises(
             UserError, match=rf"8 of 102 rows cannot be used, .*{limit}(.|\n)*rows.jsonl:1: empty output .and 2 more"
         ):

@@ -327,7 +327,7 @@ PATHS = [
     "nowhere", "file", "file/x", "loop", ".", "..", "", " ", "~nobody/x", "a\nb", "\x1b[2J", "owner/name",
     "a/b/c", "https://x.y/z", "-x", "$HOME", "/", "/proc", "empty", "empty/../empty",
 ]  # fmt: skip
-PATH_OPTIONS = ["model_name", "dataset", "output_dir", "eval_dataset", "profiling_output", "config", "llama_pro_path"]
+PATH_OPTIONS = ["model_name", "dataset", "output_dir", "eval_dataset", "config", "llama_pro_path"]
 
 
 def test_paths(models: Models, tmp_path: Path) -> None:
@@ -337,7 +337,6 @@ def test_paths(models: Models, tmp_path: Path) -> None:
         (place / "empty").mkdir()
         good = {"model_name": models(), "dataset": "alpaca_demo", "output_dir": "out", "dataset_samples": 8}
         bad: dict[str, object] = {rng.choice(PATH_OPTIONS): rng.choice(PATHS) for _ in range(rng.choice([1, 1, 2]))}
-        bad |= {"profile": True} if "profiling_output" in bad else {}
         bad |= {"train_type": "bnb_llama_pro"} if "llama_pro_path" in bad else {}
         argv = flags(**(good | bad))
         config = parse_train_config(argv)

@@ -9,9 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.metrics.profiling import _write, summarize
-from fsdp_qlora.ranks.distributed import Ranks
 
 
 def event(name: str, start: float, end: float, device: DeviceType = DeviceType.CUDA, **more: object) -> SimpleNamespace:
@@ -21,9 +19,8 @@ def event(name: str, start: float, end: float, device: DeviceType = DeviceType.C
 
 def test_each_rank_exports_the_memory_timeline_of_its_own_gpu(tmp_path: Path) -> None:
     profiler = mock.Mock(step_num=4, events=list)
-    ranks = Ranks(1, 1, 2, 2, torch.device("cuda", 1))
-    _write(tmp_path, ranks, TrainConfig(profile=True, export_memory_timeline=True), profiler)
-    file = str(tmp_path / "rank1_step4.memory.json.gz")
+    _write(tmp_path / "rank1_steps3-4", "cuda:1", True, profiler)
+    file = str(tmp_path / "rank1_steps3-4.memory.json.gz")
     assert profiler.export_memory_timeline.call_args == mock.call(file, device="cuda:1")  # torch takes cuda:0 by itself
 
 

@@ -13,10 +13,10 @@ from typing import get_args
 import pytest
 
 from fsdp_qlora.config.cli import make_train_config, parse_train_config
-from fsdp_qlora.config.marks import MAY_DIFFER, NO_EFFECT, PER_NODE, of_quantizer
+from fsdp_qlora.config.marks import MAY_DIFFER, PER_NODE, of_quantizer
 from fsdp_qlora.config.options import TrainConfig, names_marked, option_types
 from fsdp_qlora.config.other_programs import OTHER_NAMES, advise
-from fsdp_qlora.config.text import needless_lines, option_help, resolved_yaml
+from fsdp_qlora.config.text import option_help, resolved_yaml
 from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.errors import UserError
 
@@ -62,14 +62,32 @@ def test_the_command_of_the_2024_readme_is_accepted():
         "--train_type qlora --use_gradient_checkpointing true --use_cpu_offload true --dataset alpaca "
         "--reentrant_checkpointing true --log_to wandb --master_port 12355 --world_size -1"
     )
-    config = parse_train_config(command.split())
-    assert config.use_cpu_offload and config.batch_size == 2
-    assert [line.split()[0] for line in needless_lines(config)] == ["--reentrant_checkpointing"]
+    notes: list[str] = []
+    config = parse_train_config(command.split(), notes=notes)
+    assert config.use_cpu_offload and config.batch_size == 2 and config.recompute == "all"
+    assert notes == [
+        "--use_gradient_checkpointing is now --recompute all.",
+        "--reentrant_checkpointing is no longer needed: activation checkpointing is always non-reentrant.",
+    ]
+
+
+def test_older_names_of_options_are_read_as_what_they_mean_now(yaml_file):
+    older = "low_memory: true\nllama_pro_path: pro\non_bad_row: error\nmax_bad_rows: 0.01\nrecompute: auto\n"
+    older += "use_gradient_checkpointing: false\nprofile: true\nwith_stack: true\nrepeat: 0\nquant_storage: auto\n"
+    notes: list[str] = []
+    config = parse_train_config(["--config", yaml_file(older), "--export_memory_timeline", "true"], notes=notes)
+    assert (config.model_name, config.max_bad_rows, config.recompute) == ("pro", 0.0, "none")
+    assert config.profile == ("9:10", "stack", "memory") and len(notes) == 7  # and none of values that were the default
+    assert parse_train_config(["--profile", "3:4", "--with_shapes", "true"]).profile == ("3:4", "shapes")
+    assert parse_train_config(["--profile", "false", "--with_shapes", "true"]).profile == ()
+    # A result's files, which an earlier release wrote.
+    assert parse_train_config([], {"model_name": "base", "llama_pro_path": "pro"}).model_name == "pro"
+    assert make_train_config(None, {"use_gradient_checkpointing": True}).recompute == "all"
 
 
 def test_the_resolved_options_are_accepted_back(yaml_file):
-    argv = "--lr 1e-5 --name run:1 --group #x --lora_target_modules q_proj k_proj --max_bad_rows 0"
-    config = parse_train_config([*argv.split(), "--dataset", "/data/ä.json", "--no_sync", "false"])
+    argv = "--lr 1e-5 --name run:1 --group #x --lora_target_modules q_proj k_proj --max_bad_rows 0 --profile 2:3 stack"
+    config = parse_train_config([*argv.split(), "--dataset", "/data/ä.json"])
     text = resolved_yaml(config)
     assert all(f"\n{name}: " in f"\n{text}" or f"\n{name}:\n" in f"\n{text}" for name in NAMES)
     assert parse_train_config(["--config", yaml_file(text)]) == config
@@ -123,8 +141,6 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--n_bits 3", "qlora does not know --n_bits: that is for hqq_lora"),
         ("--objective simpo --precompute_reference true", "simpo compares with nothing: --precompute_reference has"),
         ("--objective dpo --precompute_reference true --streaming true", "cannot be used with --streaming true"),
-        ("--llama_pro_path x", "qlora does not know --llama_pro_path: that is for bnb_llama_pro and hqq_llama_pro"),
-        ("--precision fp16 --quant_storage bf16", "the model computes in fp16"),
         ("--train_type hqq_lora --n_bits 5", "--n_bits must be 8, 4, 3 or 2, but is 5"),
         ("--train_type hqq_lora --group_size 48", "--group_size must be a multiple of 32, but is 48"),
         ("--eval_fraction 0.1 --eval_dataset x.json", "Give one"),
@@ -132,12 +148,14 @@ def test_unknown_names_are_all_reported_with_the_closest(yaml_file):
         ("--eval_tasks arc_easy", "--eval_tasks are measured at each evaluation: give --eval_fraction"),
         ("--max_cost_usd 3", "--max_cost_usd and --price_per_hour are needed together"),
         ("--use_activation_cpu_offload true --use_gradient_checkpointing false", "it needs"),
+        ("--use_gradient_checkpointing maybe", "--use_gradient_checkpointing: expected true or false, got 'maybe'"),
         ("--use_activation_cpu_offload true --recompute 0", "it needs --recompute all"),
         ("--recompute 3 --use_gradient_checkpointing true", "Give one"),
         ("--recompute some", "--recompute: expected auto|all|none|INT, got 'some'"),
         ("--use_cpu_offload maybe", "--use_cpu_offload: expected auto|true|false|INT, got 'maybe'"),
         ("--use_cpu_offload -2", "--use_cpu_offload must be above 1 if it is a number"),
-        ("--profile true --profiling_frequency 2", "takes 3 steps"),
+        ("--profile 4:2", "give the first and the last step to record, such as 10:12"),
+        ("--profile stack", "--profile is stack: give the first"),
         ("--batch_size 2 3", "Unexpected argument '3'"),
         ("train", "Unexpected argument 'train'"),
         ("--config missing.yaml", "--config missing.yaml: cannot read it"),
@@ -167,7 +185,7 @@ def test_bad_input_on_the_command_line_says_what_to_do(argv, says):
 )
 def test_a_place_elsewhere_is_no_folder_and_its_password_is_not_shown(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for option in ("mirror", "output_dir", "resume", "quant_cache", "profiling_output"):
+    for option in ("mirror", "output_dir", "resume", "quant_cache"):
         if (option, place[:5]) == ("mirror", "s3://"):
             continue
         error = error_of(f"--{option}", place)
@@ -220,9 +238,9 @@ def test_every_other_name_stands_for_an_option_and_its_value():
 
 
 def test_a_switch_without_a_value_is_on_and_choices_are_found_in_any_case():
-    argv = "--use_cpu_offload --low_memory --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit --log_to STDOUT"
+    argv = "--use_cpu_offload --packing --train_type HQQ_LoRA --optimizer Paged-AdamW-8bit --log_to STDOUT"
     config = parse_train_config(argv.split())
-    assert config.use_cpu_offload and config.low_memory
+    assert config.use_cpu_offload and config.packing
     assert (config.train_type, config.optimizer, config.log_to) == ("hqq_lora", "paged_adamw_8bit", ("stdout",))
 
 
@@ -285,21 +303,21 @@ def test_every_choice_has_its_row_in_the_table_it_selects_from():
 
 def test_a_group_of_options_is_a_dataclass_with_fields_of_their_names():
     @dataclasses.dataclass
-    class Profiling:
+    class Saving:
         enabled: bool
-        output: str
-        warmup_steps: int
-        repeat: int = 9
+        minutes: float
+        total_limit: int
+        seed: int = 9
 
-    config = TrainConfig(profile=True, profiling_warmup_steps=3, warmup_steps=5)
-    assert config.pick(Profiling, prefix="profiling_", enabled=config.profile) == Profiling(True, "profiles", 3, 0)
+    config = TrainConfig(save_minutes=3.0, seed=5)
+    assert config.pick(Saving, prefix="save_", enabled=config.save_model) == Saving(True, 3.0, 3, 5)
     with pytest.raises(AttributeError, match="enabled"):
-        config.pick(Profiling, prefix="profiling_")
+        config.pick(Saving, prefix="save_")
 
 
 def test_every_option_is_read():
     """An option that nothing reads is a promise that is not kept."""
-    read = set(names_marked(NO_EFFECT))  # by needless_lines
+    read: set[str] = set()
     sources = {path: path.read_text() for path in (ROOT / "fsdp_qlora").rglob("*.py")}
     users = [path for path, text in sources.items() if "TrainConfig" in text or "options.config[" in text]
     for path in (path for path in users if path.parent.name != "config"):
@@ -336,7 +354,7 @@ IDENTITY = """
     undesirable_weight rating_threshold lora_rank lora_alpha lora_dropout lora_target_modules lora_target_parameters
     modules_to_save use_rslora init_lora_weights rank_pattern alpha_pattern context_length num_epochs max_steps lr
     lr_scheduler warmup_ratio warmup_steps optimizer loraplus_lr_ratio wd apply_gradient_clipping grad_norm seed
-    deterministic quant_type double_quant n_bits group_size int8_threshold quant_storage dataset_samples streaming
+    deterministic quant_type double_quant n_bits group_size int8_threshold dataset_samples streaming
     shuffle_buffer dataset_format eval_fraction
 """
 
@@ -345,5 +363,5 @@ def test_the_options_that_make_a_run_this_run_are_those_of_before() -> None:
     assert [name for name in NAMES if name not in names_marked(MAY_DIFFER)] == IDENTITY.split()
 
 
-def test_only_what_may_differ_on_resume_may_differ_between_nodes_or_be_without_effect() -> None:
-    assert {*names_marked(PER_NODE), *names_marked(NO_EFFECT)} <= set(names_marked(MAY_DIFFER))
+def test_only_what_may_differ_on_resume_may_differ_between_nodes() -> None:
+    assert set(names_marked(PER_NODE)) <= set(names_marked(MAY_DIFFER))
