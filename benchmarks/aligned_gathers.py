@@ -24,7 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.planning.known_models import known_config
 from fsdp_qlora.planning.plan import Machine, build_plan
-from fsdp_qlora.ranks.distributed import Ranks, build_mesh
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.sharding.parallelize import fsdp_modules, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 

@@ -30,9 +30,10 @@ from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
-from fsdp_qlora.ranks.distributed import Ranks, derive_seed
+from fsdp_qlora.ranks.process_group import release_loading_memory
+from fsdp_qlora.ranks.ranks import Ranks, derive_seed
+from fsdp_qlora.ranks.shards import shard_size
 from fsdp_qlora.run import load_model
 from fsdp_qlora.sharding import model_parts
 from fsdp_qlora.training.trainer import Trainer
@@ -120,13 +121,13 @@ def build_run(
     unchecked = mock.patch.object(load_model, "check_byte_account") if is_stand_in() else contextlib.nullcontext()
     with unchecked:
         mesh = load_model.load_model(config, model_plan, weights, ranks)
-    distributed.release_loading_memory(ranks.device)
+    release_loading_memory(ranks.device)
     on_phase("loaded and verified")
-    schedule = config.pick(Schedule, num_rows=len(data), world_size=ranks.world_size, rows_per_step=None, mixture=None)
+    schedule = config.pick(Schedule, num_rows=len(data), data_size=ranks.world_size, rows_per_step=None, mixture=None)
     rows = np.arange(len(data))
     run_data = RunData(data, rows)
     plan = Plan(model_plan, run_data, schedule, warmup_steps=0)
-    account = model_parts.count_bytes(model_parts.kinds_of(model), distributed.shard_size(mesh))
+    account = model_parts.count_bytes(model_parts.kinds_of(model), shard_size(mesh))
     return Run(
         config,
         plan,

@@ -67,7 +67,8 @@ from fsdp_qlora.data.row_source import StepRows
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
-from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 
 # part -> the other -> what ours may take of its CPU time and peak memory
@@ -81,7 +82,7 @@ LIMITS: dict[str, dict[str, tuple[float, float | None]]] = {
 MASKED = 0.6  # of a row's tokens
 SEED, LR, LORA_RANK = 0, 1e-3, 16
 # On the CPU, where there is a GPU as well: the fixed cost of a step is the same code.
-RANKS = distributed.Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+RANKS = Ranks(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 
 Step = Callable[[], float]  # runs one turn, returns its loss
 
@@ -454,11 +455,11 @@ def failures(table: dict[str, dict[str, Any]]) -> list[str]:
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
     quiet_on_one_thread()
-    distributed.start_process_group(RANKS)
+    start_process_group(RANKS)
     try:
         table = {part: measure(part, args) for part in args.parts}
     finally:
-        distributed.stop_process_group()
+        stop_process_group()
     for part, rows in table.items():
         for name, row in rows.items():
             low, middle, high = row["ratio_quartiles"]

@@ -42,7 +42,7 @@ from fsdp_qlora.data.prepare import DataOptions, prepare_data
 from fsdp_qlora.data.row_source import RowsInMemory
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
 
 VOCABULARY = 8192
 LOSS_TOLERANCE = 0.02
@@ -150,7 +150,7 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     quiet_on_one_thread()
     data = read_rows(args)
-    distributed.start_process_group(RANKS)
+    start_process_group(RANKS)
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
                 epochs["TRL, packed"] = trl_epoch(folder, data, args, packing=True)
             found = run_rounds(epochs, args.rounds)
     finally:
-        distributed.stop_process_group()
+        stop_process_group()
     for who, record in found.items():
         low, middle, high = record["ratio_to_ours"]
         print(f"{who:14} {record['median_cpu_seconds']:7.1f} CPU s, {middle:.2f} times ours ({low:.2f} to {high:.2f})")

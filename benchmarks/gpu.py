@@ -46,8 +46,8 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+from fsdp_qlora.ranks.ranks import Ranks, read_ranks
 from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
@@ -129,11 +129,11 @@ def empty_cache(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def process_group(ranks: Ranks) -> Iterator[None]:
-    distributed.start_process_group(ranks)
+    start_process_group(ranks)
     try:
         yield
     finally:
-        distributed.stop_process_group()
+        stop_process_group()
 
 
 def median_seconds(train: Timed, rows: np.ndarray) -> float:
@@ -583,7 +583,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def run_here(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """A part's results, from this process."""
     try:
-        return PARTS[name].measure(args, distributed.read_ranks())
+        return PARTS[name].measure(args, read_ranks())
     except Exception as error:  # whatever it is, the other parts go on
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 

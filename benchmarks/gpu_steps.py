@@ -35,7 +35,7 @@ from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES, ShardedOptimizer
 from fsdp_qlora.planning.facts import Measured
 from fsdp_qlora.planning.gpus import gpu_of
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.model_parts import CategoryBytes
 from fsdp_qlora.sharding.recompute import recomputed_blocks
 

@@ -85,17 +85,18 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     from fsdp_qlora.loading.load_weights import match_tensors
     from fsdp_qlora.loading.weight_files import WeightFiles
     from fsdp_qlora.planning.plan import Machine, build_plan, place
-    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.ranks.process_group import gather_numbers, start_process_group, stop_process_group
+    from fsdp_qlora.ranks.ranks import read_ranks
     from fsdp_qlora.run.load_model import load_model
     from fsdp_qlora.sharding import model_parts
 
-    ranks = distributed.read_ranks()
+    ranks = read_ranks()
     config = TrainConfig(precision="bf16", attn_implementation="sdpa", quant_cache=quant_cache)
     model_config, tokenizer = AutoConfig.from_pretrained(folder), None
     plan = place(config, build_plan(config, Machine.of(config, ranks), folder, model_config, tokenizer))
     meta, weight_files = plan.meta, WeightFiles(folder)
     weights = match_tensors(meta.model, weight_files)
-    distributed.start_process_group(ranks)
+    start_process_group(ranks)
     dist.barrier()
 
     def start() -> None:
@@ -106,11 +107,11 @@ def measure_ours(folder: Path, quant_cache: str) -> None:
     counts = model_parts.count_bytes(model_parts.kinds_of(meta.model), ranks.world_size)
     shard = counts["codes"].largest_shard + counts["statistics"].largest_shard
     read = weight_files.bytes_read / sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    everyone = distributed.gather_numbers([result["seconds"], result["mib"], read], ranks.device)
+    everyone = gather_numbers([result["seconds"], result["mib"], read], ranks.device)
     if ranks.is_rank_0:
         seconds, mib, read = everyone.max(dim=0).values.tolist()
         print(json.dumps({"seconds": seconds, "mib": mib, "shard_mib": shard / 2**20, "read_share": read}))
-    distributed.stop_process_group()
+    stop_process_group()
 
 
 def measure_transformers(folder: Path) -> None:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PretrainedConfig
 
 from benchmarks.common import RandomWeights
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.process_group import start_process_group
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import fsdp_modules
 
 
@@ -31,7 +31,7 @@ def start_alone(ranks: Ranks) -> None:
 
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
-    distributed.start_process_group(ranks, dist.HashStore(), backend="fake")
+    start_process_group(ranks, dist.HashStore(), backend="fake")
 
 
 def limit_memory(memory_gib: float) -> None:

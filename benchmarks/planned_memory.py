@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.planning.plan import Machine, place, plan_model
-from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.ranks import read_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planned_memory.json"
@@ -54,7 +54,7 @@ def plan(folder: Path, cards: int, *, offload: bool) -> dict[str, Any]:
         use_cpu_offload=offload,
         dry_run=True,
     )
-    memory = place(config, plan_model(config, Machine.of(config, distributed.read_ranks()), None)).memory
+    memory = place(config, plan_model(config, Machine.of(config, read_ranks()), None)).memory
     inputs = memory.phases[memory.peak].get("block inputs", 0)
     sizes = {"gpu": (memory.reserved - inputs) / GIB, "inputs": inputs / GIB, "host": sum(memory.host.values()) / GIB}
     return {"cards": cards, "offload": offload, **sizes}

@@ -24,15 +24,17 @@ from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.checkpointing.train_state import TrainState
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
-from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+from fsdp_qlora.ranks.ranks import read_ranks
+from fsdp_qlora.ranks.shards import build_mesh
 
 ROUNDS, LAYERS, WIDTH = 5, 21, 2048  # 3 x 21 x 16 MiB
 
 
 def main() -> int:
-    ranks = distributed.read_ranks("cpu")
-    distributed.start_process_group(ranks, HashStore())
-    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    ranks = read_ranks("cpu")
+    start_process_group(ranks, HashStore())
+    mesh = build_mesh(ranks, sharding_strategy="full_shard")
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     fully_shard(model, mesh=mesh)
     optimizer = ShardedOptimizer(model, "adamw", lr=0.01, weight_decay=0.0)
@@ -51,7 +53,7 @@ def main() -> int:
             saver.finish()
             seconds[is_waited_for].append((stopped, time.perf_counter() - start))
         saver.close()
-    distributed.stop_process_group()
+    stop_process_group()
     print(f"{state.num_bytes / 2**30:.2f} GiB, {ROUNDS} rounds, median seconds (fastest to slowest)")
     for is_waited_for, name in ((True, "waited for"), (False, "in the background")):
         for index, what in enumerate(("stops training", "until published")):

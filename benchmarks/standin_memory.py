@@ -219,7 +219,7 @@ def plan_of(
     from fsdp_qlora.data.prepare import RunData
     from fsdp_qlora.planning.plan import Machine, build_plan, place
     from fsdp_qlora.planning.run_plan import longest_lengths, make_schedule
-    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.ranks.ranks import read_ranks
 
     local = str(ranks // nodes)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": local}
@@ -232,7 +232,7 @@ def plan_of(
     sizes |= {"max_position_embeddings": config.context_length}
     model_config = AutoConfig.for_model(**sizes)
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
-    machine = Machine.of(config, distributed.read_ranks(config.device))
+    machine = Machine.of(config, read_ranks(config.device))
     plan = build_plan(config, machine, Path("no weights"), model_config, tokenizer)
     number = config.batch_size * config.gradient_accumulation_steps * ranks
     # As of a dataset: the shortest rows have a sixteenth of the longest's tokens, most of them few.
@@ -267,7 +267,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     from fsdp_qlora.data.row_source import RowsInMemory
     from fsdp_qlora.planning.plan import blocks_to_recompute
     from fsdp_qlora.planning.run_plan import Plan, make_schedule
-    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.ranks.shards import build_mesh
     from fsdp_qlora.run.load_model import build_trainer
     from fsdp_qlora.sharding.parallelize import materialize, shard_model
     from fsdp_qlora.sharding.recompute import wrap_blocks
@@ -279,7 +279,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     wrap_blocks(plan.meta.model, number=number, offload=offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
     on_host = parts.on_host(plan.placement.offload)
-    mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
+    mesh = build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
     schedule = make_schedule(config, data, ranks.world_size)

@@ -21,7 +21,8 @@ from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.adapters.lora import KeptShard, LoraLinear
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.models import canonical_name, find_blocks
-from fsdp_qlora.ranks.distributed import derive_seed, gather_rows, own_rows, store_rows, whole_weights
+from fsdp_qlora.ranks.ranks import derive_seed
+from fsdp_qlora.ranks.shards import gather_rows, own_rows, store_rows, whole_weights
 
 log = logging.getLogger("fsdp_qlora")
 

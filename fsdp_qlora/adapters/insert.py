@@ -15,7 +15,7 @@ from fsdp_qlora.adapters.lora import ExpertsLora, LoraAdapter, LoraExperts, Lora
 from fsdp_qlora.adapters.targets import find_pattern
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
-from fsdp_qlora.ranks.distributed import local_part
+from fsdp_qlora.ranks.shards import local_part
 
 # adapter kind -> the layer that replaces a linear layer, given rank, scaling and dropout.
 Adapted = LoraLinear | LoraExperts

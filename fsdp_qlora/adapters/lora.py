@@ -21,7 +21,7 @@ from fsdp_qlora.model.fused import recompute_output, recompute_source
 from fsdp_qlora.model.pieces import piece_number, split_tokens
 from fsdp_qlora.quantizers.base import FrozenProduct, frozen_product
 from fsdp_qlora.quantizers.routed import AdaptedExperts, is_transposed
-from fsdp_qlora.ranks.distributed import gather_rows
+from fsdp_qlora.ranks.shards import gather_rows
 
 
 class Dropout(NamedTuple):

@@ -32,7 +32,8 @@ from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_difference
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
 from fsdp_qlora.output.redact import redact
-from fsdp_qlora.ranks.distributed import Ranks, failing_alike, gather_texts
+from fsdp_qlora.ranks.process_group import failing_alike, gather_texts
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json, write_json
 
 log = logging.getLogger("fsdp_qlora")

@@ -24,7 +24,8 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.train_state import Tensors, TrainState
 from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.ranks.distributed import Ranks, gather_texts
+from fsdp_qlora.ranks.process_group import gather_texts
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
 
 log = logging.getLogger("fsdp_qlora")

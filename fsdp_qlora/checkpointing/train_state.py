@@ -29,17 +29,9 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
-from fsdp_qlora.ranks.distributed import (
-    Ranks,
-    gather_numbers,
-    gather_rows,
-    gather_texts,
-    local_part,
-    own_rows,
-    shard_bounds,
-    shard_rank,
-    shard_size,
-)
+from fsdp_qlora.ranks.process_group import gather_numbers, gather_texts
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.shards import gather_rows, local_part, own_rows, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.storage.files import FileRecord
 from fsdp_qlora.storage.safetensors_files import DTYPE_NAMES, DTYPES, TensorForm, write_tensors
 

@@ -102,7 +102,7 @@ def _merge(args: argparse.Namespace) -> None:
     from fsdp_qlora.commands.merge import check_base, one_process, open_merge, write_merged
     from fsdp_qlora.commands.model_folder import check_is_new, return_freed_memory
     from fsdp_qlora.commands.verify import compare, read_rows
-    from fsdp_qlora.ranks.distributed import read_ranks
+    from fsdp_qlora.ranks.ranks import read_ranks
 
     return_freed_memory()
     out = Path(args.out)
@@ -207,7 +207,8 @@ def _with_model(command: str, args: argparse.Namespace, use: Callable[..., None]
     config = trained_model_options(folder, args.training_options)
     if (status := relaunch_if_needed(config, args.words, ("-u", "-m", "fsdp_qlora", command))) is not None:
         return status
-    from fsdp_qlora.ranks.distributed import process_group_closed, read_ranks, set_up_logging
+    from fsdp_qlora.ranks.process_group import process_group_closed
+    from fsdp_qlora.ranks.ranks import read_ranks, set_up_logging
 
     ranks = read_ranks(config.device)
     set_up_logging(ranks, verbose=config.verbose, stream=sys.stderr)

@@ -229,7 +229,7 @@ def _launch_config(processes: int, *, master_addr: str, master_port: int, folder
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
-        run_id=secrets.token_hex(16),  # begins the keys in the store: `ranks.distributed.connect`
+        run_id=secrets.token_hex(16),  # begins the keys in the store: `ranks.store.connect`
         rdzv_backend="static",  # uses one server for agent and workers; c10d would open a second one
         rdzv_endpoint=f"{master_addr}:{master_port}",
         rdzv_configs={"rank": 0},

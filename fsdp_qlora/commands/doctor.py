@@ -22,8 +22,9 @@ from fsdp_qlora.metrics.wandb_sink import WandbSink, why_offline
 from fsdp_qlora.model.precision import choose_precision
 from fsdp_qlora.output.text import GIB, format_bytes
 from fsdp_qlora.planning.checks import host_memory_free
-from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import gpu_problem
+from fsdp_qlora.ranks.process_group import process_group_closed, start_process_group
+from fsdp_qlora.ranks.ranks import read_ranks
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.storage.files import cache_folder, free_disk
 
@@ -112,9 +113,9 @@ def run_ranks(module: str, device: str, num_ranks: int = 2, **variables: str) ->
 @contextlib.contextmanager
 def joined_ranks(device: str, store: str) -> Iterator[torch.device]:
     """Be one of the ranks that `run_ranks` has started, on this device, in the block."""
-    ranks, minutes = distributed.read_ranks(device), _MAX_SECONDS / 60
-    with distributed.process_group_closed():
-        distributed.start_process_group(ranks, dist.FileStore(store, ranks.world_size), timeout_minutes=minutes)
+    ranks, minutes = read_ranks(device), _MAX_SECONDS / 60
+    with process_group_closed():
+        start_process_group(ranks, dist.FileStore(store, ranks.world_size), timeout_minutes=minutes)
         yield ranks.device
 
 

@@ -17,7 +17,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS
 from fsdp_qlora.planning.plan import Machine, build_plan
-from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.ranks import read_ranks
 from fsdp_qlora.results.card import Base
 from fsdp_qlora.results.write import ResultForm, upload
 from fsdp_qlora.storage.files import staged_folder
@@ -100,5 +100,5 @@ def _plan(config: TrainConfig) -> Any:
         raise UserError(f"{error} --model_name says where the run's base model is now.") from error
     model_config = models.load_config(folder, config.model_name, trust_remote_code=config.trust_remote_code)
     tokenizer = models.load_tokenizer(folder, config.model_name, trust_remote_code=config.trust_remote_code)
-    machine = Machine.of(config, distributed.read_ranks("cpu"))
+    machine = Machine.of(config, read_ranks("cpu"))
     return build_plan(config, machine, folder, model_config, tokenizer)

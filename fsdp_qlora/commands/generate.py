@@ -22,9 +22,10 @@ from fsdp_qlora.generation.prompts import PromptFormat, Question, chosen_format,
 from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
 from fsdp_qlora.planning.plan import Machine, PlacedModel, place, plan_model
-from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.process_group import gather_texts, release_loading_memory, start_process_group
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.store import connect, kept_until_all_connect
 from fsdp_qlora.run.load_model import load_model
 from fsdp_qlora.run.run import open_weights
 from fsdp_qlora.storage.files import read_json, staged_file
@@ -47,8 +48,8 @@ def load_trained(
     if not config.verbose:
         log.setLevel(logging.WARNING)  # how a model is loaded is of no use for its answer
     configure_kernels()
-    store = distributed.connect(ranks)
-    with distributed.kept_until_all_connect(store, ranks):
+    store = connect(ranks)
+    with kept_until_all_connect(store, ranks):
         plan = place(config, plan_model(config, Machine.of(config, ranks), store), store=store)
         if folder is not None and (folder / "tokenizer_config.json").is_file():
             tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=config.trust_remote_code)
@@ -56,10 +57,10 @@ def load_trained(
         prepare(plan)
         hub.fetch_weights(config.model_name, plan.folder, ranks=ranks, store=store)
         weights = open_weights(plan)
-    distributed.start_process_group(ranks, store)
+    start_process_group(ranks, store)
     with exits.loading_explained(ranks.rank, "more or larger GPUs, --use_cpu_offload true"):
         load_model(dataclasses.replace(config, recompute="none"), plan, weights, ranks)
-    distributed.release_loading_memory(ranks.device)
+    release_loading_memory(ranks.device)
     if (plan.folder / "generation_config.json").is_file():
         plan.meta.model.generation_config = GenerationConfig.from_pretrained(plan.folder)
     log.setLevel(level)
@@ -173,5 +174,5 @@ def _read_line(ranks: Ranks, is_terminal: bool, waiting: dist.ProcessGroup) -> s
         if is_terminal:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-    line = distributed.gather_texts(line, torch.device("cpu"), waiting)[0]
+    line = gather_texts(line, torch.device("cpu"), waiting)[0]
     return line.strip() if line else None

@@ -32,9 +32,10 @@ from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.planning.plan import quantizer_options
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitSettings, take_settings
-from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import choose_device
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.process_group import process_group_closed, start_process_group
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.results.card import Base, merged_documents
 from fsdp_qlora.storage.files import read_json
 
@@ -130,9 +131,9 @@ def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: Bnb4bit
 @contextlib.contextmanager
 def one_process(ranks: Ranks) -> Iterator[DeviceMesh]:
     """A process group and mesh of this process only."""
-    with distributed.process_group_closed():
-        distributed.start_process_group(ranks)
-        yield distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    with process_group_closed():
+        start_process_group(ranks)
+        yield build_mesh(ranks, sharding_strategy="full_shard")
 
 
 def check_base(merge: Merge, base: str) -> None:

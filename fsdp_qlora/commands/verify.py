@@ -25,7 +25,7 @@ from fsdp_qlora.data.prepare import prepare_rows, record_of
 from fsdp_qlora.model import models
 from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.planning.run_plan import data_options
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from fsdp_qlora.control.clock import within
 from fsdp_qlora.errors import ENDINGS, note_reason, write_line
-from fsdp_qlora.ranks.distributed import MAX_WAIT_MINUTES, Ranks
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.store import MAX_WAIT_MINUTES
 
 POLL_SECONDS = 0.5
 PAUSE_SECONDS = 10.0  # between two looks: the whole machine was paused, so all times are too old

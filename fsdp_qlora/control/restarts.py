@@ -72,7 +72,7 @@ def _has_agent_store() -> bool:
 
 
 def _key() -> str:
-    """Begins as those of `ranks.distributed.connect`."""
+    """Begins as those of `ranks.store.connect`."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID', '0')}/do_not_restart"
 
 

@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 from fsdp_qlora.data.rows import ENDED_WORKERS, NO_ROWS, DataReport, SourceFile, TokenizedRows, join_rows
 from fsdp_qlora.output.redact import redact_values
 from fsdp_qlora.output.text import warn_from_any_rank
-from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
+from fsdp_qlora.ranks.process_group import gather_numbers
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import cache_folder, staged_file
 
 if TYPE_CHECKING:

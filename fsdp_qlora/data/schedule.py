@@ -21,14 +21,14 @@ _STEPS_LOOKED_AT = 100
 MIXTURE_STREAM = 0x6D6978  # keeps the rows that an epoch takes of a dataset independent of their order
 
 
-def global_batch_size(batch_size: int, gradient_accumulation_steps: int, world_size: int) -> int:
+def global_batch_size(batch_size: int, gradient_accumulation_steps: int, data_size: int) -> int:
     """Rows of one optimizer step on all ranks, as the options ask for."""
-    return batch_size * gradient_accumulation_steps * world_size
+    return batch_size * gradient_accumulation_steps * data_size
 
 
-def num_micro_batches(num_rows: int, batch_size: int, world_size: int) -> int:
+def num_micro_batches(num_rows: int, batch_size: int, data_size: int) -> int:
     """Micro-batches of each rank for a step of `num_rows` rows, without packing."""
-    return -(-num_rows // (world_size * batch_size))
+    return -(-num_rows // (data_size * batch_size))
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Schedule:
     batch_size: int
     """Rows of a rank in one micro-batch."""
     gradient_accumulation_steps: int
-    world_size: int
+    data_size: int
+    """Ranks that get other rows than each other."""
     num_epochs: int
     max_steps: int
     seed: int
@@ -72,7 +73,7 @@ class Schedule:
 
     @property
     def global_batch_size(self) -> int:
-        asked = global_batch_size(self.batch_size, self.gradient_accumulation_steps, self.world_size)
+        asked = global_batch_size(self.batch_size, self.gradient_accumulation_steps, self.data_size)
         return self.rows_per_step or asked
 
     @property
@@ -88,10 +89,10 @@ class Schedule:
 
     def describe(self, warmup_steps: int) -> str:
         """One line: rows, batch and steps."""
-        micro_batches = num_micro_batches(self.global_batch_size, self.batch_size, self.world_size)
+        micro_batches = num_micro_batches(self.global_batch_size, self.batch_size, self.data_size)
         return (
-            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.world_size} rank"
-            f"{'s' * (self.world_size > 1)} x {self.batch_size} rows x {micro_batches} "
+            f"Steps: {self.total_steps} of {self.global_batch_size} rows ({self.data_size} rank"
+            f"{'s' * (self.data_size > 1)} x {self.batch_size} rows x {micro_batches} "
             f"micro-batch{'es' * (micro_batches > 1)}), {self.steps_per_epoch} per epoch, {warmup_steps} of warm-up"
         )
 
@@ -109,7 +110,7 @@ class Schedule:
         Args:
             lengths: tokens of every row of the dataset.
         """
-        sizes = {"world_size": self.world_size, "batch_size": self.batch_size}
+        sizes = {"data_size": self.data_size, "batch_size": self.batch_size}
         if self.padding:
             return split_by_length(rows, lengths, **sizes)
         most_tokens = self.batch_size * self.context_length if self.packing else None
@@ -152,7 +153,7 @@ class Schedule:
         counted = lengths if computed is None else computed
         tokens = [[self.tokens_computed(piece, counted) for piece in each] for each in rounds]
         useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
-        return useful / sum(map(sum, tokens)), useful / sum(self.world_size * max(each) for each in tokens)
+        return useful / sum(map(sum, tokens)), useful / sum(self.data_size * max(each) for each in tokens)
 
     def rounds_of_first_steps(self, rows: np.ndarray, lengths: np.ndarray) -> list[list[Round]]:
         """The rounds of each of the first steps; of a stream only its first rows are known."""
@@ -196,7 +197,7 @@ def mix(shares: Sequence[float], sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, world_size: int, batch_size: int) -> list[Round]:
+def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, data_size: int, batch_size: int) -> list[Round]:
     """The micro-batches of one optimizer step, for batches with padding.
 
     Rows are sorted by length, longest first, and split into equal micro-batches. What ranks compute at the same time
@@ -211,16 +212,16 @@ def split_by_length(rows: np.ndarray, lengths: np.ndarray, *, world_size: int, b
         micro-batches.
     """
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
-    num_pieces = world_size * num_micro_batches(len(rows), batch_size, world_size)
-    return _in_rounds(np.array_split(by_length, num_pieces), world_size) if num_pieces else []
+    num_pieces = data_size * num_micro_batches(len(rows), batch_size, data_size)
+    return _in_rounds(np.array_split(by_length, num_pieces), data_size) if num_pieces else []
 
 
-def _in_rounds(pieces: list[np.ndarray], world_size: int) -> list[Round]:
-    return [pieces[i : i + world_size] for i in range(0, len(pieces), world_size)]
+def _in_rounds(pieces: list[np.ndarray], data_size: int) -> list[Round]:
+    return [pieces[i : i + data_size] for i in range(0, len(pieces), data_size)]
 
 
 def split_by_tokens(
-    rows: np.ndarray, lengths: np.ndarray, *, world_size: int, batch_size: int, most_tokens: int | None = None
+    rows: np.ndarray, lengths: np.ndarray, *, data_size: int, batch_size: int, most_tokens: int | None = None
 ) -> list[Round]:
     """The micro-batches of one optimizer step, for batches without padding: about equal numbers of tokens.
 
@@ -237,18 +238,18 @@ def split_by_tokens(
     """
     by_length = rows[np.argsort(-lengths[rows], kind="stable")]
     sizes = lengths[by_length].tolist()
-    num_rounds = num_micro_batches(len(rows), batch_size, world_size)
-    pieces = _deal(sizes, world_size * num_rounds, batch_size)
+    num_rounds = num_micro_batches(len(rows), batch_size, data_size)
+    pieces = _deal(sizes, data_size * num_rounds, batch_size)
     if most_tokens is not None:
-        fewest = -(-sum(sizes) // (world_size * most_tokens))
+        fewest = -(-sum(sizes) // (data_size * most_tokens))
         while fewest < num_rounds:  # bisection: the least number of rounds in which everything fits
             middle = (fewest + num_rounds) // 2
-            packed = _deal(sizes, world_size * middle, len(sizes))
+            packed = _deal(sizes, data_size * middle, len(sizes))
             if sum(sizes[i] for i in packed[0]) <= most_tokens:
                 pieces, num_rounds = packed, middle
             else:
                 fewest = middle + 1
-    return _in_rounds([by_length[piece] for piece in pieces], world_size)
+    return _in_rounds([by_length[piece] for piece in pieces], data_size)
 
 
 def _deal(sizes: list[int], num_pieces: int, most: int) -> list[list[int]]:

@@ -19,7 +19,8 @@ from fsdp_qlora.metrics.sinks import SAMPLES_FILE, read_records
 from fsdp_qlora.model.models import can_skip_logits
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.redact import redact_values
-from fsdp_qlora.ranks.distributed import Ranks, derive_seed, gather_numbers, gather_texts
+from fsdp_qlora.ranks.process_group import gather_numbers, gather_texts
+from fsdp_qlora.ranks.ranks import Ranks, derive_seed
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
 from fsdp_qlora.storage.files import staged_file

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import first_line
 from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.ranks.distributed import Ranks, gather_texts
+from fsdp_qlora.ranks.process_group import gather_texts
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import reshard_all
 
 

@@ -20,7 +20,9 @@ from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, tensor_difference
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.ranks.distributed import derive_seed, failing_alike, own_rows, store_rows
+from fsdp_qlora.ranks.process_group import failing_alike
+from fsdp_qlora.ranks.ranks import derive_seed
+from fsdp_qlora.ranks.shards import own_rows, store_rows
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -18,7 +18,7 @@ from fsdp_qlora.storage.files import free_disk
 if TYPE_CHECKING:  # a wrong name is refused without torch
     import torch.distributed as dist
 
-    from fsdp_qlora.ranks.distributed import Ranks
+    from fsdp_qlora.ranks.ranks import Ranks
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -129,7 +129,7 @@ def find_model_folder(
 
     if ranks is None or store is None:
         return Path(download())
-    from fsdp_qlora.ranks.distributed import once_per_machine
+    from fsdp_qlora.ranks.store import once_per_machine
 
     what = f"the download of {model_name}" if with_weights else f"the configuration of {model_name}"
     return Path(once_per_machine(download, what, ranks, store, hours=_DOWNLOAD_HOURS))

@@ -25,7 +25,7 @@ from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights, r
 from fsdp_qlora.model.models import canonical_name, persistent_buffers
 from fsdp_qlora.quantizers.base import QuantizedWeight, StoredParameter, write_bytes
 from fsdp_qlora.quantizers.bnb_4bit import PACKED_STATE
-from fsdp_qlora.ranks.distributed import own_rows, store_rows
+from fsdp_qlora.ranks.shards import own_rows, store_rows
 
 log = logging.getLogger("fsdp_qlora")
 

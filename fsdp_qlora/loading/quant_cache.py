@@ -27,7 +27,9 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
-from fsdp_qlora.ranks.distributed import Ranks, failing_alike, gather_numbers, gather_texts, shard_rank, shard_size
+from fsdp_qlora.ranks.process_group import failing_alike, gather_numbers, gather_texts
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.shards import shard_rank, shard_size
 from fsdp_qlora.storage.files import cache_folder, file_identity, free_disk, publish_folder, write_hashed_json
 from fsdp_qlora.storage.safetensors_files import PackedFiles
 

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from fsdp_qlora.config.conflicts import profiled_steps
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 
 log = logging.getLogger("fsdp_qlora")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.distributed import local_part, shard_bounds
+from fsdp_qlora.ranks.shards import local_part, shard_bounds
 
 
 def _adam(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:

@@ -18,7 +18,7 @@ from fsdp_qlora.planning.checks import host_memory_free
 from fsdp_qlora.planning.gpus import gpu_like, gpu_of
 from fsdp_qlora.planning.outlook import Planner, Request, Rows
 from fsdp_qlora.planning.plan import ModelPlan, least_free
-from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.store import values_of_ranks
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -48,7 +48,7 @@ def choose_settings(
         )
     chosen: dict[str, Any] = {}
     if ranks.is_rank_0 and not (chosen := settings_of_run(config, machine.world_size)):
-        per_node = distributed.ranks_per_node(ranks, machine.world_size)
+        per_node = ranks.layout("full_shard", machine.world_size).per_node
         host = host_memory_free(per_node) * machine.world_size
         card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
         gpu = gpu_of(card) if card else gpu_like(free / GIB)
@@ -59,7 +59,7 @@ def choose_settings(
         best = Planner(config, request, model, rows).fastest()[0]
         chosen = {name: getattr(best.config, name) for name in _CHOSEN}
     if store is not None:
-        chosen = json.loads(distributed.values_of_ranks(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
+        chosen = json.loads(values_of_ranks(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
     log.info("Settings of --auto: %s.", ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
     return chosen
 

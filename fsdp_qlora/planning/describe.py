@@ -14,7 +14,7 @@ from fsdp_qlora.model.pieces import count_pieces
 from fsdp_qlora.output.text import GIB, fit, format_bytes
 from fsdp_qlora.planning.build_model import MetaModel
 from fsdp_qlora.planning.memory import Memory
-from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES
+from fsdp_qlora.ranks.layout import SHARDING_STRATEGIES
 from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, count_parameters
 
 log = logging.getLogger("fsdp_qlora")

@@ -10,6 +10,7 @@ import yaml
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB
+from fsdp_qlora.ranks.layout import Layout
 
 # What torch's allocator never gets, until a card has measured it; sources are in docs/memory.md.
 # The context and the kernels that a run calls, GiB by compute capability: what torch.OutOfMemoryError named beside
@@ -59,9 +60,7 @@ ACHIEVED = 0.5  # where no run of such a GPU is published: about the middle of t
 
 def communicators(sharding_strategy: str, num_gpus: int, per_node: int) -> list[int]:
     """A run's NCCL communicators, by their GPUs in one machine: all ranks; of a hybrid also shards and replicas."""
-    from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES  # imports torch, which --help needs not
-
-    is_hybrid = SHARDING_STRATEGIES[sharding_strategy][0] == "node" and 1 < per_node < num_gpus
+    is_hybrid = Layout(num_gpus, per_node, sharding_strategy).is_hybrid
     return [per_node, per_node, 1] if is_hybrid else [per_node] if num_gpus > 1 else []
 
 

@@ -17,7 +17,7 @@ from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import with_margin
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
 from fsdp_qlora.planning.speed import Turn, size_of, tokens_per_second
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.model_parts import Offload
 
 _FEW_ROWS, _FEW_TOKENS = 16, 2**15  # in a micro-batch; more save little time

@@ -36,8 +36,9 @@ from fsdp_qlora.planning.build_model import LayerOptions, MetaModel, build_model
 from fsdp_qlora.planning.memory import Memory, Step, estimate_memory
 from fsdp_qlora.planning.placement import Placement
 from fsdp_qlora.quantizers import bnb_4bit
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.layout import Layout
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.store import values_of_ranks
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -109,12 +110,12 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class PlacedModel(ModelPlan):
-    """A model that has its place, and the reason. num_shards: ranks that share one copy. memory: of a rank, for the
+    """A model that has its place, and the reason. layout: of the ranks. memory: of a rank, for the
     longest rows, as estimated from step and blocks.
     """
 
     placement: Placement
-    num_shards: int
+    layout: Layout
     memory: Memory
     step: Step
     blocks: Sequence[BlockBytes]
@@ -293,7 +294,7 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
     here, ranks = machine.gpu_memory, machine.ranks
     if here is None or store is None or ranks.world_size == 1:
         return here[0] if here else None
-    return min(map(int, distributed.values_of_ranks(str(here[0]), what, ranks, store)))
+    return min(map(int, values_of_ranks(str(here[0]), what, ranks, store)))
 
 
 def longest_allowed(config: TrainConfig) -> Lengths:
@@ -316,7 +317,7 @@ def candidates(config: TrainConfig, plan: ModelPlan) -> list[Placement]:
         config.sharding_strategy,
         placement.possible_offloads(config.use_cpu_offload, blocks, can_offload=not is_paged_whole),
         world_size=plan.machine.world_size,
-        per_node=distributed.ranks_per_node(plan.machine.ranks, plan.machine.world_size),
+        per_node=plan.machine.ranks.layout("full_shard", plan.machine.world_size).per_node,
         on_gpu=plan.machine.device.type == "cuda",
         accumulates=(False,) if plan.trains_whole_modules else ways,
     )
@@ -326,13 +327,13 @@ def _placed(
     config: TrainConfig, plan: ModelPlan, chosen: Placement, blocks: Sequence[BlockBytes], num_tokens: int
 ) -> PlacedModel:
     """The model in a place, with the memory of a rank there."""
-    machine, strategy = plan.machine, chosen.sharding_strategy
-    num_shards = distributed.num_shards(machine.ranks, machine.world_size, sharding_strategy=strategy)
+    machine = plan.machine
+    layout = machine.ranks.layout(chosen.sharding_strategy, machine.world_size)
     step = Step(
         precision=plan.precision,
         optimizer=config.optimizer,
-        num_shards=num_shards,
-        frees_blocks=distributed.SHARDING_STRATEGIES[strategy][1],
+        num_shards=layout.num_shards,
+        frees_blocks=layout.frees_blocks,
         offload=chosen.offload,
         num_tokens=num_tokens,
         recomputing=blocks_to_recompute(config, plan),
@@ -344,7 +345,7 @@ def _placed(
         passes=1 + config.has_reference_beside,
     )
     memory = estimate_memory(plan.meta.parts, blocks, step)
-    model = vars(plan) | {"notes": (), "placement": chosen, "num_shards": num_shards}  # notes are of the plan
+    model = vars(plan) | {"notes": (), "placement": chosen, "layout": layout}  # notes are of the plan
     return PlacedModel(**model, memory=memory, step=step, blocks=blocks)
 
 

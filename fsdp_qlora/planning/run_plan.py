@@ -35,7 +35,7 @@ from fsdp_qlora.planning.auto import choose_settings
 from fsdp_qlora.planning.outlook import Rows
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, longest_allowed, place, plan_model
 from fsdp_qlora.planning.speed import Turn
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json
 
 log = logging.getLogger("fsdp_qlora")
@@ -79,7 +79,7 @@ def make_plan(config: TrainConfig, ranks: Ranks, store: dist.Store | None) -> Pl
     schedule = make_schedule(config, data, machine.world_size)
     asked = tuple(question for _, question in questions)
     placed = place(config, model, longest_lengths(config, schedule, data, model.documents), store)
-    check_shard_sizes(config.optimizer, model.meta.model, placed.num_shards)
+    check_shard_sizes(config.optimizer, model.meta.model, placed.layout.num_shards)
     plan = Plan(placed, data, schedule, num_warmup_steps(config, schedule), asked, tasks, chosen)
     _tell(config, plan)
     if not config.dry_run:
@@ -126,13 +126,13 @@ def _tell(config: TrainConfig, plan: Plan) -> None:
         log.info("%s", describe.describe_link(model.meta, sharding_strategy=strategy, num_nodes=num_nodes))
 
 
-def make_schedule(config: TrainConfig, data: RunData, world_size: int, rows_per_step: int | None = None) -> Schedule:
+def make_schedule(config: TrainConfig, data: RunData, data_size: int, rows_per_step: int | None = None) -> Schedule:
     """The steps of the run. Where the number of rows is unknown, an epoch is --max_steps long."""
     rows = data.rows_per_epoch
     schedule = config.pick(
         Schedule,
         num_rows=rows or 1,
-        world_size=world_size,
+        data_size=data_size,
         rows_per_step=rows_per_step,
         mixture=data.mixture,
         context_length=config.context_length * (1 if OBJECTIVES[config.objective].needs == TEXTS else 2),
@@ -152,19 +152,19 @@ def continued(config: TrainConfig, plan: Plan, global_batch_size: int | None) ->
     """The plan with the rows per step that the run was started with; None for a new run."""
     if global_batch_size in (None, plan.schedule.global_batch_size):
         return plan
-    schedule = make_schedule(config, plan.data, plan.schedule.world_size, rows_per_step=global_batch_size)
+    schedule = make_schedule(config, plan.data, plan.schedule.data_size, rows_per_step=global_batch_size)
     plan = dataclasses.replace(plan, schedule=schedule, warmup_steps=num_warmup_steps(config, schedule))
     log.info(schedule.describe(plan.warmup_steps))
     return plan
 
 
-def rows_of_run(config: TrainConfig, world_size: int, data: RunData, documents: str | None) -> Rows:
+def rows_of_run(config: TrainConfig, data_size: int, data: RunData, documents: str | None) -> Rows:
     """What a plan needs of a run's rows; of a stream they are as long as the options allow, on average as its first.
 
     Args:
         documents: the attention implementation, as of the model's plan.
     """
-    schedule, rows = make_schedule(config, data, world_size), data.train_rows
+    schedule, rows = make_schedule(config, data, data_size), data.train_rows
     lengths = np.minimum(data.train.lengths, schedule.context_length)  # a plan may try a shorter context
     longest = longest_lengths(config, schedule, data, documents)
     of_epoch = lengths[epoch_order(rows, seed=config.seed, epoch=0, mixture=data.mixture)]

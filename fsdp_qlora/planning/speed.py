@@ -140,7 +140,7 @@ def tokens_per_second(plan: PlacedModel, size: Size, turn: Turn, gpu: Gpu) -> fl
     work = count_work(
         size,
         turn,
-        num_shards=plan.num_shards,
+        num_shards=plan.layout.num_shards,
         recomputed_share=plan.memory.recomputing / size.blocks,
         host_share=plan.placement.offload.blocks / size.blocks,
         frees_blocks=plan.step.frees_blocks,

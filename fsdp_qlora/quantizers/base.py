@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_qlora.model.precision import autocast_kind
-from fsdp_qlora.ranks.distributed import local_part, own_rows
+from fsdp_qlora.ranks.shards import local_part, own_rows
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 # Of a matrix decoded at a time in float32, where a part stays in a CPU's cache. Sums over parts would lose precision in

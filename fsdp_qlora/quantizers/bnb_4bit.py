@@ -40,7 +40,7 @@ from fsdp_qlora.quantizers.base import (
     StoredParameter,
     write_bytes,
 )
-from fsdp_qlora.ranks.distributed import gather_rows, own_rows
+from fsdp_qlora.ranks.shards import gather_rows, own_rows
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 # Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that marks it as 4-bit.

@@ -26,7 +26,8 @@ from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan
-from fsdp_qlora.ranks.distributed import Ranks, failing_alike
+from fsdp_qlora.ranks.process_group import failing_alike
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, training_record
 from fsdp_qlora.storage.files import read_json

@@ -15,8 +15,8 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.output.environment import versions
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.process_group import check_agreement, failing_alike
+from fsdp_qlora.ranks.ranks import Ranks, derive_seed
 from fsdp_qlora.storage.files import fingerprint_files, record_of
 
 
@@ -37,7 +37,7 @@ def known_facts(plan: Plan) -> dict[str, Any]:
     """What of the run is compared by content, as far as it is known without the weights: see same_run.FACTS."""
     model_config = {**plan.model.config.to_dict(), "_name_or_path": None}
     return {
-        "model": f"{distributed.derive_seed(model_config):x}",
+        "model": f"{derive_seed(model_config):x}",
         "rows": plan.data.identity,
         "precision": plan.model.precision_name,
     }
@@ -52,7 +52,7 @@ def agree(config: TrainConfig, ranks: Ranks, plan: Plan, weights: Weights) -> di
     options, per_node, facts = resolved_options(config), names_marked(PER_NODE), known_facts(plan)
     base = fingerprint_files(weights.files.files.values()) if ranks.is_rank_0 else None
     parent, digest = agree_on_parent(config, ranks, base)
-    distributed.check_agreement(
+    check_agreement(
         {
             "the options": {name: value for name, value in options.items() if name not in per_node},
             "the rows": facts["rows"],
@@ -83,7 +83,7 @@ def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tupl
     if config.adapter is None:
         return {}, None
     adapter = read_adapter(Path(config.adapter).expanduser())
-    with distributed.failing_alike(UserError, ranks.device):
+    with failing_alike(UserError, ranks.device):
         digest = _check_parent(config, adapter, base) if ranks.is_rank_0 else None
     return adapter.lineage(), digest
 

@@ -30,8 +30,9 @@ from fsdp_qlora.model.fused import describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, blocks_to_recompute, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.process_group import gather_texts
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
 from fsdp_qlora.sharding.reference import ReferencePass
@@ -56,7 +57,7 @@ def load_model(config: TrainConfig, plan: PlacedModel, weights: Weights, ranks: 
     wrap_blocks(model, number=blocks_to_recompute(config, plan), offload=config.use_activation_cpu_offload)
     parts, strategy = plan.meta.parts, plan.placement.sharding_strategy
     on_host = parts.on_host(plan.placement.offload)
-    mesh = distributed.build_mesh(ranks, sharding_strategy=strategy)
+    mesh = build_mesh(ranks, sharding_strategy=strategy)
     shard_model(parts, mesh, sharding_strategy=strategy, precision=plan.precision, on_host=on_host)
     log.debug("%s", model)
     log.debug("Blocks: %s.", describe_fused(model))
@@ -133,7 +134,7 @@ def build_trainer(config: TrainConfig, plan: Plan, ranks: Ranks, control: Contro
             total_steps=plan.schedule.total_steps,
         ),
         max_grad_norm=config.grad_norm if config.apply_gradient_clipping else math.inf,
-        num_replicas=ranks.world_size // plan.model.num_shards,
+        num_replicas=plan.model.layout.num_replicas,
         sync_every_micro_batch=not plan.model.placement.accumulates,
         on_nonfinite=config.on_nonfinite,
         eval_steps=config.eval_steps,
@@ -152,7 +153,7 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
     if config.adapter or config.init_lora_weights != "true":  # otherwise the adapter changes nothing at first
         names += ["seed", *names_marked(OF_ADAPTER)]
     of_model = {**facts, "rows": None, "options": {name: getattr(config, name) for name in names}}
-    [key, *_] = distributed.gather_texts(json.dumps(of_model), trainer.ranks.device)
+    [key, *_] = gather_texts(json.dumps(of_model), trainer.ranks.device)
     rows = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
     forward = trainer.forward
     found = [add_reference(each, [key], partial(log_probabilities, forward, each), forward.ranks) for each in rows]

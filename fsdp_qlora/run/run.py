@@ -39,9 +39,10 @@ from fsdp_qlora.planning.facts import Measured, run_facts
 from fsdp_qlora.planning.gpus import gpu_of
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, check_resources
 from fsdp_qlora.planning.run_plan import Plan, continued, data_options, make_plan
-from fsdp_qlora.ranks import distributed
 from fsdp_qlora.ranks.device import configure_kernels, make_deterministic
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.process_group import process_group_closed, release_loading_memory, start_process_group
+from fsdp_qlora.ranks.ranks import Ranks, read_ranks, set_up_logging
+from fsdp_qlora.ranks.store import connect, kept_until_all_connect
 from fsdp_qlora.results.card import Base
 from fsdp_qlora.results.write import ResultForm, check_uploads, leave_result, push_result, save_result
 from fsdp_qlora.run.identity import agree, known_facts, start_request
@@ -69,8 +70,8 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
         make_deterministic()
     configure_kernels()
     # A dry run may plan for GPUs that are elsewhere.
-    ranks = distributed.read_ranks("auto" if config.is_preview and config.device == "cuda" else config.device)
-    distributed.set_up_logging(ranks, verbose=config.verbose)
+    ranks = read_ranks("auto" if config.is_preview and config.device == "cuda" else config.device)
+    set_up_logging(ranks, verbose=config.verbose)
     for line in notes:
         log.info("%s", line)
     if config.show_samples:
@@ -83,7 +84,7 @@ def run(config: TrainConfig, signals: Signals | None = None, notes: Sequence[str
         make_plan(config, ranks, None)
         return
     claim = RunFolder(Path(config.output_dir), ranks, start_request(config, ranks)).claimed()
-    with claim as folder, distributed.process_group_closed():
+    with claim as folder, process_group_closed():
         _run_with_others(config, folder, signals or Signals())
 
 
@@ -91,10 +92,10 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
     """Meet the other ranks, plan, load and train. Nothing of the model is left when it returns."""
     started, ranks = clock.elapsed(), folder.ranks  # what comes before the first step counts for the budget too
     timeout_minutes = max(30, 2 * config.hang_minutes)
-    store = distributed.connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
+    store = connect(ranks, timeout_minutes=timeout_minutes, wait_minutes=config.hang_minutes)
     presence = Presence(store, ranks, hang_minutes=config.hang_minutes)
     with exits.aborting_others(presence), signals.handled():
-        with distributed.kept_until_all_connect(store, ranks):
+        with kept_until_all_connect(store, ranks):
             if ranks.is_rank_0:
                 check_uploads(config)
             plan = make_plan(config, ranks, store)
@@ -103,7 +104,7 @@ def _run_with_others(config: TrainConfig, folder: RunFolder, signals: Signals) -
             check_resources(config, plan.model)
             hub.fetch_weights(config.model_name, plan.model.folder, ranks=ranks, store=store)
             weights = open_weights(plan.model)
-        distributed.start_process_group(ranks, store, timeout_minutes=timeout_minutes)
+        start_process_group(ranks, store, timeout_minutes=timeout_minutes)
         identity = agree(config, ranks, plan, weights)
         start = folder.choose_start(identity)
         if start.is_finished:
@@ -137,7 +138,7 @@ def train_and_export(config: TrainConfig, plan: Plan, weights: Weights, identity
     with guard.loading():
         mesh = load_model(config, plan.model, weights, ranks)
         guard.memory.record("after loading")
-        distributed.release_loading_memory(ranks.device)
+        release_loading_memory(ranks.device)
         trainer = build_trainer(config, plan, ranks, guard.control)  # tries a few tokens
         if config.precompute_reference:
             plan = dataclasses.replace(plan, data=precompute_reference(config, plan.data, trainer, identity["facts"]))

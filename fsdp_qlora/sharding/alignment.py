@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_qlora.ranks.distributed import shard_bounds, shard_size
+from fsdp_qlora.ranks.shards import shard_bounds, shard_size
 
 _ALIGNMENT = 16  # bytes
 

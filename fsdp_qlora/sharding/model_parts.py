@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from fsdp_qlora.adapters.insert import adapter_modules
 from fsdp_qlora.model.models import find_blocks, has_tied_embeddings
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.ranks.distributed import shard_bounds
+from fsdp_qlora.ranks.shards import shard_bounds
 
 
 class Offload(NamedTuple):

@@ -18,7 +18,8 @@ from fsdp_qlora.adapters.insert import adapter_modules, magnitudes
 from fsdp_qlora.model.models import find_blocks
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.ranks.distributed import SHARDING_STRATEGIES, own_rows, padded_rows, shard_size
+from fsdp_qlora.ranks.layout import SHARDING_STRATEGIES
+from fsdp_qlora.ranks.shards import own_rows, padded_rows, shard_size
 from fsdp_qlora.sharding.alignment import shard_aligned, with_fillers
 from fsdp_qlora.sharding.host_memory import split_arena
 from fsdp_qlora.sharding.model_parts import ModelParts

@@ -17,7 +17,8 @@ from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
-from fsdp_qlora.ranks.distributed import gather_numbers, local_part, shard_size, whole_weights
+from fsdp_qlora.ranks.process_group import gather_numbers
+from fsdp_qlora.ranks.shards import local_part, shard_size, whole_weights
 from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter
 
 log = logging.getLogger("fsdp_qlora")

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from fsdp_qlora.ranks.device import to_device
-from fsdp_qlora.ranks.distributed import (
+from fsdp_qlora.ranks.process_group import gather_numbers
+from fsdp_qlora.ranks.shards import (
     all_gather,
-    gather_numbers,
     gather_rows,
     local_part,
     own_rows,

@@ -41,7 +41,7 @@ def stream_weights(model: PreTrainedModel, modules: Sequence[nn.Module], device:
 
         inner = unwrapped(module)  # which runs again when it is recomputed
         inner.register_forward_pre_hook(enter)
-        inner.bring_weights = enter  # type: ignore[assignment]  # for ranks.distributed.whole_weights
+        inner.bring_weights = enter  # type: ignore[assignment]  # for ranks.shards.whole_weights
         if module is head and model.base_model is not model:  # its weights may be used without its forward
             model.base_model.register_forward_hook(enter)
         elif module is not head:

@@ -16,7 +16,7 @@ from fsdp_qlora.data.schedule import Round, Schedule
 from fsdp_qlora.model.attention import attending
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.ranks.device import to_device
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.reference import ReferencePass
 from fsdp_qlora.sharding.vocabulary import same_tokens, sharing_ranks, tokens_known
 from fsdp_qlora.training import probes
@@ -73,7 +73,7 @@ class ForwardPass:
 
     def eval_rounds(self, rows: np.ndarray, table: TokenizedRows) -> list[Round]:
         """The rounds of an evaluation of some rows."""
-        size = self.schedule.batch_size * self.ranks.world_size
+        size = self.schedule.batch_size * self.schedule.data_size
         # Padded rows keep the order in which their losses were always added.
         parts = [rows[i : i + size] for i in range(0, len(rows), size)] if self.schedule.padding else [rows]
         return [each for part in parts for each in self.schedule.rounds(part, table.lengths)]

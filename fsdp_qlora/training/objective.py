@@ -17,7 +17,7 @@ from fsdp_qlora.config.objectives import LABELS, OBJECTIVES, PAIRS, TEXTS, LogPr
 from fsdp_qlora.data.micro_batch import MicroBatch
 from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Round
-from fsdp_qlora.ranks.distributed import gather_numbers
+from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.training.forward import ForwardPass
 

@@ -17,7 +17,8 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.model.attention import attending, packing_blocker
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.text import GIB
-from fsdp_qlora.ranks.distributed import Ranks, gather_numbers
+from fsdp_qlora.ranks.process_group import gather_numbers
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.recompute import recomputed_blocks, set_recompute
 from fsdp_qlora.sharding.reference import ReferencePass

@@ -18,7 +18,8 @@ from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.data.schedule import Round
 from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
-from fsdp_qlora.ranks.distributed import derive_seed, gather_numbers
+from fsdp_qlora.ranks.process_group import gather_numbers
+from fsdp_qlora.ranks.ranks import derive_seed
 from fsdp_qlora.sharding.parallelize import reshard_all, set_gradient_sync
 from fsdp_qlora.training import probes
 from fsdp_qlora.training.forward import ForwardPass
@@ -128,7 +129,7 @@ class Trainer:
         self.heartbeat.beat(step, "compute")
         self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
         # Randomness depends on the micro-batch alone, so that a run can be resumed.
-        global_index = index * self.ranks.world_size + self.ranks.rank
+        global_index = index * self.schedule.data_size + self.ranks.rank
         torch.manual_seed(derive_seed("dropout", self.schedule.seed, step, global_index))
 
     def _clip_and_unscale(self, grad_norm: float) -> None:
@@ -191,7 +192,7 @@ class Trainer:
         for is_last in (False, True) if num_rounds > 1 else (True,):
             self._set_gradient_sync(is_last or self.options.sync_every_micro_batch)
             with self.forward.attending():
-                batch = self.forward.micro_batch([micro_batch] * self.ranks.world_size, table)
+                batch = self.forward.micro_batch([micro_batch] * self.schedule.data_size, table)
                 loss = self._loss(batch, self.objective.totals(table, micro_batch))[0]
                 held = max(held, torch.cuda.memory_allocated())
                 loss.backward()

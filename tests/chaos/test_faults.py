@@ -20,7 +20,7 @@ from fsdp_qlora.checkpointing.progress import spike
 from fsdp_qlora.control import presence, watchdog
 from fsdp_qlora.control.clock import Heartbeat
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 from tests.chaos.conftest import Reference
 from tests.chaos.harness import (
     KILLED,

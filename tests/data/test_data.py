@@ -729,13 +729,13 @@ def test_order_is_a_pure_function_of_seed_and_epoch() -> None:
 
 
 @pytest.mark.parametrize("split", [split_by_length, split_by_tokens])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("data_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_size", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
-    split: Callable[..., list[np.ndarray]], world_size: int, batch_size: int, accumulation: int
+    split: Callable[..., list[np.ndarray]], data_size: int, batch_size: int, accumulation: int
 ) -> None:
-    global_batch_size = world_size * batch_size * accumulation
+    global_batch_size = data_size * batch_size * accumulation
     for num_rows in range(1, 41):
         lengths = np.random.default_rng(num_rows).integers(2, 50, size=num_rows + 7)
         rows = np.arange(7, num_rows + 7)  # a subset: rows 0 to 6 are held out
@@ -744,8 +744,8 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
         num_steps = -(-num_rows // global_batch_size)
         for step in range(num_steps):
             step_rows = order[step * global_batch_size : (step + 1) * global_batch_size]
-            rounds = split(step_rows, lengths, world_size=world_size, batch_size=batch_size)
-            assert all(len(each) == world_size for each in rounds)
+            rounds = split(step_rows, lengths, data_size=data_size, batch_size=batch_size)
+            assert all(len(each) == data_size for each in rounds)
             if step < num_steps - 1:
                 assert len(rounds) == accumulation
             pieces = list(itertools.chain(*rounds))
@@ -758,12 +758,12 @@ def test_an_epoch_holds_every_row_once_and_ranks_keep_in_step(
 
 def test_ranks_compute_equally_much_at_the_same_time() -> None:
     lengths = np.array([10, 80, 30, 70, 20, 60, 40, 50])
-    rounds = split_by_length(np.arange(8), lengths, world_size=2, batch_size=2)
+    rounds = split_by_length(np.arange(8), lengths, data_size=2, batch_size=2)
     assert [[lengths[rows].tolist() for rows in each] for each in rounds] == [
         [[80, 70], [60, 50]],
         [[40, 30], [20, 10]],
     ]
-    rounds = split_by_tokens(np.arange(8), lengths, world_size=2, batch_size=2)
+    rounds = split_by_tokens(np.arange(8), lengths, data_size=2, batch_size=2)
     assert [[lengths[rows].tolist() for rows in each] for each in rounds] == [
         [[80, 10], [70, 20]],
         [[60, 30], [50, 40]],
@@ -775,22 +775,22 @@ def test_ranks_compute_equally_much_at_the_same_time() -> None:
     assert padded.useful_shares(padded.rounds(np.arange(8), lengths), lengths) == (360 / 400, 360 / 480)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("data_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_packed_micro_batches_are_as_few_as_their_room_allows(world_size: int, batch_size: int) -> None:
+def test_packed_micro_batches_are_as_few_as_their_room_allows(data_size: int, batch_size: int) -> None:
     context_length, room = 64, batch_size * 64
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(2, context_length + 1, size=48)
-        sizes = {"world_size": world_size, "batch_size": batch_size}
+        sizes = {"data_size": data_size, "batch_size": batch_size}
         rounds = split_by_tokens(np.arange(48), lengths, **sizes, most_tokens=room)
         pieces = list(itertools.chain(*rounds))
         assert sorted(row for piece in pieces for row in piece.tolist()) == list(range(48))
         tokens = [int(lengths[piece].sum()) for piece in pieces]
         assert max(tokens) <= room and tokens == sorted(tokens, reverse=True)
-        needed = -(-int(lengths.sum()) // (world_size * room))
+        needed = -(-int(lengths.sum()) // (data_size * room))
         # What is left free in a micro-batch is less than the longest row (at most half of it for batch_size 1).
         assert needed <= len(rounds) <= max(needed + 1, -(-2 * needed * batch_size // (2 * batch_size - 1)) + 1)
-        assert len(rounds) <= -(-48 // (world_size * batch_size))
+        assert len(rounds) <= -(-48 // (data_size * batch_size))
 
 
 def test_the_longest_micro_batch_is_that_of_which_most_is_computed() -> None:
@@ -808,7 +808,7 @@ def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() ->
             parts = schedule.rows_of_steps(rows, first=first)
             assert [(step, part.tolist()) for step, part in parts] == whole[first:]
         # On other ranks the steps keep their rows.
-        other = dataclasses.replace(schedule, world_size=3, rows_per_step=schedule.global_batch_size)
+        other = dataclasses.replace(schedule, data_size=3, rows_per_step=schedule.global_batch_size)
         assert [(step, part.tolist()) for step, part in other.rows_of_steps(rows)] == whole
 
 

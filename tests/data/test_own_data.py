@@ -356,7 +356,7 @@ def test_shares_are_those_of_the_weights_in_every_epoch(prepare: Any, two: tuple
     assert data.rows_per_epoch == 71  # 50 / 0.7: then the first would repeat a row
     assert "70.0% of the rows, 50 of its 50 in each epoch" in log
     assert "30.0% of the rows, 21 of its 30 in each epoch" in log
-    schedule = schedule_of(data, world_size=1)
+    schedule = schedule_of(data, data_size=1)
     epochs: list[list[int]] = [[] for _ in range(4)]
     for step, rows in schedule.rows_of_steps(data.train_rows):
         epochs[step // schedule.steps_per_epoch] += rows.tolist()
@@ -373,8 +373,8 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare: Any, two: tuple[P
     data, _ = prepare(f"{first}:0.7", f"{second}:0.3", eval_fraction=0.1)
     assert data.mixture is not None
 
-    def steps(world_size: int) -> list[list[int]]:
-        schedule = schedule_of(data, world_size=world_size, batch_size=4 // world_size)
+    def steps(data_size: int) -> list[list[int]]:
+        schedule = schedule_of(data, data_size=data_size, batch_size=4 // data_size)
         found = []
         for _, rows in schedule.rows_of_steps(data.train_rows):
             rounds = schedule.rounds(rows, data.train.lengths)
@@ -383,10 +383,10 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks(prepare: Any, two: tuple[P
 
     assert steps(1) == steps(2) == steps(4)
     assert not {row for step in steps(1) for row in step} & set(data.eval_rows.tolist())
-    resumed = schedule_of(data, world_size=1).rows_of_steps(data.train_rows, first=9)
-    whole = dict(schedule_of(data, world_size=1).rows_of_steps(data.train_rows))
+    resumed = schedule_of(data, data_size=1).rows_of_steps(data.train_rows, first=9)
+    whole = dict(schedule_of(data, data_size=1).rows_of_steps(data.train_rows))
     assert all(np.array_equal(whole[step], rows) for step, rows in resumed)
-    other = dataclasses.replace(schedule_of(data, world_size=1), seed=4)
+    other = dataclasses.replace(schedule_of(data, data_size=1), seed=4)
     assert any(not np.array_equal(whole[step], rows) for step, rows in other.rows_of_steps(data.train_rows))
 
 

@@ -36,9 +36,9 @@ def stream(tmp_path: Path) -> Callable[..., RunData]:
     return open_it
 
 
-def schedule(data: RunData, *, world_size: int = 1) -> Schedule:
+def schedule(data: RunData, *, data_size: int = 1) -> Schedule:
     assert data.rows_per_epoch is not None
-    return Schedule(data.rows_per_epoch, 12 // world_size // 2, 2, world_size, num_epochs=2, max_steps=-1, seed=1)
+    return Schedule(data.rows_per_epoch, 12 // data_size // 2, 2, data_size, num_epochs=2, max_steps=-1, seed=1)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own(folder: Path, stre
 def test_three_ranks_have_every_row_of_a_step_once(folder: Path, stream: Callable[..., RunData]) -> None:
     data = stream(folder)
     assert data.stream is not None
-    of_ranks = schedule(data, world_size=3)
+    of_ranks = schedule(data, data_size=3)
     for step in data.stream.steps(of_ranks):
         rounds = of_ranks.rounds(step.rows, step.table.lengths)
         ranks = [[row for each in rounds for row in each[rank].tolist()] for rank in range(3)]
@@ -90,7 +90,7 @@ def test_from_every_place_it_goes_on_as_without_a_break(folder: Path, stream: Ca
         again = stream(folder)
         assert again.stream is not None and again.identity == data.identity
         # The steps do not depend on the number of ranks.
-        left = again.stream.steps(schedule(again, world_size=first % 2 + 1), position=steps[first - 1][2], first=first)
+        left = again.stream.steps(schedule(again, data_size=first % 2 + 1), position=steps[first - 1][2], first=first)
         assert [(each.step, each.table.digest, each.position) for each in left] == steps[first:]
 
 

@@ -34,8 +34,8 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.quant_cache import CachedWeights
 from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
 from fsdp_qlora.planning.run_plan import make_plan
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.run.run import open_weights
 from tests.fuzz.harness import CASES, VALUES, damage_a_file, damaged_bytes, damaged_value, fuzz
 from tests.tiny import flags, make_rows, train_ok, write_rows
@@ -165,9 +165,9 @@ def finished(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    distributed.start_process_group(ALONE)
+    start_process_group(ALONE)
     yield
-    distributed.stop_process_group()
+    stop_process_group()
 
 
 def test_run_folders(finished: Path, group: None, tmp_path: Path) -> None:

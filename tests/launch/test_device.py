@@ -10,7 +10,7 @@ import torch
 
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.ranks.device import choose_device, configure_kernels
-from fsdp_qlora.ranks.distributed import _warn_of_small_shared_memory
+from fsdp_qlora.ranks.process_group import _warn_of_small_shared_memory
 
 
 @pytest.fixture(autouse=True)

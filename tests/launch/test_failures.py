@@ -120,7 +120,7 @@ LATE_COLLECTIVE = """
 import atexit, gc, mmap, os, sys, time
 import torch
 import torch.distributed as dist
-from fsdp_qlora.ranks.distributed import process_group_closed
+from fsdp_qlora.ranks.process_group import process_group_closed
 
 is_over, kept, rank = mmap.mmap(-1, 1), [], int(os.fork() == 0)
 

@@ -22,8 +22,9 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.control import restarts
 from fsdp_qlora.data.sources import find_source
 from fsdp_qlora.errors import ENDINGS, LostRank, RunStopped, TrainingError, UserError, print_error
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import Ranks, connect
+from fsdp_qlora.ranks import store
+from fsdp_qlora.ranks.ranks import Ranks
+from fsdp_qlora.ranks.store import connect
 from fsdp_qlora.training.trainer import Trainer
 from tests.chaos.harness import is_gone, wait_for
 from tests.tiny import ROOT, _free_port, make_rows, on_ranks, read_metrics
@@ -211,7 +212,7 @@ def test_ranks_meet_though_agents_count_their_attempts_from_when_they_have_joine
 
 @pytest.mark.parametrize(("address", "is_warned"), [("10.0.0.1", False), ("8.8.8.8", True)])
 def test_a_store_at_a_public_address_is_warned_of(address, is_warned, monkeypatch, lines):
-    monkeypatch.setattr(distributed.dist, "TCPStore", lambda *_, **__: distributed.dist.HashStore())
+    monkeypatch.setattr(store.dist, "TCPStore", lambda *_, **__: store.dist.HashStore())
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", "29400")
     connect(Ranks(0, 0, 2, 2, torch.device("cpu")))
@@ -282,12 +283,12 @@ def test_a_lone_rank_ends_in_time_and_names_the_missing_one(monkeypatch, capfd):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(distributed, "MAX_WAIT_MINUTES", 0.01)
-    first, third = (distributed.Ranks(rank, 0, 4, 1, torch.device("cpu")) for rank in (0, 3))
+    monkeypatch.setattr(store, "MAX_WAIT_MINUTES", 0.01)
+    first, third = (Ranks(rank, 0, 4, 1, torch.device("cpu")) for rank in (0, 3))
     for wait_minutes in (0.005, 0, 15):  # as --hang_minutes says, which may be longer or none
         with pytest.raises(LostRank, match=rf"Rank 3 has waited 0.0\d+ minutes for rank 0.* at 127.0.0.1:{port}"):
-            distributed.connect(third, timeout_minutes=30, wait_minutes=wait_minutes)
-    stores = [distributed.connect(rank, timeout_minutes=30) for rank in (first, third)]
+            connect(third, timeout_minutes=30, wait_minutes=wait_minutes)
+    stores = [connect(rank, timeout_minutes=30) for rank in (first, third)]
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
     assert not capfd.readouterr().err

@@ -44,7 +44,9 @@ class LargestTensor(TorchDispatchMode):
 def _save_shards(make: Make, keys: list[Any], folder: Path) -> int:
     from torch.distributed.fsdp import fully_shard
 
-    from fsdp_qlora.ranks.distributed import build_mesh, read_ranks, start_process_group, stop_process_group
+    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.ranks.ranks import read_ranks
+    from fsdp_qlora.ranks.shards import build_mesh
 
     ranks = read_ranks()
     start_process_group(ranks)

@@ -190,15 +190,17 @@ class _OwnLogits(LlamaForCausalLM):
 
 def _compare(folders: dict[str, str]) -> int:
     from fsdp_qlora.model.precision import PRECISIONS
-    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.ranks.ranks import read_ranks, set_up_logging
+    from fsdp_qlora.ranks.shards import build_mesh
     from fsdp_qlora.sharding.model_parts import ModelParts
     from fsdp_qlora.sharding.parallelize import reshard_all, shard_model
     from fsdp_qlora.training.probes import few_tokens, probe_head_loss
 
-    ranks = distributed.read_ranks()
-    distributed.set_up_logging(ranks, verbose=False)
-    distributed.start_process_group(ranks)
-    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    ranks = read_ranks()
+    set_up_logging(ranks, verbose=False)
+    start_process_group(ranks)
+    mesh = build_mesh(ranks, sharding_strategy="full_shard")
     head_loss.MAX_CHUNK_BYTES = 5 * WORDS * 4
     ids = ids_of(ranks.rank)
     labels = torch.cat([torch.full((1, 3), -100), ids[:, 3:]], dim=1)[:, : ids.shape[1]]
@@ -254,7 +256,7 @@ def _compare(folders: dict[str, str]) -> int:
         else:
             model.config.logit_temperature = 2.0
         assert probe_head_loss(model, {"input_ids": ids}) is None
-    distributed.stop_process_group()
+    stop_process_group()
     return 0
 
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from benchmarks.aligned_gathers import parts_of_gathers, sharded_model
 from fsdp_qlora.data.row_source import RowsInMemory, StepRows
-from fsdp_qlora.ranks.distributed import local_part
+from fsdp_qlora.ranks.shards import local_part
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 
 Models = Callable[..., Path]

@@ -24,10 +24,11 @@ FIND = """
 import logging, os, sys
 from fsdp_qlora.errors import LostRank, UserError
 from fsdp_qlora.loading.hub import find_model_folder
-from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.ranks import read_ranks
+from fsdp_qlora.ranks.store import connect
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-ranks = distributed.read_ranks()
-store = distributed.connect(ranks)
+ranks = read_ranks()
+store = connect(ranks)
 print("CONNECTED", flush=True)
 try:
     with_weights = os.environ.get("WITH_WEIGHTS", "1") == "1"

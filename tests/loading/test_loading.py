@@ -52,10 +52,12 @@ def _load(folder: Path, result: Path) -> int:
     from fsdp_qlora.model import models
     from fsdp_qlora.model.precision import PRECISIONS
     from fsdp_qlora.planning.build_model import LayerOptions, build_model
-    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.ranks.ranks import read_ranks
+    from fsdp_qlora.ranks.shards import build_mesh
     from fsdp_qlora.sharding import model_parts, parallelize
 
-    ranks = distributed.read_ranks()
+    ranks = read_ranks()
     precision = PRECISIONS["bf16"]
     meta = build_model(
         models.load_config(folder, "big"),
@@ -67,8 +69,8 @@ def _load(folder: Path, result: Path) -> int:
     )
     weight_files = WeightFiles(folder)
     weights = load_weights.match_tensors(meta.model, weight_files)
-    distributed.start_process_group(ranks)
-    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    start_process_group(ranks)
+    mesh = build_mesh(ranks, sharding_strategy="full_shard")
     model = meta.model
     parts = model_parts.ModelParts.of(model)
     parallelize.shard_model(parts, mesh, sharding_strategy="full_shard", precision=precision)
@@ -84,7 +86,7 @@ def _load(folder: Path, result: Path) -> int:
         "growth_bytes": (_peak_kib() - before) * 1024,
     }
     (result / f"{os.environ['RANK']}.json").write_text(json.dumps(measured))
-    distributed.stop_process_group()
+    stop_process_group()
     return 0
 
 

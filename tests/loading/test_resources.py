@@ -164,12 +164,14 @@ def test_too_little_host_memory_ends_every_rank_with_the_numbers(models: Callabl
 def _shards(folder: Path) -> int:
     """Lay out a model's offloaded shards."""
     from fsdp_qlora.model import models
-    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.ranks.ranks import read_ranks
+    from fsdp_qlora.ranks.shards import build_mesh, local_part
     from fsdp_qlora.sharding import parallelize
 
-    ranks = distributed.read_ranks()
-    distributed.start_process_group(ranks)
-    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    ranks = read_ranks()
+    start_process_group(ranks)
+    mesh = build_mesh(ranks, sharding_strategy="full_shard")
     for train_type in ("qlora", "full"):
         config, bf16 = models.load_config(folder, "tiny"), PRECISIONS["bf16"]
         layers = LayerOptions(**LAYERS)
@@ -178,7 +180,7 @@ def _shards(folder: Path) -> int:
         parallelize.shard_model(meta.parts, mesh, sharding_strategy="full_shard", precision=bf16, on_host=host)
         parallelize.materialize(meta.parts, CPU, on_host=host)
         based = [parameter for name, parameter in meta.model.named_parameters() if "lora_" not in name]
-        shards = [distributed.local_part(parameter.detach()).fill_(1) for parameter in based]
+        shards = [local_part(parameter.detach()).fill_(1) for parameter in based]
         assert len({shard.untyped_storage().data_ptr() for shard in shards}) == 1
         spans = sorted((shard.data_ptr(), shard.data_ptr() + shard.nbytes) for shard in shards)
         assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
@@ -188,8 +190,8 @@ def _shards(folder: Path) -> int:
         for module in parallelize.fsdp_modules(meta.model):  # FSDP2 gathers from the arena: what was written above
             module.unshard()
         named = meta.model.named_parameters()
-        assert all((distributed.local_part(each) == 1).all() for name, each in named if "lora_" not in name)
-    distributed.stop_process_group()
+        assert all((local_part(each) == 1).all() for name, each in named if "lora_" not in name)
+    stop_process_group()
     return 0
 
 

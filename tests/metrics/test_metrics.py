@@ -15,7 +15,7 @@ from fsdp_qlora.metrics import metric_log as metrics
 from fsdp_qlora.metrics.metric_log import cut_metrics, open_metric_log
 from fsdp_qlora.metrics.sinks import SinkOptions, named_numbers
 from fsdp_qlora.planning.run_plan import make_plan
-from fsdp_qlora.ranks.distributed import read_ranks
+from fsdp_qlora.ranks.ranks import read_ranks
 
 
 def open_log(tmp_path: Path, *sinks: str, total_steps: int = 8, **more: object) -> metrics.MetricLog:

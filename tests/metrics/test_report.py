@@ -133,7 +133,7 @@ def test_padding_is_counted_as_the_micro_batches_have_it() -> None:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     learned = np.ones(18, dtype=bool)
     rows = TokenizedRows(np.zeros(18, np.int32), learned, offsets, np.arange(4))
-    schedule = Schedule(4, 2, 2, world_size=1, num_epochs=1, max_steps=-1, seed=0, padding=True)
+    schedule = Schedule(4, 2, 2, data_size=1, num_epochs=1, max_steps=-1, seed=0, padding=True)
     facts = data_facts(RunData(rows, np.arange(4)), schedule)
     assert facts["padding_share"] == pytest.approx(1 - 18 / (2 * 8 + 2 * 3))  # 8 and 5 together, 3 and 2
     assert facts["tokens"] == 18 and facts["learned"] == 14 and facts["longest"] == 8

@@ -36,11 +36,13 @@ def steps_of_a_sharded_model(names: list[str], folder: Path) -> int:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+    from fsdp_qlora.ranks.ranks import read_ranks
+    from fsdp_qlora.ranks.shards import build_mesh, own_rows
 
-    ranks = distributed.read_ranks()
-    distributed.start_process_group(ranks)
-    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+    ranks = read_ranks()
+    start_process_group(ranks)
+    mesh = build_mesh(ranks, sharding_strategy="full_shard")
     results = {}
     for name in names:
         layers = OrderedDict((key, nn.Linear(*reversed(shape), bias=False)) for key, shape in SHAPES.items())
@@ -52,7 +54,7 @@ def steps_of_a_sharded_model(names: list[str], folder: Path) -> int:
         for step in range(STEPS):
             for key, parameter in model.named_parameters():
                 whole = gradients(SHAPES[key.split(".")[1]])[step]
-                first, last = distributed.own_rows(parameter, mesh)
+                first, last = own_rows(parameter, mesh)
                 assert isinstance(parameter, DTensor)
                 parameter.grad = DTensor.from_local(
                     whole[first:last].clone(),
@@ -68,7 +70,7 @@ def steps_of_a_sharded_model(names: list[str], folder: Path) -> int:
             results[f"{name}.{key.split('.')[1]}"] = parameter.detach().full_tensor().clone()
     if ranks.is_rank_0:
         save_file(results, folder / f"{ranks.world_size}.safetensors")
-    distributed.stop_process_group()
+    stop_process_group()
     return 0
 
 

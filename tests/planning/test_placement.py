@@ -30,7 +30,7 @@ from fsdp_qlora.planning.placement import (
 )
 from fsdp_qlora.planning.plan import Machine, least_free
 from fsdp_qlora.planning.speed import Mixture, Turn, Work, count_work, seconds, size_of
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.model_parts import ModelParts, Offload
 
 pytestmark = pytest.mark.quick

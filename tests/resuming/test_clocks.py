@@ -14,7 +14,7 @@ from fsdp_qlora.control import watchdog
 from fsdp_qlora.control.clock import Heartbeat
 from fsdp_qlora.control.presence import BoundedStore, Presence
 from fsdp_qlora.control.stops import Budget, Control
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 
 HOUR = 3600.0
 

@@ -19,7 +19,7 @@ from fsdp_qlora.commands.cache import list_entries
 from fsdp_qlora.errors import ENDINGS, RunStopped, UserError
 from fsdp_qlora.loading.quant_cache import CHECKSUMS, CachedWeights, DamagedEntry
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.ranks.distributed import read_ranks
+from fsdp_qlora.ranks.ranks import read_ranks
 from fsdp_qlora.storage.files import write_json
 from tests.resuming.test_resume import ABOUT, DESCRIPTION, OPTIONS, TENSORS, add_step, alone, begin  # noqa: F401
 

@@ -25,8 +25,9 @@ from fsdp_qlora.control import exits
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.errors import RunStopped, UserError
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import read_ranks
+from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+from fsdp_qlora.ranks.ranks import read_ranks
+from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.run.supervision import Guard
 from fsdp_qlora.storage.files import read_json, write_hashed_json, write_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
@@ -233,15 +234,15 @@ def test_a_checkpoint_of_format_1_resumes_to_the_same_bits(
     assert "It was saved by other versions, which may change the numbers: torch 2.0.0 then" in lines[-1]
     monkeypatch.setattr(test_train_state, "SHAPES", {"lora_A": (2, 3), "lora_B": (4, 2)})
     ranks = read_ranks()
-    distributed.start_process_group(ranks, HashStore())
+    start_process_group(ranks, HashStore())
     try:
-        mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+        mesh = build_mesh(ranks, sharding_strategy="full_shard")
         model, optimizer = test_train_state.make_model("adamw", mesh)
         TrainState(model, optimizer, mesh, ranks, is_large=False).load(Path(str(start.folder)), start.tensors)
         test_train_state.step(model, optimizer, 2)
         found = test_train_state.result_of(model)
     finally:
-        distributed.stop_process_group()
+        stop_process_group()
     torch.testing.assert_close(found, load_file(FORMAT_1 / "after_step_3.safetensors")["result"], rtol=1e-6, atol=1e-7)
 
 

@@ -15,7 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_qlora.checkpointing import train_state
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
-from fsdp_qlora.ranks import distributed
+from fsdp_qlora.ranks.process_group import gather_texts, start_process_group
+from fsdp_qlora.ranks.ranks import Ranks, read_ranks
+from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.storage.files import write_hashed_json
 from fsdp_qlora.storage.safetensors_files import TensorForm, write_tensors
 from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_rows
@@ -59,7 +61,7 @@ def save(folder: Path) -> int:
             step(model, optimizer, index)
         if ranks.is_rank_0:
             place.mkdir()
-        distributed.gather_texts("", ranks.device)
+        gather_texts("", ranks.device)
         description = write(train_state.TrainState(model, optimizer, mesh, ranks, is_large=is_large), place)
         for index in range(3, 5):
             step(model, optimizer, index)
@@ -111,10 +113,10 @@ def load(folder: Path) -> int:
     return 0
 
 
-def cases(folder: Path) -> Iterator[tuple[DeviceMesh, distributed.Ranks, str, bool, Path]]:
-    ranks = distributed.read_ranks()
-    distributed.start_process_group(ranks)
-    mesh = distributed.build_mesh(ranks, sharding_strategy="full_shard")
+def cases(folder: Path) -> Iterator[tuple[DeviceMesh, Ranks, str, bool, Path]]:
+    ranks = read_ranks()
+    start_process_group(ranks)
+    mesh = build_mesh(ranks, sharding_strategy="full_shard")
     for name in NAMES:
         for is_large in (False, True):
             yield mesh, ranks, name, is_large, folder / f"{name}_{is_large}"

@@ -11,7 +11,7 @@ from fsdp_qlora.checkpointing.resume import RunFolder
 from fsdp_qlora.checkpointing.same_run import StartRequest
 from fsdp_qlora.checkpointing.saving import best_step, delete_oldest
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.ranks.distributed import Ranks, read_ranks
+from fsdp_qlora.ranks.ranks import Ranks, read_ranks
 from fsdp_qlora.storage.files import write_hashed_json
 
 

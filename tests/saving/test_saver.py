@@ -12,7 +12,7 @@ from fsdp_qlora.checkpointing import saving
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.saving import Saver
 from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.ranks.distributed import Ranks
+from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import FileRecord
 
 

@@ -19,15 +19,9 @@ from fsdp_qlora.config.train_types import TRAIN_TYPES
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.quantizers.base import QuantizedWeight, write_bytes
-from fsdp_qlora.ranks.distributed import (
-    Ranks,
-    build_mesh,
-    own_rows,
-    read_ranks,
-    start_process_group,
-    stop_process_group,
-    whole_weights,
-)
+from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
+from fsdp_qlora.ranks.ranks import Ranks, read_ranks
+from fsdp_qlora.ranks.shards import build_mesh, own_rows, whole_weights
 from fsdp_qlora.sharding.model_parts import Offload
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 

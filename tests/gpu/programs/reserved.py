@@ -25,8 +25,7 @@ from fsdp_qlora.data.row_source import StepRows
 from fsdp_qlora.data.schedule import Schedule
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.ranks import distributed
-from fsdp_qlora.ranks.distributed import local_part
+from fsdp_qlora.ranks.shards import build_mesh, local_part
 from fsdp_qlora.run.load_model import build_trainer
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
 from fsdp_qlora.sharding.recompute import wrap_blocks
@@ -65,7 +64,7 @@ def main(argv: list[str]) -> int:
     plan = place(options, build_plan(options, machine, Path("no weights"), config, tokenizer))
     model = plan.meta.model
     wrap_blocks(model, offload=False)
-    mesh = distributed.build_mesh(ranks, sharding_strategy=args.strategy)
+    mesh = build_mesh(ranks, sharding_strategy=args.strategy)
     parts, on_host = plan.meta.parts, plan.meta.parts.on_host(plan.placement.offload)
     shard_model(parts, mesh, sharding_strategy=args.strategy, precision=plan.precision, on_host=on_host)
     materialize(parts, ranks.device, on_host=on_host)
@@ -76,7 +75,7 @@ def main(argv: list[str]) -> int:
                 local.zero_()
     rows = args.batch_size * ranks.world_size
     data = random_rows(rows, args.length, config.vocab_size, masked=0, seed=0)
-    schedule = options.pick(Schedule, num_rows=rows, world_size=ranks.world_size, rows_per_step=None, mixture=None)
+    schedule = options.pick(Schedule, num_rows=rows, data_size=ranks.world_size, rows_per_step=None, mixture=None)
     run_data = RunData(data, np.arange(rows))
     trainer = build_trainer(options, Plan(plan, run_data, schedule, warmup_steps=0), ranks)
     torch._C._cuda_clearCublasWorkspaces()  # the head's probe needed one: 8 MiB, on Hopper 32

@@ -18,10 +18,10 @@ def main(argv: list[str]) -> int:
     import torch
 
     import train
-    from fsdp_qlora.ranks import distributed
+    from fsdp_qlora.ranks.process_group import start_process_group
 
     if args.backend:
-        distributed.start_process_group = functools.partial(distributed.start_process_group, backend=args.backend)
+        start_process_group = functools.partial(start_process_group, backend=args.backend)
     if args.memory_mib:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(args.memory_mib * 2**20 / total, 0)
