@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fsdp_qlora.planning.gpus import ACHIEVED, GPUS
-from fsdp_qlora.planning.speed import DECODED_BYTES, Size, Turn, count_work, seconds
+from fsdp_qlora.planning.speed import DECODED_BYTES, MicroBatchSize, Size, count_work, seconds
 
 RUNS = json.loads((Path(__file__).parent / "published_runs.json").read_text())
 # hidden, inner, blocks, heads, groups, vocabulary
@@ -62,7 +62,7 @@ def planned(row: dict[str, Any], achieved: float) -> float:
     tokens = row["batch_size"] * row["context_length"]
     work = count_work(
         size_of(row),
-        Turn(tokens, tokens * row["context_length"], tokens),
+        MicroBatchSize(tokens, tokens * row["context_length"], tokens),
         num_shards=1 if row["strategy"] == "ddp" else row["gpus"],
         recomputed_share=1.0,
         host_share=float(row["cpu_offload"]),
@@ -78,7 +78,7 @@ def other_programs() -> Iterator[tuple[dict[str, Any], dict[int, tuple[float, fl
         for written, published in (row.get("tokens_per_second") or row["seconds"]).items():
             length = int(written)
             tokens = row["batch_size"] * length
-            turn = Turn(tokens, tokens * length, row["gpus"] * tokens)
+            turn = MicroBatchSize(tokens, tokens * length, row["gpus"] * tokens)
             work = count_work(size, turn, num_shards=row["gpus"], recomputed_share=1.0, host_share=0.0)
             if row["train_type"] == "gptq":
                 work = work._replace(memory=work.memory + 3 * (_GPTQ_BYTES - DECODED_BYTES) * size.linear)

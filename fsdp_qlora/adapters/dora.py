@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from fsdp_qlora.adapters.lora import LoraAdapter, LoraLinear, LowRank, Product, as_before, as_rows, kept, low_rank_grads
+from fsdp_qlora.adapters.lora import (
+    LoraAdapter,
+    LoraLinear,
+    LowRankFunction,
+    Product,
+    as_before,
+    as_rows,
+    kept,
+    low_rank_grads,
+)
 from fsdp_qlora.model.pieces import piece_number
 from fsdp_qlora.model.precision import autocast_kind
 from fsdp_qlora.quantizers.base import QuantizedWeight, frozen_product
@@ -139,7 +148,7 @@ class DoraAdapter(LoraAdapter):
         bias = own_bias.to(base.dtype) if isinstance(own_bias, torch.Tensor) else None
         product = Product(base, self.scaling, self._draw_dropout())
         lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(base.dtype)
-        low = LowRank.apply(x, lora_A, product.dropout, source)
+        low = LowRankFunction.apply(x, lora_A, product.dropout, source)
         # FSDP2 gathers at a call, and counts on one of each in a pass.
         magnitude, row_squares = (self.magnitude if piece_number.get() == 0 else self.magnitude.forward)(None)
         y: torch.Tensor = _DoraProduct.apply(x, low, lora_A, lora_B, magnitude, (product, row_squares, bias))

@@ -69,7 +69,7 @@ def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class LowRank(torch.autograd.Function):
+class LowRankFunction(torch.autograd.Function):
     """u = A x', and the keeper of x and u for the product.
 
     A checkpointed block's recomputation stops at the last tensor that the block keeps. What one function keeps is noted
@@ -98,7 +98,7 @@ def kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _LoraProduct(torch.autograd.Function):
-    """The rest of the forward pass after `LowRank`, and all of the backward pass."""
+    """The rest of the forward pass after `LowRankFunction`, and all of the backward pass."""
 
     @staticmethod
     def forward(
@@ -168,7 +168,7 @@ class LoraAdapter(nn.Module):
         """
         product = Product(frozen_product(base_layer, x), self.scaling, self._draw_dropout())
         lora_A, lora_B, x = self.lora_A.weight, self.lora_B.weight, x.to(product.base.dtype)
-        low = LowRank.apply(x, lora_A, product.dropout, source)
+        low = LowRankFunction.apply(x, lora_A, product.dropout, source)
         y: torch.Tensor = _LoraProduct.apply(x, low, lora_A, lora_B, product)
         return y
 

@@ -56,15 +56,15 @@ class PretrainedAdapter:
     def weights(self) -> Path:
         return self.folder / WEIGHTS
 
-    def has_other_base(self, *, own: str, said_to_be: str | None) -> bool:
+    def has_other_base(self, *, own: str, declared_base: str | None) -> bool:
         """Whether both bases are named as on the hub, and not the same.
 
         Args:
-            own: the name of this run's base. said_to_be: --base_name.
+            own: the name of this run's base. declared_base: --base_name.
         """
         name = self.base_name
         both = [word.count("/") == 1 and not word.startswith(("/", ".", "~")) for word in (name, own)]
-        return all(both) and name.lower() not in (own.lower(), (said_to_be or "").lower())
+        return all(both) and name.lower() not in (own.lower(), (declared_base or "").lower())
 
     def lineage(self) -> dict[str, Any]:
         """The adapter's name, and the run and step that it is of, for the record of a run that starts from it."""

@@ -32,7 +32,7 @@ from fsdp_qlora.checkpointing.same_run import Run, StartRequest, find_difference
 from fsdp_qlora.data import schedule
 from fsdp_qlora.errors import ENDINGS, RunStopped, TrainingError, UserError, how_it_ends
 from fsdp_qlora.output.redact import redact
-from fsdp_qlora.ranks.process_group import failing_alike, gather_texts
+from fsdp_qlora.ranks.process_group import all_gather_strings, raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json, write_json
 
@@ -141,7 +141,7 @@ class RunFolder:
                     answer = {"start": dataclasses.asdict(choose_start(self.path, identity, self.request))}
             except (UserError, RunStopped) as error:
                 answer = {"ending": how_it_ends(error).state, "message": str(error)}
-        answer = json.loads(gather_texts(json.dumps(answer), self.ranks.device)[0])
+        answer = json.loads(all_gather_strings(json.dumps(answer), self.ranks.device)[0])
         if "start" in answer:
             return Start(**answer["start"])
         if answer["ending"] == "bad_input":
@@ -162,12 +162,12 @@ class RunFolder:
         Raises:
             UserError: the folder cannot be written, or not seen; the same on every rank.
         """
-        with failing_alike(UserError, self.ranks.device):
+        with raise_on_all_ranks(UserError, self.ranks.device):
             if self.ranks.is_rank_0:
                 self._write(files, identity, keep_run=keep_run)
         if not all_write:
             return
-        with failing_alike(UserError, self.ranks.device):
+        with raise_on_all_ranks(UserError, self.ranks.device):
             if read_json(self.path / RUN).get("run_id") != identity["run_id"]:
                 raise UserError(_NOT_SEEN.format(rank=self.ranks.rank, path=self.path))
 

@@ -24,7 +24,7 @@ from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.progress import Progress
 from fsdp_qlora.checkpointing.train_state import Tensors, TrainState
 from fsdp_qlora.errors import TrainingError
-from fsdp_qlora.ranks.process_group import gather_texts
+from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import FileRecord, read_json, write_hashed_json
 
@@ -37,7 +37,7 @@ _Part = tuple[tuple[bool, str] | None, dict[str, Any]]  # a rank's failure, and 
 
 @dataclass
 class _Save:
-    """A checkpoint that is being written. part: of this rank. has_moved: to another tensor since the last heartbeat."""
+    """A checkpoint being written. part: of this rank. made_progress: another tensor since the last heartbeat."""
 
     progress: dict[str, Any]
     staging: Path
@@ -46,7 +46,7 @@ class _Save:
     started: float
     in_background: bool
     part: "Future[_Part]" = field(default_factory=Future)
-    has_moved: bool = False
+    made_progress: bool = False
 
 
 class Saver:
@@ -131,12 +131,12 @@ class Saver:
         while (save := self._save) is not None:
             step = save.progress["step"]
             while not wait([save.part], timeout=1).done:
-                if save.has_moved:
-                    save.has_moved = False
+                if save.made_progress:
+                    save.made_progress = False
                     self.state.beat()
-            parts = gather_texts(json.dumps(save.part.result()), self.ranks.device)
+            parts = all_gather_strings(json.dumps(save.part.result()), self.ranks.device)
             outcome = self._publish(save, parts) if self.ranks.is_rank_0 else None
-            failure = json.loads(gather_texts(json.dumps(outcome), self.ranks.device)[0])
+            failure = json.loads(all_gather_strings(json.dumps(outcome), self.ranks.device)[0])
             if failure is None:
                 self._save, self.saved_step, self._failing_since = None, step, None
                 self.seconds = time.monotonic() - save.started
@@ -162,7 +162,7 @@ class Saver:
     def _fits_in_memory(self) -> bool:
         """Whether the state is so large that a thread should write it, and the host's memory has room for a copy."""
         own = json.dumps([self.state.num_bytes, psutil.virtual_memory().available])
-        sizes, free = zip(*map(json.loads, gather_texts(own, self.ranks.device)), strict=True)
+        sizes, free = zip(*map(json.loads, all_gather_strings(own, self.ranks.device)), strict=True)
         return MIN_BACKGROUND_BYTES <= sum(sizes) < min(free) / 2  # ranks of one machine share its memory
 
     def _start(self, save: _Save, failure: tuple[bool, str] | None = None) -> None:
@@ -177,7 +177,7 @@ class Saver:
     def _write(self, save: _Save, failure: tuple[bool, str] | None) -> _Part:
         def counted(values: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             for value in values:
-                save.has_moved = True
+                save.made_progress = True
                 yield value
 
         contents = {name: content._replace(values=counted(content.values)) for name, content in save.contents.items()}

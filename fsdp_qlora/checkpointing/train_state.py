@@ -29,7 +29,7 @@ from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
 from fsdp_qlora.errors import TrainingError, UserError
 from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
-from fsdp_qlora.ranks.process_group import gather_numbers, gather_texts
+from fsdp_qlora.ranks.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import gather_rows, local_part, own_rows, shard_bounds, shard_rank, shard_size
 from fsdp_qlora.storage.files import FileRecord
@@ -153,7 +153,7 @@ class TrainState:
             if local.numel():
                 state = {_PARAMETER: local, **self.optimizer.state_of(parameter)}
                 own[name] = {key: _describe(value, local) for key, value in state.items()}
-        everyone: list[_Layout] = [json.loads(text) for text in gather_texts(json.dumps(own), self.ranks.device)]
+        everyone: list[_Layout] = [json.loads(text) for text in all_gather_strings(json.dumps(own), self.ranks.device)]
         layout: _Layout = {}
         for name in self.parameters:
             described = [ranks_layout[name] for ranks_layout in everyone if name in ranks_layout]

@@ -11,7 +11,7 @@ from fsdp_qlora.config.cli import parse_train_config
 from fsdp_qlora.config.marks import PLANNABLE
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.planning.gpus import Gpu, find_gpu, gpu_like
+from fsdp_qlora.planning.gpus import Gpu, find_gpu, nearest_gpu
 
 _OF_STEP = ("__batch_size", "__gradient_accumulation_steps")  # options of the rows per step, with _ for -
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     gpu = None if args.probe else _gpu(args, None)
     _load()
     from fsdp_qlora.commands import plan
-    from fsdp_qlora.planning.outlook import Request
+    from fsdp_qlora.planning.outlook import GpuOffer
 
     num_gpus, rates = args.num_gpus or 1, dict[str, float]()
     if gpu is None:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
         num_gpus, here, rates = probe.probe_gpus(args.num_gpus)
         gpu = probe.with_rates(_gpu(args, here), rates)
-    request = Request(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
+    request = GpuOffer(gpu, num_gpus, args.host_ram_gib, args.price_per_hour)
     planner, asked = plan.make_planner(config, request, tokens), config.batch_size * config.gradient_accumulation_steps
     # With auto a run finds how many blocks recompute by probing; without a search all do here.
     changes = {"recompute": "all"} if config.recompute == "auto" else {}
@@ -120,5 +120,5 @@ def _gpu(args: argparse.Namespace, here: Gpu | None) -> Gpu:
     """The GPU that is named, else the one here; --gpu_memory_gib alone takes the rates of one that is usual."""
     if not (args.gpu or args.gpu_memory_gib or here):
         raise UserError('Give --gpu NAME, such as --gpu "RTX 3090", or --gpu_memory_gib.')
-    gpu = find_gpu(args.gpu) if args.gpu else here or gpu_like(args.gpu_memory_gib)
+    gpu = find_gpu(args.gpu) if args.gpu else here or nearest_gpu(args.gpu_memory_gib)
     return gpu._replace(memory_gib=args.gpu_memory_gib) if args.gpu_memory_gib else gpu

@@ -13,12 +13,12 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB, printable
 from fsdp_qlora.planning.describe import format_count
 from fsdp_qlora.planning.gpus import find_gpu
-from fsdp_qlora.planning.outlook import Outlook, Planner, Request
+from fsdp_qlora.planning.outlook import GpuOffer, PlannedRun, Planner
 
 EXAMPLE = Path(__file__).parent / "prices.yaml"
 
 
-def read_offers(path: Path) -> tuple[str, list[Request]]:
+def read_offers(path: Path) -> tuple[str, list[GpuOffer]]:
     """The date of a price table, and its offers.
 
     Raises:
@@ -26,7 +26,7 @@ def read_offers(path: Path) -> tuple[str, list[Request]]:
     """
     try:
         table = yaml.load(read_options(path, "it"), PlainLoader)
-        offers = [Request(**row | {"gpu": find_gpu(str(row["gpu"]))}) for row in table["offers"]]
+        offers = [GpuOffer(**row | {"gpu": find_gpu(str(row["gpu"]))}) for row in table["offers"]]
         numbers = [(row.num_gpus, row.price_per_hour or 0, row.host_ram_gib) for row in offers]
         if not offers or not all(map(PLANNABLE.accepts, itertools.chain(*numbers))):
             raise ValueError("it has no offers, or one whose GPUs, price or memory are not above 0 and at most 1e9")
@@ -39,7 +39,9 @@ def read_offers(path: Path) -> tuple[str, list[Request]]:
         ) from error
 
 
-def compare(planner: Planner, requests: Sequence[Request], *, by_time: bool, keeps_rows: bool = True) -> list[Outlook]:
+def compare(
+    planner: Planner, requests: Sequence[GpuOffer], *, by_time: bool, keeps_rows: bool = True
+) -> list[PlannedRun]:
     """The fastest settings on each offer; those that fit come first, the cheapest or fastest first.
 
     keeps_rows: else steps may have more of them.
@@ -49,7 +51,7 @@ def compare(planner: Planner, requests: Sequence[Request], *, by_time: bool, kee
     return sorted(found, key=lambda each: (not each.fits_with_margin, each.hours if by_time else each.cost))
 
 
-def describe(date: str, found: Sequence[Outlook]) -> Iterator[str]:
+def describe(date: str, found: Sequence[PlannedRun]) -> Iterator[str]:
     """The table in lines of at most 80 columns."""
     config, fitting = found[0].config, [each for each in found if each.fits_with_margin]
     steps = [each.rows for each in fitting or found]

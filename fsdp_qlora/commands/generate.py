@@ -23,7 +23,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.model import models
 from fsdp_qlora.planning.plan import Machine, PlacedModel, place, plan_model
 from fsdp_qlora.ranks.device import configure_kernels
-from fsdp_qlora.ranks.process_group import gather_texts, release_loading_memory, start_process_group
+from fsdp_qlora.ranks.process_group import all_gather_strings, release_loading_memory, start_process_group
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.store import connect, kept_until_all_connect
 from fsdp_qlora.run.load_model import load_model
@@ -174,5 +174,5 @@ def _read_line(ranks: Ranks, is_terminal: bool, waiting: dist.ProcessGroup) -> s
         if is_terminal:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
-    line = gather_texts(line, torch.device("cpu"), waiting)[0]
+    line = all_gather_strings(line, torch.device("cpu"), waiting)[0]
     return line.strip() if line else None

@@ -63,7 +63,7 @@ def open_adapter(path: Path) -> PeftFolder:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRankUpdate:
     """W + s L R for each matrix of a weight; with a magnitude its rows are scaled to that length (DoRA).
 
     left [experts, rows, rank], right [experts, rank, columns], magnitude [rows]: float32.
@@ -103,10 +103,10 @@ class LowRank:
             parts.append((values[start:stop].double() + update.flatten() * self.scaling).float())
         return torch.cat(parts)
 
-    def trained(self) -> "LowRank":
+    def trained(self) -> "LowRankUpdate":
         """The first half of L and R: what was trained on that base."""
         half = self.left.shape[2] // 2
-        return LowRank(self.left[..., :half], self.right[:, :half], self.scaling, self.magnitude)
+        return LowRankUpdate(self.left[..., :half], self.right[:, :half], self.scaling, self.magnitude)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Changes:
         """Those of an adapter's folder to a base, of which only config.json is read. Raises as `open_adapter` too."""
         return cls(build_plain_model(load_config(base, str(base)), torch.float32), open_adapter(adapter))
 
-    def low_rank(self, weight: str) -> LowRank | None:
+    def low_rank(self, weight: str) -> LowRankUpdate | None:
         """What is added to a weight, or to what replaces it; read from the adapter's file."""
         if weight not in self.layers:
             return None
@@ -164,7 +164,7 @@ class Changes:
         scaling = layer.scaling[_NAME]
         if f"{path}.lora_embedding_A" in adapter.files.files:  # [rank, rows] and [columns, rank]
             lora_A, lora_B = (adapter.read(f"{path}.lora_embedding_{which}") for which in "AB")
-            return LowRank(lora_A.T[None], lora_B.T[None], scaling)
+            return LowRankUpdate(lora_A.T[None], lora_B.T[None], scaling)
         lora_A, lora_B = (adapter.read(f"{path}.lora_{which}.weight") for which in "AB")
         magnitude = f"{path}.lora_magnitude_vector"
         lengths = adapter.read(magnitude).flatten() if magnitude in adapter.files.files else None
@@ -175,8 +175,8 @@ class Changes:
         if isinstance(layer, ParamWrapper) and experts > 1:
             is_upright = layer._did_swap_in_out_features
         if is_upright:
-            return LowRank(all_B, all_A, scaling, lengths)
-        return LowRank(all_A.mT, all_B.mT, scaling, lengths)
+            return LowRankUpdate(all_B, all_A, scaling, lengths)
+        return LowRankUpdate(all_A.mT, all_B.mT, scaling, lengths)
 
 
 def _lora_layers(wrapped: nn.Module, adapter: PeftFolder) -> Iterator[tuple[str, tuple[str, LoraLayer]]]:

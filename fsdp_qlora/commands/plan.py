@@ -19,7 +19,7 @@ from fsdp_qlora.model.models import load_config, load_tokenizer
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.describe import describe_pieces, format_count
 from fsdp_qlora.planning.known_models import close_names, known_config
-from fsdp_qlora.planning.outlook import Outlook, Planner, Request
+from fsdp_qlora.planning.outlook import GpuOffer, PlannedRun, Planner
 from fsdp_qlora.planning.plan import build_plan
 from fsdp_qlora.sharding.model_parts import count_parameters
 
@@ -58,7 +58,7 @@ def find_model(name: str, *, trust_remote_code: bool) -> tuple[PretrainedConfig,
     return load_config(path, name, trust_remote_code=trust_remote_code), path
 
 
-def make_planner(config: TrainConfig, request: Request, tokens: float | None = None) -> Planner:
+def make_planner(config: TrainConfig, request: GpuOffer, tokens: float | None = None) -> Planner:
     """Of a run on the request's GPUs, its model built without weights, and for its rows if a dataset can be read.
 
     tokens: to train on, if not those of the rows.
@@ -97,7 +97,7 @@ def _find_tokenizer(config: TrainConfig, folder: Path | None) -> Any:
 # --- words ---
 
 
-def describe(planner: Planner, found: Outlook, *, explain: bool) -> Iterator[str]:
+def describe(planner: Planner, found: PlannedRun, *, explain: bool) -> Iterator[str]:
     """The plan in lines of at most 80 columns."""
     request, memory = found.request, found.plan.memory
     gpu, share = request.gpu, found.needed / (request.gpu.memory_gib * GIB)
@@ -131,12 +131,12 @@ def describe(planner: Planner, found: Outlook, *, explain: bool) -> Iterator[str
         yield "nothing that was tried makes it fit: take more or larger GPUs"
 
 
-def _model_line(found: Outlook) -> str:
+def _model_line(found: PlannedRun) -> str:
     billions = count_parameters(found.plan.meta.parts)["total"] / 1e9
     return f"{found.config.model_name} ({billions:.1f}B), {found.config.train_type}"
 
 
-def _always_there(found: Outlook) -> dict[str, int]:
+def _always_there(found: PlannedRun) -> dict[str, int]:
     """Bytes of a GPU that are there in each phase."""
     memory = found.plan.memory
     return {**memory.resident, "torch's allocator": memory.overhead, **found.beside_torch}
@@ -149,26 +149,26 @@ def _bar(name: str, stays: int, comes: int, memory: float) -> str:
     return f"  {name:15} {drawn} {(stays + comes) / GIB:.1f} GiB"
 
 
-def _speed_line(found: Outlook) -> str:
+def _speed_line(found: PlannedRun) -> str:
     cost = f", {found.cost:,.2f} US dollars" if found.request.price_per_hour else ""
     speed = f"about {found.tokens_per_second:,.0f} tokens/s: {found.hours:,.1f} hours"
     return f"{speed} for {format_count(found.tokens)} tokens{cost}"
 
 
-def speed_text(found: Outlook) -> str:
+def speed_text(found: PlannedRun) -> str:
     """Speed, time and, with a price, cost."""
     cost = f", ${found.cost:,.2f}" if found.request.price_per_hour else ""
     return f"{found.tokens_per_second:,.0f} tokens/s, {found.hours:,.1f} hours{cost}"
 
 
-def describe_rows(found: Outlook, asked: int, *, keeps_rows: bool) -> str:
+def describe_rows(found: PlannedRun, asked: int, *, keeps_rows: bool) -> str:
     """One line: that a step of more rows, which is found, is faster than of those asked for."""
     if keeps_rows:
         return f"with {found.rows} rows per step on each GPU instead of {asked}: {speed_text(found)}"
     return f"rows per step: {found.rows} on each GPU, as --batch_size is left open; fewer are slower"
 
 
-def command_line(found: Outlook) -> str:
+def command_line(found: PlannedRun) -> str:
     """The settings that `train` takes: what the options say, and the placement that was chosen."""
     config, chosen = found.config, found.plan.placement.options
     given = {name: value for name, value in vars(config).items() if value != getattr(DEFAULTS, name)}
@@ -178,7 +178,7 @@ def command_line(found: Outlook) -> str:
     return f"fsdp-qlora train {' '.join(words)}"
 
 
-def as_json(found: Outlook) -> Mapping[str, Any]:
+def as_json(found: PlannedRun) -> Mapping[str, Any]:
     """The plan for programs; bytes are of one rank, but host_bytes."""
     memory, request = found.plan.memory, found.request
     return {
@@ -201,7 +201,7 @@ def as_json(found: Outlook) -> Mapping[str, Any]:
     }
 
 
-def describe_fastest(found: Sequence[Outlook]) -> Iterator[str]:
+def describe_fastest(found: Sequence[PlannedRun]) -> Iterator[str]:
     """The fastest three settings that fit with their margins, and why the next three do not."""
     fitting = [each for each in found if each.fits_with_margin]
     others = [each for each in found if not each.fits_with_margin]
@@ -220,7 +220,7 @@ def describe_fastest(found: Sequence[Outlook]) -> Iterator[str]:
                 yield "    use_activation_cpu_offload true"
 
 
-def draw(found: Outlook) -> str:
+def draw(found: PlannedRun) -> str:
     """The plan as an SVG: a bar for each phase of a step, in it a rectangle for each quantity, and the card's end."""
     card, always = found.request.gpu.memory_gib * GIB, _always_there(found)
     bars = {phase: {**always, **sizes} for phase, sizes in found.plan.memory.phases.items()}

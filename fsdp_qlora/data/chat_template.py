@@ -281,7 +281,7 @@ class Conversation:
         )
         if there is None:
             return []
-        bodies = {} if is_last or here is None else {self.text: (here, self._with_others(alone.text[there:], here))}
+        bodies = {} if is_last or here is None else {self.text: (here, self._in_full_chat(alone.text[there:], here))}
         bodies[alone.text] = there, alone.text[there:]
         return [(text, (start, start + len(self._ended(body)))) for text, (start, body) in bodies.items() if body]
 
@@ -307,7 +307,7 @@ class Conversation:
         except Exception:  # a template can raise anything, and many do where there is no message
             return None
 
-    def _with_others(self, body: str, start: int) -> str:
+    def _in_full_chat(self, body: str, start: int) -> str:
         """A turn as it is in this text from a place on, where others follow it; "" if it is another."""
         while True:
             for written in (body, answer := body.rpartition(ENDS)[2], answer.lstrip()):

@@ -60,7 +60,7 @@ def _most_bytes() -> int:
         raise UserError(f"{MAX_ROW} is {os.environ[MAX_ROW]!r}. Give a number of MiB.") from error
 
 
-def _most_unpacked(num_bytes: int) -> int:
+def _max_unpacked_bytes(num_bytes: int) -> int:
     """What so many packed bytes may unpack to."""
     return max(_most_bytes(), _MOST_PACKED * num_bytes)
 
@@ -111,7 +111,7 @@ def read_json(path: Path) -> NumberedRows:
     """The objects in an array; or one after another; or, where it is the only object, in one of its `LISTS`."""
     try:
         with open_file(path) as file:
-            most = _most_unpacked(path.stat().st_size)
+            most = _max_unpacked_bytes(path.stat().st_size)
             content = file.read(most + 1)
         if len(content) > most:
             raise _too_long(str(path))
@@ -211,7 +211,7 @@ def _check_groups(path: Path, metadata: Any, groups: Iterable[int], columns: Ite
         parts = [group.column(index) for index in range(group.num_columns)]
         used = [part for part in parts if part.path_in_schema.startswith(tuple(columns))]
         unpacked = sum(max(part.total_uncompressed_size, part.num_values) for part in used)
-        if unpacked > _most_unpacked(sum(part.total_compressed_size for part in used)):
+        if unpacked > _max_unpacked_bytes(sum(part.total_compressed_size for part in used)):
             raise _too_long(f"{path}, a group of {group.num_rows} rows when unpacked")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_qlora.data import chats
-from fsdp_qlora.data.rows import Answered, BadRow, Chat, Fields, Rendered, Segment, refuse_media, text_of
+from fsdp_qlora.data.rows import BadRow, Chat, Fields, PreferenceRow, Rendered, Segment, refuse_media, text_of
 
 SIDES = ("chosen", "rejected")
 RATINGS = ("rating", "score", "overall_score")  # what the number of a rated answer may be called
@@ -30,7 +30,7 @@ def read_prompt_completion(row: Row) -> Chat | Rendered:
     return Rendered([prompt, Segment(text_of(row, "completion"), learned=True)], is_joint=True)
 
 
-def read_pair(row: Row) -> Answered:
+def read_pair(row: Row) -> PreferenceRow:
     """Two answers: text, messages, or whole conversations or texts whose common beginning is the prompt.
 
     Raises:
@@ -54,7 +54,7 @@ def read_pair(row: Row) -> Answered:
         raise BadRow(f"empty {'rejected' if sides[0] else 'chosen'}")
     if not asked or any(_is_prompt(side[0]) for side in sides):
         raise BadRow("chosen and rejected begin with different prompts")
-    return Answered([_answer(row, name, asked, side) for side in sides])
+    return PreferenceRow([_answer(row, name, asked, side) for side in sides])
 
 
 def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
@@ -72,7 +72,7 @@ def chosen_alone(row: Row, names: Mapping[str, str]) -> tuple[list[str], str]:
     return [*columns, f"{answer}={chosen}"], "alpaca" if name in INSTRUCTIONS else "prompt_completion"
 
 
-def read_ratings(row: Row, threshold: float) -> Answered:
+def read_ratings(row: Row, threshold: float) -> PreferenceRow:
     """The best rated of `completions` and the worst, of equals the first; the threshold is between. Raises BadRow."""
     answers = chats.turns(row.get("completions"), "completions")
     best, worst = max(answers, key=rating_of), min(answers, key=rating_of)
@@ -83,25 +83,25 @@ def read_ratings(row: Row, threshold: float) -> Answered:
     return read_pair({**row, "chosen": best.get("response"), "rejected": worst.get("response")})
 
 
-def read_labeled(row: Row) -> Answered:
+def read_labeled(row: Row) -> PreferenceRow:
     """A completion of a prompt, or `messages` with an answer at the end; with `label`. Raises BadRow."""
     label = {"true": True, "1": True, "false": False, "0": False}.get(str(row.get("label")).lower())
     if label is None:
         raise BadRow(f"label is {row.get('label')!r}, and can be true or false")
     if row.get("messages") is not None:
         *prompt, answer = chats.turns(row["messages"], "messages")
-        return Answered([read_prompt_completion({**row, "prompt": prompt, "completion": [answer]})], [label])
+        return PreferenceRow([read_prompt_completion({**row, "prompt": prompt, "completion": [answer]})], [label])
     name = _prompt_name(row)
-    return Answered([_answer(row, name, row.get(name), row.get("completion"))], [label])
+    return PreferenceRow([_answer(row, name, row.get(name), row.get("completion"))], [label])
 
 
-def read_rating(row: Row, threshold: float) -> Answered:
+def read_rating(row: Row, threshold: float) -> PreferenceRow:
     """The same with a `rating`, of which the threshold makes the label; or a list of answers that have one each."""
     if not isinstance(row["rating"], list):
         return read_labeled({**row, "label": rating_of(row) >= threshold})
     name, answers = _prompt_name(row), chats.turns(row["rating"], "completions")
     found = [_answer(row, name, row.get(name), answer.get("response")) for answer in answers]
-    return Answered(found, [rating_of(answer) >= threshold for answer in answers])
+    return PreferenceRow(found, [rating_of(answer) >= threshold for answer in answers])
 
 
 def rating_of(row: Row) -> float:
@@ -150,7 +150,7 @@ def join_sides(ids: Sequence[np.ndarray], learned: Sequence[np.ndarray]) -> dict
     return {"ids": np.concatenate(ids), "learned": np.concatenate(masks), "split": len(ids[0])}
 
 
-def with_other_answers(rows: Sequence[Any], context_length: int) -> list[Any]:
+def with_mismatched_answers(rows: Sequence[Any], context_length: int) -> list[Any]:
     """Each encoded answer and its prompt with an answer of a row before, a second document, as from `join_sides`."""
     starts = [int(row.learned.argmax()) for row in rows]
     back = max(Counter(row.number for row in rows).values(), default=1)  # a row may have several answers

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from fsdp_qlora.data.chat_template import ChatTemplate, TemplateWorker
 from fsdp_qlora.data.formats import FORMATS
 from fsdp_qlora.data.prompts import TEMPLATES, ChosenTemplate, PromptTemplate, as_chat
-from fsdp_qlora.data.rows import Answered, BadRow, Chat, Content, Fields, Rendered, Segment
+from fsdp_qlora.data.rows import BadRow, Chat, Content, Fields, PreferenceRow, Rendered, Segment
 
 TEMPLATE, CHAT, TEXT = "template", "chat", "text"  # kinds of records
 IN_PARTS = "an answer of several turns, which the chat template renders differently when others follow"
@@ -88,7 +88,7 @@ class Renderer:
                 Rendered(segments, is_joint=True, is_templated=True, notes=() if number else notes)
                 for number, segments in enumerate(rows)
             ]
-        if isinstance(content, Answered):
+        if isinstance(content, PreferenceRow):
             answers = [self.render(answer, worker) for answer in content.answers]
             if any(len(answer) > 1 for answer in answers):
                 raise BadRow(IN_PARTS)

@@ -387,7 +387,7 @@ class Rendered:
 
 
 @dataclass(frozen=True)
-class Answered:
+class PreferenceRow:
     """Answers to one prompt, each with the prompt, of which nothing is learned: a chosen and a rejected one, or, with
     what `desired` says of each, any number.
     """
@@ -396,7 +396,7 @@ class Answered:
     desired: Sequence[bool] = ()
 
 
-Content = list[Segment] | Fields | Chat | Rendered | Answered
+Content = list[Segment] | Fields | Chat | Rendered | PreferenceRow
 """A list of segments is tokenized segment by segment, as a filled prompt template is."""
 
 

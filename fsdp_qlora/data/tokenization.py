@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fsdp_qlora.config.objectives import LABELS, PAIRS, TEXTS
 from fsdp_qlora.data.formats import Format
-from fsdp_qlora.data.preferences import join_sides, with_other_answers
+from fsdp_qlora.data.preferences import join_sides, with_mismatched_answers
 from fsdp_qlora.data.rendering import Renderer
 from fsdp_qlora.data.rows import (
     NO_ROOM,
@@ -81,15 +81,15 @@ def tokenize_batch(
         encoded = [_pair(*encoded[i : i + 2]) for i in range(0, len(encoded), 2)]
     chosen = _choose(encoded, report)
     if row_format.needs == LABELS:
-        chosen = with_other_answers(chosen, context_length)
+        chosen = with_mismatched_answers(chosen, context_length)
     return _flatten(chosen), [len(row.ids) + row.num_cut for row in encoded]
 
 
 def _pair(chosen: EncodedRow, rejected: EncodedRow) -> EncodedRow:
     """The answers as one row of two documents, without targets if one has none or the context cuts both alike."""
     two = join_sides((chosen.ids, rejected.ids), (chosen.learned, rejected.learned))
-    is_telling = chosen.learned[1:].any() and rejected.learned[1:].any()
-    two["learned"] &= is_telling and not np.array_equal(chosen.ids, rejected.ids)
+    both_have_targets = chosen.learned[1:].any() and rejected.learned[1:].any()
+    two["learned"] &= both_have_targets and not np.array_equal(chosen.ids, rejected.ids)
     return chosen._replace(num_cut=chosen.num_cut + rejected.num_cut, notes=chosen.notes + rejected.notes, **two)
 
 

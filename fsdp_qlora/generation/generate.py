@@ -19,7 +19,7 @@ from fsdp_qlora.metrics.sinks import SAMPLES_FILE, read_records
 from fsdp_qlora.model.models import can_skip_logits
 from fsdp_qlora.model.precision import Precision
 from fsdp_qlora.output.redact import redact_values
-from fsdp_qlora.ranks.process_group import gather_numbers, gather_texts
+from fsdp_qlora.ranks.process_group import all_gather_strings, gather_numbers
 from fsdp_qlora.ranks.ranks import Ranks, derive_seed
 from fsdp_qlora.sharding.parallelize import reshard_all
 from fsdp_qlora.sharding.vocabulary import shared_head_of, sharing_ranks
@@ -182,7 +182,7 @@ class _Batch:
 def gather_answers(answers: Sequence[Answer], describe: Callable[[Answer], T], device: torch.device) -> list[T]:
     """What `describe` says, in JSON's values, of the answers of all ranks, in the order of their prompts."""
     text = json.dumps([[answer.number, describe(answer)] for answer in answers])
-    everything = [pair for part in gather_texts(text, device) for pair in json.loads(part)]
+    everything = [pair for part in all_gather_strings(text, device) for pair in json.loads(part)]
     return [described for _, described in sorted(everything, key=lambda pair: int(pair[0]))]
 
 

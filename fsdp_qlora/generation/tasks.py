@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import first_line
 from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.ranks.process_group import gather_texts
+from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.parallelize import reshard_all
 
@@ -58,7 +58,7 @@ class Tasks:
             def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **more: Any) -> list[Any]:
                 dealt = [*requests, *requests[:1] * (-len(requests) % ranks.world_size)][ranks.rank :: ranks.world_size]
                 own = super()._loglikelihood_tokens(dealt, disable_tqdm=not ranks.is_rank_0, **more)
-                parts = map(json.loads, gather_texts(json.dumps(own), torch.device("cpu")))
+                parts = map(json.loads, all_gather_strings(json.dumps(own), torch.device("cpu")))
                 return [tuple(answer) for turn in zip(*parts, strict=True) for answer in turn][: len(requests)]
 
         beating = model.register_forward_pre_hook(lambda *_: beat())

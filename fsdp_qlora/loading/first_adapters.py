@@ -20,7 +20,7 @@ from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, tensor_difference
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quantizers.base import QuantizedWeight
-from fsdp_qlora.ranks.process_group import failing_alike
+from fsdp_qlora.ranks.process_group import raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import derive_seed
 from fsdp_qlora.ranks.shards import own_rows, store_rows
 
@@ -93,15 +93,15 @@ def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) ->
 # --- of a pretrained adapter: each rank reads its own rows ---
 
 
-def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, own: str, said_to_be: str | None, init: str) -> None:
+def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, own: str, declared_base: str | None, init: str) -> None:
     """Refuse an adapter to start from that is not one for this model, before weights are downloaded.
 
     Args:
-        own: the model's name. said_to_be: --base_name. init: as of `wanted_shapes`.
+        own: the model's name. declared_base: --base_name. init: as of `wanted_shapes`.
     Raises:
         UserError: its base has another name on the hub, or its tensors are not those of this model's adapter.
     """
-    if adapter.has_other_base(own=own, said_to_be=said_to_be):
+    if adapter.has_other_base(own=own, declared_base=declared_base):
         raise UserError(
             f"--adapter {adapter.folder} was trained on {adapter.base_name}, and --model_name is {own}. If they are "
             f"the same weights, in other bits or under another name, say so: --base_name {adapter.base_name}."
@@ -179,7 +179,7 @@ def _rows(
 @contextlib.contextmanager
 def _agreed(adapter: PretrainedAdapter, device: torch.device) -> Iterator[None]:
     """Raise the same error on every rank if one of them fails in the block, which has no collectives."""
-    with failing_alike(UserError, device):
+    with raise_on_all_ranks(UserError, device):
         try:
             yield
         except (OSError, SafetensorError, UserError) as error:

@@ -27,7 +27,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedWeight, packed_forms
-from fsdp_qlora.ranks.process_group import failing_alike, gather_numbers, gather_texts
+from fsdp_qlora.ranks.process_group import all_gather_strings, gather_numbers, raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import shard_rank, shard_size
 from fsdp_qlora.storage.files import cache_folder, file_identity, free_disk, publish_folder, write_hashed_json
@@ -200,7 +200,9 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
         with _together(target.parent, mesh):  # the ranks share the work, and read back what all have written
             written = WeightFiles(folder, as_bytes=True)
             checksums = {name: _checksums(written, name) for name in sorted(forms)[rank :: shard_size(mesh)]}
-        for part in gather_texts(json.dumps(checksums), torch.device(mesh.device_type), mesh["shard"].get_group()):
+        for part in all_gather_strings(
+            json.dumps(checksums), torch.device(mesh.device_type), mesh["shard"].get_group()
+        ):
             checksums |= json.loads(part)
         description = {
             "format": FORMAT_VERSION,
@@ -219,7 +221,7 @@ def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: We
 @contextlib.contextmanager
 def _together(root: Path, mesh: DeviceMesh) -> Iterator[None]:
     """Raise Unavailable on every rank of a shard group if the block, which has no collectives, fails on one."""
-    with failing_alike(Unavailable, torch.device(mesh.device_type), mesh["shard"].get_group()):
+    with raise_on_all_ranks(Unavailable, torch.device(mesh.device_type), mesh["shard"].get_group()):
         try:
             yield
         except UserError as error:
@@ -277,7 +279,7 @@ def load_or_create(
     Args:
         load_weights: `load_weights` with all arguments bound except weights.
     """
-    kernels = gather_texts(device_kernels(ranks.device), ranks.device)
+    kernels = all_gather_strings(device_kernels(ranks.device), ranks.device)
     folder = root / cache_key(layers, weights.files, weights.sources, kernels)
     is_there = os.path.isfile(folder / CHECKSUMS)  # False also where the folder may not be read
     # Without a shared folder, some nodes may lack the entry.
@@ -306,7 +308,7 @@ def _load_entry(
         own: the tensors that it must have.
     """
     try:
-        with failing_alike(DamagedEntry, ranks.device):
+        with raise_on_all_ranks(DamagedEntry, ranks.device):
             cached = CachedWeights(folder, weights.files)
             if absent := sorted(set(own) - cached.files.keys()):
                 raise DamagedEntry(f"{absent[0]} is not in it")

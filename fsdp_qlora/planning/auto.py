@@ -15,10 +15,10 @@ from fsdp_qlora.config.text import value_text
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.output.text import GIB
 from fsdp_qlora.planning.checks import host_memory_free
-from fsdp_qlora.planning.gpus import gpu_like, gpu_of
-from fsdp_qlora.planning.outlook import Planner, Request, Rows
+from fsdp_qlora.planning.gpus import gpu_of, nearest_gpu
+from fsdp_qlora.planning.outlook import GpuOffer, Planner, Rows
 from fsdp_qlora.planning.plan import ModelPlan, least_free
-from fsdp_qlora.ranks.store import values_of_ranks
+from fsdp_qlora.ranks.store import all_gather_via_store
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -51,15 +51,15 @@ def choose_settings(
         per_node = ranks.layout("full_shard", machine.world_size).per_node
         host = host_memory_free(per_node) * machine.world_size
         card = torch.cuda.get_device_properties(ranks.device) if ranks.device.type == "cuda" else None
-        gpu = gpu_of(card) if card else gpu_like(free / GIB)
+        gpu = gpu_of(card) if card else nearest_gpu(free / GIB)
         gpu = gpu._replace(usable=1.0)  # what is free is what CUDA gives
-        request = Request(gpu, machine.world_size, host / GIB, per_node=per_node)
+        request = GpuOffer(gpu, machine.world_size, host / GIB, per_node=per_node)
         memory_gib = (free + sum(request.beside_torch().values())) / GIB
         request = request._replace(gpu=gpu._replace(memory_gib=memory_gib))
         best = Planner(config, request, model, rows).fastest()[0]
         chosen = {name: getattr(best.config, name) for name in _CHOSEN}
     if store is not None:
-        chosen = json.loads(values_of_ranks(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
+        chosen = json.loads(all_gather_via_store(json.dumps(chosen), "the settings of --auto", ranks, store)[0])
     log.info("Settings of --auto: %s.", ", ".join(f"{name} {value_text(value)}" for name, value in chosen.items()))
     return chosen
 

@@ -80,7 +80,7 @@ def find_gpu(name: str) -> Gpu:
     raise UserError(f"--gpu {name}: no single GPU has this name. Try {', '.join(names)}, or give --gpu_memory_gib.")
 
 
-def gpu_like(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
+def nearest_gpu(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
     """A GPU with so much memory, and the rates of the one of that name, else of the nearest one that is as new."""
     if known := next((gpu for gpu in GPUS.values() if _plain(gpu.name) == _plain(name)), None):
         return known._replace(memory_gib=memory_gib)
@@ -91,7 +91,7 @@ def gpu_like(memory_gib: float, name: str = "", capability: int = 0) -> Gpu:
 
 def gpu_of(card: Any) -> Gpu:
     """The GPU that torch.cuda.get_device_properties describes, of whose memory CUDA can give all."""
-    return gpu_like(card.total_memory / GIB, card.name, 10 * card.major + card.minor)._replace(usable=1.0)
+    return nearest_gpu(card.total_memory / GIB, card.name, 10 * card.major + card.minor)._replace(usable=1.0)
 
 
 def _plain(name: str) -> str:

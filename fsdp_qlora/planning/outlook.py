@@ -16,7 +16,7 @@ from fsdp_qlora.planning.gpus import Gpu, communicators
 from fsdp_qlora.planning.memory import PROCESS
 from fsdp_qlora.planning.placement import with_margin
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, candidates, longest_allowed, place
-from fsdp_qlora.planning.speed import Turn, size_of, tokens_per_second
+from fsdp_qlora.planning.speed import MicroBatchSize, size_of, tokens_per_second
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.model_parts import Offload
 
@@ -25,8 +25,8 @@ _WORTH = 1.05  # times as fast: what twice the rows per step must be to be propo
 _TOKENS = 10e6  # to train on, where no dataset is known
 
 
-class Request(NamedTuple):
-    """The GPUs, and what is to be told.
+class GpuOffer(NamedTuple):
+    """GPUs to plan for, as they are offered.
 
     price_per_hour: US dollars, of all GPUs. where: they are offered. per_node: of a machine; 0 if it is one.
     """
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     """A run's rows. longest: the longest micro-batch. turn: the mean one. tokens: in all epochs."""
 
     longest: Lengths
-    turn: Turn
+    turn: MicroBatchSize
     tokens: float
 
 
@@ -66,15 +66,15 @@ def allowed_rows(config: TrainConfig, world_size: int) -> Rows:
     """As many and as long rows as the options allow."""
     longest = longest_allowed(config)
     tokens, squares = sum(longest.of_documents), sum(length**2 for length in longest.of_documents)
-    return Rows(longest, Turn(tokens, squares, world_size * tokens), _TOKENS)
+    return Rows(longest, MicroBatchSize(tokens, squares, world_size * tokens), _TOKENS)
 
 
-class Outlook(NamedTuple):
+class PlannedRun(NamedTuple):
     """A planned run: where it fits and how fast it is. tokens: to train on, in all epochs."""
 
     config: TrainConfig
     plan: PlacedModel
-    request: Request
+    request: GpuOffer
     tokens: float
     tokens_per_second: float
 
@@ -133,7 +133,7 @@ class Planner:
     def __init__(
         self,
         config: TrainConfig,
-        request: Request,
+        request: GpuOffer,
         model: ModelPlan,
         rows: Callable[[TrainConfig, int], Rows] = allowed_rows,
         tokens: float | None = None,
@@ -143,19 +143,19 @@ class Planner:
         self._rows: dict[tuple[int, ...], Rows] = {}
         self._blocks: dict[tuple[int, ...], list[BlockBytes]] = {}
 
-    def on(self, request: Request) -> "Planner":
+    def on(self, request: GpuOffer) -> "Planner":
         """Of the same run on other GPUs, with what has been built and measured."""
         other = copy.copy(self)
         other.request, other.model = request, dataclasses.replace(self.model, machine=request.machine)
         return other
 
-    def outlook(self, **changes: Any) -> Outlook:
+    def outlook(self, **changes: Any) -> PlannedRun:
         """The run with other options."""
         config = dataclasses.replace(self.config, **changes)
         rows = self.rows(config)
         plan = place(config, self.model, rows.longest, blocks=self._measure(rows.longest))
         rate = tokens_per_second(plan, self._size, rows.turn, self.request.gpu)
-        return Outlook(config, plan, self.request, self._tokens or rows.tokens, rate)
+        return PlannedRun(config, plan, self.request, self._tokens or rows.tokens, rate)
 
     def rows(self, config: TrainConfig) -> Rows:
         """The rows of the run with other options."""
@@ -174,7 +174,7 @@ class Planner:
 
     # --- what would make it fit ---
 
-    def ways_to_fit(self) -> Iterator[Outlook]:
+    def ways_to_fit(self) -> Iterator[PlannedRun]:
         """Settings with which the run fits if it does not, the mildest first."""
         config = self.config
         rows = config.batch_size * config.gradient_accumulation_steps
@@ -188,7 +188,7 @@ class Planner:
 
     # --- the fastest settings ---
 
-    def fastest(self) -> list[Outlook]:
+    def fastest(self) -> list[PlannedRun]:
         """Settings with the same global batch by speed, those that fit with a margin first, then the nearest to it.
 
         Options that are given are kept, but for the size of a micro-batch. Of blocks that recompute, and of blocks in
@@ -201,7 +201,7 @@ class Planner:
             found += [each for changes in self._micro_batches() for each in self._places(changes | inputs)]
         return _by_speed(found)
 
-    def fastest_of_more_rows(self) -> list[Outlook]:
+    def fastest_of_more_rows(self) -> list[PlannedRun]:
         """As `fastest`, and with more rows per step: twice as many as long as each time makes it 5% faster.
 
         Weights that are gathered or come from the host do so once for all rows of a micro-batch.
@@ -227,7 +227,7 @@ class Planner:
             if rows % size == 0:
                 yield {"batch_size": size, "gradient_accumulation_steps": rows // size}
 
-    def _places(self, changes: dict[str, Any]) -> Iterator[Outlook]:
+    def _places(self, changes: dict[str, Any]) -> Iterator[PlannedRun]:
         """The placements that the options leave open, and between nothing and all in host memory as few blocks as fit.
 
         That is with recompute of no and of all blocks, else with recompute of as few as fit.
@@ -246,7 +246,7 @@ class Planner:
                         "use_cpu_offload", range(2, max(3, blocks)), placed | {"recompute": each}
                     )
 
-    def _first_that_fits(self, option: str, values: Sequence[Any], changes: dict[str, Any]) -> Outlook:
+    def _first_that_fits(self, option: str, values: Sequence[Any], changes: dict[str, Any]) -> PlannedRun:
         """The run with the first of an option's values with which it fits, each needing less memory; else the last."""
 
         def fits(value: Any) -> bool:
@@ -256,6 +256,6 @@ class Planner:
         return self.outlook(**{**changes, option: values[first]})
 
 
-def _by_speed(found: Iterable[Outlook]) -> list[Outlook]:
+def _by_speed(found: Iterable[PlannedRun]) -> list[PlannedRun]:
     """Those that fit with a margin first, the fastest first; then the others, the nearest to it first."""
     return sorted(found, key=lambda each: (0, -each.tokens_per_second) if each.fits_with_margin else (1, each.needed))

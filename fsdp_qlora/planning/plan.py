@@ -38,7 +38,7 @@ from fsdp_qlora.planning.placement import Placement
 from fsdp_qlora.quantizers import bnb_4bit
 from fsdp_qlora.ranks.layout import Layout
 from fsdp_qlora.ranks.ranks import Ranks
-from fsdp_qlora.ranks.store import values_of_ranks
+from fsdp_qlora.ranks.store import all_gather_via_store
 
 log = logging.getLogger("fsdp_qlora")
 
@@ -252,7 +252,7 @@ def check_model(config: TrainConfig, meta: MetaModel) -> None:
     """Refuse a model that the adapter to start from does not fit, or of which too little would be quantized."""
     if config.adapter:
         adapter, own = read_adapter(Path(config.adapter).expanduser()), hub.public_name(config.model_name)
-        check_fits(adapter, meta.model, own=own, said_to_be=config.base_name, init=config.init_lora_weights)
+        check_fits(adapter, meta.model, own=own, declared_base=config.base_name, init=config.init_lora_weights)
     if config.kind.quantizer:
         checks.check_quantized_share(meta.parts, allow_unquantized=config.allow_unquantized)
 
@@ -294,7 +294,7 @@ def least_free(machine: Machine, what: str, store: dist.Store | None) -> int | N
     here, ranks = machine.gpu_memory, machine.ranks
     if here is None or store is None or ranks.world_size == 1:
         return here[0] if here else None
-    return min(map(int, values_of_ranks(str(here[0]), what, ranks, store)))
+    return min(map(int, all_gather_via_store(str(here[0]), what, ranks, store)))
 
 
 def longest_allowed(config: TrainConfig) -> Lengths:

@@ -34,7 +34,7 @@ from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.auto import choose_settings
 from fsdp_qlora.planning.outlook import Rows
 from fsdp_qlora.planning.plan import Machine, ModelPlan, PlacedModel, longest_allowed, place, plan_model
-from fsdp_qlora.planning.speed import Turn
+from fsdp_qlora.planning.speed import MicroBatchSize
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.storage.files import read_json
 
@@ -169,10 +169,10 @@ def rows_of_run(config: TrainConfig, data_size: int, data: RunData, documents: s
     longest = longest_lengths(config, schedule, data, documents)
     of_epoch = lengths[epoch_order(rows, seed=config.seed, epoch=0, mixture=data.mixture)]
     number = min(schedule.num_epochs * schedule.num_rows, schedule.total_steps * schedule.global_batch_size)
-    return Rows(longest, mean_turn(config, schedule, data, documents), float(number * of_epoch.mean()))
+    return Rows(longest, mean_micro_batch(config, schedule, data, documents), float(number * of_epoch.mean()))
 
 
-def mean_turn(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> Turn:
+def mean_micro_batch(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> MicroBatchSize:
     """The mean of the turns of a run's first steps."""
     lengths = np.minimum(data.train.lengths, schedule.context_length)
     rounds = list(itertools.chain(*schedule.rounds_of_first_steps(data.train_rows, lengths)))
@@ -180,7 +180,9 @@ def mean_turn(config: TrainConfig, schedule: Schedule, data: RunData, documents:
     longest = [lengths_of(config, schedule, data, documents, first) for first, *_ in rounds]
     useful = sum(int(lengths[piece].sum()) for piece in itertools.chain(*rounds))
     squares = sum(length**2 for each in longest for length in each.of_documents)
-    return Turn(*(total / len(longest) for total in (sum(each.num_computed for each in longest), squares, useful)))
+    return MicroBatchSize(
+        *(total / len(longest) for total in (sum(each.num_computed for each in longest), squares, useful))
+    )
 
 
 def longest_lengths(config: TrainConfig, schedule: Schedule, data: RunData, documents: str | None) -> Lengths:

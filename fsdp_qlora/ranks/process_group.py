@@ -81,7 +81,7 @@ def gather_numbers(
 
 
 @contextlib.contextmanager
-def failing_alike(
+def raise_on_all_ranks(
     kind: type[Exception], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
     """Where the block fails with `kind` on one rank, after its last collective, raise that error on every rank."""
@@ -91,7 +91,7 @@ def failing_alike(
     except kind as error:
         failure = str(error)
     is_alone = not dist.is_initialized()  # a command of one process
-    if failure := next(filter(None, [failure] if is_alone else gather_texts(failure, device, group)), ""):
+    if failure := next(filter(None, [failure] if is_alone else all_gather_strings(failure, device, group)), ""):
         raise kind(failure)
 
 
@@ -152,7 +152,7 @@ def process_group_closed() -> Iterator[None]:
         stop_process_group()
 
 
-def gather_texts(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
+def all_gather_strings(text: str, device: torch.device, group: dist.ProcessGroup | None = None) -> list[str]:
     """Every rank's text, on every rank: as UTF-8 bytes, without pickle."""
     mine = text.encode()
     lengths = gather_numbers([len(mine)], device, group).flatten().int().tolist()

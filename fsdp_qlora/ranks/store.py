@@ -152,7 +152,7 @@ def once_per_machine(work: Callable[[], str], what: str, ranks: Ranks, store: di
     return str(text)
 
 
-def values_of_ranks(value: str, what: str, ranks: Ranks, store: dist.Store) -> list[str]:
+def all_gather_via_store(value: str, what: str, ranks: Ranks, store: dist.Store) -> list[str]:
     """Each rank's value, on every rank; before there is a process group.
 
     Args:

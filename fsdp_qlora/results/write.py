@@ -26,7 +26,7 @@ from fsdp_qlora.loading.hub import HUB_TIMEOUT_SECONDS, first_line, hub_reason
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.output.redact import redact
 from fsdp_qlora.planning.plan import ModelPlan
-from fsdp_qlora.ranks.process_group import failing_alike
+from fsdp_qlora.ranks.process_group import raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.results import save
 from fsdp_qlora.results.card import Base, documents, training_record
@@ -126,7 +126,7 @@ def save_result(
     """
     ranks = trainer.ranks
     values = LiveValues(form.plan.meta.model, keeps=ranks.is_rank_0)
-    with failing_alike(TrainingError, ranks.device):
+    with raise_on_all_ranks(TrainingError, ranks.device):
         form.save(values, output_dir, about=about, progress=progress.to_dict())
         if ranks.is_rank_0:
             form.leave_adapters(output_dir, newest=False)
@@ -138,7 +138,7 @@ def leave_result(form: ResultForm, output_dir: Path, ranks: Ranks) -> None:
 
     The other ranks wait for rank 0, because torchrun ends all of them when one has ended.
     """
-    with failing_alike(TrainingError, ranks.device):
+    with raise_on_all_ranks(TrainingError, ranks.device):
         if ranks.is_rank_0 and form.plan.adapter is None:
             log.info("The newest checkpoint can be made a model: fsdp-qlora export %s --out DIR", output_dir)
         elif ranks.is_rank_0:
@@ -224,7 +224,7 @@ def push_result(folder: Path, repo: str | None, ranks: Ranks, *, public: bool) -
     """Upload a run's result if --push_to_hub names a repository. Called on every rank; all wait for rank 0."""
     if repo is None:
         return
-    with failing_alike(TrainingError, ranks.device):
+    with raise_on_all_ranks(TrainingError, ranks.device):
         if ranks.is_rank_0 and (failure := upload(folder, repo, public=public)):
             log.warning(failure)
 

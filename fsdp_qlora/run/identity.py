@@ -15,7 +15,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.output.environment import versions
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.ranks.process_group import check_agreement, failing_alike
+from fsdp_qlora.ranks.process_group import check_agreement, raise_on_all_ranks
 from fsdp_qlora.ranks.ranks import Ranks, derive_seed
 from fsdp_qlora.storage.files import fingerprint_files, record_of
 
@@ -83,7 +83,7 @@ def agree_on_parent(config: TrainConfig, ranks: Ranks, base: str | None) -> tupl
     if config.adapter is None:
         return {}, None
     adapter = read_adapter(Path(config.adapter).expanduser())
-    with failing_alike(UserError, ranks.device):
+    with raise_on_all_ranks(UserError, ranks.device):
         digest = _check_parent(config, adapter, base) if ranks.is_rank_0 else None
     return adapter.lineage(), digest
 

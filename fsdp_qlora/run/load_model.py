@@ -30,7 +30,7 @@ from fsdp_qlora.model.fused import describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, blocks_to_recompute, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
-from fsdp_qlora.ranks.process_group import gather_texts
+from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.sharding.parallelize import materialize, shard_model
@@ -153,7 +153,7 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
     if config.adapter or config.init_lora_weights != "true":  # otherwise the adapter changes nothing at first
         names += ["seed", *names_marked(OF_ADAPTER)]
     of_model = {**facts, "rows": None, "options": {name: getattr(config, name) for name in names}}
-    [key, *_] = gather_texts(json.dumps(of_model), trainer.ranks.device)
+    [key, *_] = all_gather_strings(json.dumps(of_model), trainer.ranks.device)
     rows = [data.train] if data.evaluation is data.train else [data.train, data.evaluation]
     forward = trainer.forward
     found = [add_reference(each, [key], partial(log_probabilities, forward, each), forward.ranks) for each in rows]

@@ -102,7 +102,7 @@ class SideStream:
 
 
 class InputStore:
-    """Where all blocks keep their inputs.
+    """Where all blocks pack their inputs.
 
     An input is copied to the host while its block runs, and comes back while the block after it runs backward. The
     newest stays on the device: the backward pass begins with it. Host memory is used again from step to step.
@@ -113,26 +113,26 @@ class InputStore:
         self.free: list[torch.Tensor] = []
         self._newest: weakref.ref[_Kept] | None = None
 
-    def keep(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
+    def pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Kept":
         """Copy a tensor to the host; what is no input of a block, such as a number or a position, is kept as it is."""
         if not tensor.is_floating_point() or tensor.dim() < 2:
             return tensor
         self.side = self.side or SideStream(tensor.device)
         before = self._newest
         if before is not None and (last := before()) is not None:
-            last.leave_device()
+            last.release_device_copy()
         kept = _Kept(self, tensor.detach(), before)
         self._newest = weakref.ref(kept)
         return kept
 
-    def give_back(self, kept: "torch.Tensor | _Kept") -> torch.Tensor:
-        """The tensor, once the compute stream gets there; the one before it begins to come."""
+    def unpack(self, kept: "torch.Tensor | _Kept") -> torch.Tensor:
+        """The tensor, once the compute stream gets there; prefetches the one before it."""
         if isinstance(kept, torch.Tensor):
             return kept
-        tensor = kept.come_back()
+        tensor = kept.prefetch()
         kept.side.compute_waits(kept.copied)
         if kept.before is not None and (before := kept.before()) is not None:
-            before.come_back()
+            before.prefetch()
         kept.on_device = None  # autograd has it now
         return tensor
 
@@ -164,12 +164,12 @@ class _Kept:
         used = self.memory[: self.like.numel() * self.like.element_size()]
         return used.view(self.like.dtype).view(self.like.shape)
 
-    def leave_device(self) -> None:
+    def release_device_copy(self) -> None:
         if self.on_device is not None:
             self.side.compute_waits(self.copied)
             self.on_device = None
 
-    def come_back(self) -> torch.Tensor:
+    def prefetch(self) -> torch.Tensor:
         """The tensor on the device, which the compute stream may use after `copied`."""
         if self.on_device is None:
             self.on_device = torch.empty_like(self.like, device=self.device)
@@ -177,5 +177,5 @@ class _Kept:
         return self.on_device
 
     def __del__(self) -> None:
-        self.leave_device()
+        self.release_device_copy()
         self.store.free.append(self.memory)

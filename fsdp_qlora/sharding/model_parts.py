@@ -74,7 +74,7 @@ class ModelParts:
     @functools.cached_property
     def looks_up(self) -> bool:
         """Whether the embedding only looks up rows: tried for the plan, as all ranks take part once they share it."""
-        return only_looks_up(self.embedding)
+        return is_plain_lookup(self.embedding)
 
     @functools.cached_property
     def matrices(self) -> list[tuple[int, ...]]:
@@ -177,7 +177,7 @@ def matrix_shapes(module: nn.Module) -> list[tuple[int, ...]]:
 
 
 @torch.no_grad()
-def only_looks_up(module: nn.Module) -> bool:
+def is_plain_lookup(module: nn.Module) -> bool:
     """Whether what a module gives for a token follows from the token's row alone, such as the row times a scale.
 
     Then it can be given other numbers of the same rows. Tried on a few tokens.

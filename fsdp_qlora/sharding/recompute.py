@@ -41,7 +41,7 @@ class RecomputedBlock(ActivationWrapper):
         if self.store is None:
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
         # Inside, the checkpoint's own hooks apply: the store gets the block's inputs alone.
-        with saved_tensors_hooks(self.store.keep, self.store.give_back):
+        with saved_tensors_hooks(self.store.pack, self.store.unpack):
             return checkpoint(block, *args, use_reentrant=False, **kwargs)
 
 

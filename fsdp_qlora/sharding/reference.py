@@ -1,4 +1,4 @@
-"""The reference for nothing: it goes through each decoder block behind the policy, while the weights are gathered."""
+"""Computes the reference's hidden states in the policy's forward pass, while each block is gathered."""
 
 import contextlib
 from collections.abc import Iterator

@@ -140,7 +140,7 @@ def _sharded(weight: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
     return nn.Parameter(sharded, requires_grad=False)
 
 
-class _Rows:
+class _RowExchange:
     """A module of which a rank has some rows, and that computes with others in its forward pass."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -177,8 +177,8 @@ class _Wanted(NamedTuple):
     places: torch.Tensor
 
 
-def find_wanted(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> _Wanted:
-    """Who gives whom which rows, if each of the ranks is to have every row of its tokens once.
+def plan_row_exchange(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> _Wanted:
+    """Which embedding rows each rank sends to each other, so that it has every row of its tokens once.
 
     Args:
         tokens: ids of each rank, int64 on the CPU.
@@ -196,7 +196,7 @@ def find_wanted(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> _
     )
 
 
-class Lookup(_Rows):
+class Lookup(_RowExchange):
     """An embedding that gets from each rank the rows of its tokens, each once, and looks its tokens up in these.
 
     The result is that of the whole matrix to the bit. From weights in host memory only these rows are copied.
@@ -216,7 +216,7 @@ class Lookup(_Rows):
         tokens = self.tokens if self.tokens is not None else self._ask(ids)
         used = tokens[self.rank][: self.first]
         assert used.numel() == ids.numel(), "the model looks up other tokens than those of its batch"
-        wanted = find_wanted(tokens, len(module.weight), self.rank)  # type: ignore[arg-type]
+        wanted = plan_row_exchange(tokens, len(module.weight), self.rank)  # type: ignore[arg-type]
         copied = to_device({"rows": wanted.rows, "places": wanted.places[: self.first].view(ids.shape)}, ids.device)
         rows = self._own(wanted.rows, copied["rows"])
         if self.size > 1:
@@ -244,7 +244,7 @@ class Lookup(_Rows):
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
-class SharedHead(_Rows):
+class SharedHead(_RowExchange):
     """A head of which each rank computes the outputs of its own rows, for the tokens of all ranks.
 
     In the module's own forward pass, which gives whole logits, it is gathered, unless `counts` says how many rows each

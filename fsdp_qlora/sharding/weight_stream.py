@@ -60,11 +60,11 @@ class _WeightStream:
         following = self._following(index)
         for other, part in enumerate(self.parts):
             if other not in (index, following):
-                part.leave()
+                part.release()
         part = self.parts[index]
-        part.come()
-        part.use()
-        self.parts[following].come()
+        part.prefetch()
+        part.bind()
+        self.parts[following].prefetch()
 
     def _following(self, index: int) -> int:
         """What is used next: where the forward pass ends the backward pass begins, and the other way round."""
@@ -90,15 +90,15 @@ class _Part:
         self.copied: torch.cuda.Event | None = None
         self.is_used = False
 
-    def come(self) -> None:
-        """Begin to copy, unless they are there or on their way."""
+    def prefetch(self) -> None:
+        """Begin to copy the weights to the device, unless they are there or on their way."""
         if self.on_device is not None:
             return
         self.on_device = torch.empty_like(self.whole, device=self.device)
         self.copied = self.side.copy(self.on_device, self.whole)
 
-    def use(self) -> None:
-        """Let the module compute with what is on the device, once it has arrived."""
+    def bind(self) -> None:
+        """Let the module's parameters be the device's copy, once it has arrived."""
         if self.is_used or not self.parameters:
             return
         assert self.on_device is not None
@@ -110,8 +110,8 @@ class _Part:
             parameter.data = part.view(host.dtype).view(host.shape)
         self.is_used = True
 
-    def leave(self) -> None:
-        """Have them on the host only."""
+    def release(self) -> None:
+        """Let the parameters be the host's again, and free the device's copy."""
         if self.on_device is None:
             return
         if not self.is_used:

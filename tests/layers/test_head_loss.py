@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from fsdp_qlora.data.micro_batch import learned_rows
 from fsdp_qlora.model.models import has_tied_embeddings
 from fsdp_qlora.sharding import vocabulary
-from fsdp_qlora.sharding.model_parts import only_looks_up
+from fsdp_qlora.sharding.model_parts import is_plain_lookup
 from fsdp_qlora.training import head_loss
 from fsdp_qlora.training.head_loss import LogitForm, chunked_loss
 from tests.layers.shards import LargestTensor
@@ -146,7 +146,7 @@ def test_every_rank_gets_each_row_of_its_tokens_once() -> None:
     tokens = [torch.tensor([5, 0, 5, 319, 107]), torch.tensor([106, 106]), torch.tensor([214, 320 - 106])]
     weight = torch.randn(WORDS, 4)
     starts = [0, 107, 214]
-    wanted = [vocabulary.find_wanted(tokens, WORDS, rank) for rank in range(3)]
+    wanted = [vocabulary.plan_row_exchange(tokens, WORDS, rank) for rank in range(3)]
     for rank, own in enumerate(wanted):
         taken = []
         for other, start in zip(wanted, starts, strict=True):
@@ -171,7 +171,7 @@ def test_an_embedding_is_shared_if_a_token_gives_what_follows_from_its_row() -> 
     with torch.device("meta"):
         modules = [nn.Embedding(50, 8, padding_idx=40), Scaled(50, 8, dtype=torch.bfloat16), Masked(50, 8)]
     modules.append(nn.Embedding(50, 8, max_norm=1.0))
-    assert [only_looks_up(module) for module in modules] == [True, True, False, False]
+    assert [is_plain_lookup(module) for module in modules] == [True, True, False, False]
     assert all(module.weight.is_meta for module in modules[:3])
 
 

@@ -88,7 +88,7 @@ def test_inputs_on_the_host_give_the_same_gradients_in_memory_that_is_used_again
     assert {memory.data_ptr() for memory in store.free} == places
     # A block that does not recompute keeps what it computes with, weights too: nothing of that is moved.
     set_recompute(model, 0)
-    monkeypatch.setattr(store, "keep", None)
+    monkeypatch.setattr(store, "pack", None)
     assert all(map(torch.equal, gradients(model), expected))
 
 
@@ -108,7 +108,7 @@ def test_weights_on_the_host_are_there_in_time_and_two_modules_at_a_time(
         parameter.data = place.view(torch.float32).view(parameter.shape).copy_(parameter.data)
     on_host = [parameter.data_ptr() for parameter in frozen]
     streams, copied, most = [], [], 0
-    made, come = weight_stream._WeightStream.__init__, weight_stream._Part.come
+    made, prefetch = weight_stream._WeightStream.__init__, weight_stream._Part.prefetch
 
     def make(self: weight_stream._WeightStream, *args: object) -> None:
         made(self, *args)  # type: ignore[arg-type]
@@ -118,11 +118,11 @@ def test_weights_on_the_host_are_there_in_time_and_two_modules_at_a_time(
         nonlocal most
         if self.on_device is None:
             copied.append(streams[0].parts.index(self))
-        come(self)
+        prefetch(self)
         most = max(most, sum(part.on_device is not None for part in streams[0].parts))
 
     monkeypatch.setattr(weight_stream._WeightStream, "__init__", make)
-    monkeypatch.setattr(weight_stream._Part, "come", note)
+    monkeypatch.setattr(weight_stream._Part, "prefetch", note)
     weight_stream.stream_weights(model, modules, torch.device("cpu"))  # type: ignore[arg-type]
     for _ in range(2):
         found = gradients(model)

@@ -29,7 +29,7 @@ from fsdp_qlora.planning.placement import (
     possible_offloads,
 )
 from fsdp_qlora.planning.plan import Machine, least_free
-from fsdp_qlora.planning.speed import Mixture, Turn, Work, count_work, seconds, size_of
+from fsdp_qlora.planning.speed import MicroBatchSize, Mixture, Work, count_work, seconds, size_of
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.sharding.model_parts import ModelParts, Offload
 
@@ -177,7 +177,7 @@ def test_a_mixture_decodes_each_expert_that_is_hit_and_the_host_starts_its_produ
     assert size.mixture == (16, 4, 2 * 2, 2 * 4 * 3 * 128 * 256)
     for tokens, hit in ((1, 4), (2, 8), (512, 16)):
         options = {"num_shards": 1, "recomputed_share": 1.0, "host_share": 0.0}
-        turn = Turn(tokens, 0, tokens)
+        turn = MicroBatchSize(tokens, 0, tokens)
         work, dense = (count_work(each, turn, **options) for each in (size, size._replace(mixture=NONE)))
         assert work.memory - dense.memory == pytest.approx(3 * 4 * 2 * (hit - 4) * 3 * 128 * 256)
         assert work.products == 3 * 2 * 2 * hit and work.operations == dense.operations

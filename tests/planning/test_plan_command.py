@@ -21,10 +21,10 @@ from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.auto import choose_settings, settings_of_run
-from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, gpu_like
+from fsdp_qlora.planning.gpus import GPUS, communicators, find_gpu, nearest_gpu
 from fsdp_qlora.planning.known_models import known_config
-from fsdp_qlora.planning.outlook import Request, allowed_rows
-from fsdp_qlora.planning.speed import Turn, count_work, seconds
+from fsdp_qlora.planning.outlook import GpuOffer, allowed_rows
+from fsdp_qlora.planning.speed import MicroBatchSize, count_work, seconds
 from tests.planning.test_placement import REPEATS_KEYS
 from tests.tiny import SIZES, WORDS, flags
 
@@ -59,7 +59,7 @@ def test_a_gpu_gives_nccl_buffers_for_each_communicator_and_multicast_with_nvswi
             # A hybrid's replicas have one GPU of a machine.
             local = per_node * min(of_world, 2) * (per_node > 1) * (linked and gpu.capability in nvls)
             assert found.get("NCCL's multicast buffers", 0) == local * nvls.get(gpu.capability, 0) * 2**20
-    request = Request(GPUS["B200"], 16, per_node=8)
+    request = GpuOffer(GPUS["B200"], 16, per_node=8)
     more = sum(request.beside_torch("hybrid_full_shard").values()) - sum(request.beside_torch().values())
     assert more / 2**20 == pytest.approx(2 * one[True] + 8 * nvls[100], abs=1)
 
@@ -115,9 +115,9 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: py
 
 def test_a_gpu_of_another_name_is_planned_as_the_nearest_one_that_is_as_new() -> None:
     names = {"NVIDIA A100-SXM4-80GB": (79.3, 80), "NVIDIA H200": (139.8, 90), "NVIDIA H100 80GB HBM3": (79.1, 90)}
-    found = [gpu_like(memory, name, capability) for name, (memory, capability) in names.items()]
+    found = [nearest_gpu(memory, name, capability) for name, (memory, capability) in names.items()]
     assert [gpu.name for gpu in found] == ["a GPU like an A100 80GB", "H200", "a GPU like an H100 PCIe"]
-    assert gpu_like(24.0).name == "a GPU like an RTX 3090"
+    assert nearest_gpu(24.0).name == "a GPU like an RTX 3090"
 
 
 def test_memory_time_and_tokens_are_those_of_the_dataset_if_there_is_a_tokenizer(
@@ -167,12 +167,12 @@ def test_a_well_known_model_in_the_cache_of_the_hub_is_planned_with_its_tokenize
 def test_a_reference_beside_the_policy_takes_the_time_of_one_more_forward_pass() -> None:
     config = TrainConfig(model_name="qwen3-0.6b", context_length=2048, objective="dpo", recompute="none")
     alone = replace(config, precompute_reference=True)
-    speeds = [make_planner(each, Request(GPUS["RTX 3090"], 1)).outlook().tokens_per_second for each in (alone, config)]
+    speeds = [make_planner(each, GpuOffer(GPUS["RTX 3090"], 1)).outlook().tokens_per_second for each in (alone, config)]
     assert 1.2 < speeds[0] / speeds[1] < 1.5
 
 
 def test_a_step_takes_no_less_than_the_host_needs_to_launch_its_blocks() -> None:
-    gpu, short = GPUS["A100 80GB"], Turn(64, 64**2, 64)
+    gpu, short = GPUS["A100 80GB"], MicroBatchSize(64, 64**2, 64)
     size = published_runs.size_of({"model": "qwen-1.8b", "train_type": "lora"})
     times = [
         seconds(count_work(size, turn, num_shards=1, recomputed_share=share, host_share=0.0), gpu)
@@ -242,7 +242,7 @@ def test_a_run_takes_the_first_settings_of_the_plan_and_keeps_them(tmp_path: Pat
     config = TrainConfig(
         model_name="qwen3-0.6b", batch_size=8, context_length=4096, auto=True, output_dir=str(tmp_path)
     )
-    planner = make_planner(config, Request(gpu_like(6.0), 2))
+    planner = make_planner(config, GpuOffer(nearest_gpu(6.0), 2))
     chosen = choose_settings(config, planner.model, allowed_rows, None)
     best = vars(planner.fastest()[0].config)
     assert chosen == {name: best[name] for name in chosen} and chosen["batch_size"] < 8 and len(chosen) == 5

@@ -46,7 +46,7 @@ DESCRIPTION: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no process group to tell."""
-    monkeypatch.setattr(resume, "gather_texts", lambda text, device: [text])
+    monkeypatch.setattr(resume, "all_gather_strings", lambda text, device: [text])
 
 
 def add_step(run: Path, step: int, run_id: str) -> Path:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_qlora.checkpointing import train_state
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.optimizers.sharded import OPTIMIZERS, ShardedOptimizer
-from fsdp_qlora.ranks.process_group import gather_texts, start_process_group
+from fsdp_qlora.ranks.process_group import all_gather_strings, start_process_group
 from fsdp_qlora.ranks.ranks import Ranks, read_ranks
 from fsdp_qlora.ranks.shards import build_mesh
 from fsdp_qlora.storage.files import write_hashed_json
@@ -61,7 +61,7 @@ def save(folder: Path) -> int:
             step(model, optimizer, index)
         if ranks.is_rank_0:
             place.mkdir()
-        gather_texts("", ranks.device)
+        all_gather_strings("", ranks.device)
         description = write(train_state.TrainState(model, optimizer, mesh, ranks, is_large=is_large), place)
         for index in range(3, 5):
             step(model, optimizer, index)

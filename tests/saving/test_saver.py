@@ -39,7 +39,7 @@ def test_a_run_that_cannot_save_for_too_long_ends(
 ) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(saving, "gather_texts", lambda text, *_: [text])
+    monkeypatch.setattr(saving, "all_gather_strings", lambda text, *_: [text])
     ranks, disk = Ranks(0, 0, 1, 1, torch.device("cpu")), Disk()
     saver = Saver(
         tmp_path,
@@ -63,7 +63,7 @@ def test_a_run_whose_rank_is_lost_in_a_save_ends(tmp_path: Path, monkeypatch: py
     def lost(*_: object) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(saving, "gather_texts", lambda text, *_: [text])
+    monkeypatch.setattr(saving, "all_gather_strings", lambda text, *_: [text])
     disk = Disk()
     saver = Saver(tmp_path, disk, Ranks(0, 0, 1, 1, torch.device("cpu")), identity={}, save_total_limit=3)  # type: ignore[arg-type]
     assert saver.save(Progress(step=1))
