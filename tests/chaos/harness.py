@@ -63,7 +63,7 @@ def at_step(step: int, happens: Fault, *ranks: int, during: str = "train_step") 
     original = getattr(Trainer, during)
 
     def wrapped(self: Trainer, *args: object) -> object:
-        now = args[0] if isinstance(args[0], int) else self.heartbeat.step
+        now = args[0] if isinstance(args[0], int) else getattr(args[0], "step", self.heartbeat.step)
         if now == step and on(*ranks):
             happens()
         return original(self, *args)

@@ -242,7 +242,7 @@ ENDS = {
         options={"hang_minutes": 0.2},
     ),
     "one hangs": End(
-        partial(at_step, 3, hang, 1, during="_micro_batches"),
+        partial(at_step, 3, hang, 1, during="_totals"),
         [5, 5],
         {
             0: r"error: No rank has made progress for 0.25 minutes. The others wait for rank 1: .*"
@@ -344,7 +344,7 @@ def lose_memory_with_few_recomputing() -> None:
     train, original = fsdp_qlora.run.run.train, Trainer._loss
 
     def train_after_probes(trainer: Trainer, data: Any, progress: Any, recorder: Any) -> None:
-        trainer.fit_recompute(data.train_rows, block_bytes=1, too_few=recorder.guard.start.too_few)
+        trainer.fit_recompute(data.source, block_bytes=1, too_few=recorder.guard.start.too_few)
         train(trainer, data, progress, recorder)
 
     def loss(self: Trainer, *args: Any) -> torch.Tensor:

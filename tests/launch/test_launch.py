@@ -366,7 +366,7 @@ def train_rows(rows, dies, options):
     """A rank of api.train, which kills itself after a step if it `dies`."""
     if dies:
         step = Trainer.train_step
-        Trainer.train_step = lambda *args: os.kill(os.getpid(), signal.SIGKILL) if args[1] == 2 else step(*args)
+        Trainer.train_step = lambda *args: os.kill(os.getpid(), signal.SIGKILL) if args[1].step == 2 else step(*args)
     result = api.train(dataset=rows, **options)
     return 0 if os.environ["RANK"] != "0" or (result.state, result.steps) == ("finished", 4) else 1
 

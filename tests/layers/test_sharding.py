@@ -77,9 +77,9 @@ def _train_and_order_gathers(argv: list[str], expected: list[str]) -> int:
 
     events, train_step = [], trainer.Trainer.train_step
 
-    def step(self: Any, number: int, rows: Any) -> dict[str, Any]:
+    def step(self: Any, rows: StepRows) -> dict[str, Any]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            record = train_step(self, number, rows)
+            record = train_step(self, rows)
         events[:] = sorted(profile.events(), key=lambda event: event.time_range.start)
         return record
 

@@ -198,7 +198,7 @@ def test_memory_and_speed_are_facts_beside_the_plan_with_a_warning_of_memory(cap
 
     def planned(lengths: Sequence[int], *, padding: bool = False) -> Any:
         schedule = Schedule(
-            num_rows=len(lengths), batch_size=2, gradient_accumulation_steps=1, world_size=2, num_epochs=1,
+            num_rows=len(lengths), batch_size=2, gradient_accumulation_steps=1, data_size=2, num_epochs=1,
             max_steps=-1, seed=0, padding=padding, context_length=512,
         )  # fmt: skip
         rows = TokenizedRows(*np.zeros((2, sum(lengths)), np.int32), np.cumsum([0, *lengths]), np.array(lengths))

@@ -13,10 +13,11 @@ from tests.tiny import flags, write_rows
 LOOK = """
 import sys
 import types
+from pathlib import Path
 
 import train
 
-def run(config):
+def run(config, *others):
     import torch
     from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 
@@ -27,7 +28,9 @@ def run(config):
         print(device, "fused:", bool(optimizer.optimizer.param_groups[0]["fused"]))
 
 sys.modules["fsdp_qlora.run.run"] = types.SimpleNamespace(run=run)
-sys.exit(train.main([]))
+folder = Path(__file__).parent
+(folder / "config.json").write_text('{"model_type": "llama"}')
+sys.exit(train.main(["--model_name", str(folder)]))
 """
 
 

@@ -59,11 +59,13 @@ def finished_at(inputs: dict[str, object], tmp_path_factory: pytest.TempPathFact
 def stop_at_step(how: str) -> None:
     """Let every rank be told to stop, or meet a loss that is not finite, in its step after STOPPED_AT - 1."""
     from fsdp_qlora.control.stops import Budget
+    from fsdp_qlora.data.row_source import StepRows
     from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer.train_step
 
-    def train_step(self: Trainer, step: int, rows: object) -> object:
+    def train_step(self: Trainer, rows: StepRows) -> object:
+        step = rows.step
         if step == STOPPED_AT - 1 and how == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
         elif step == STOPPED_AT - 1 and how == "--max_hours":
@@ -71,7 +73,7 @@ def stop_at_step(how: str) -> None:
         elif step == STOPPED_AT and how == "not finite":
             loss = self._loss
             self._loss = lambda *args: loss(*args) * torch.nan  # type: ignore[method-assign]
-        return original(self, step, rows)  # type: ignore[arg-type]
+        return original(self, rows)
 
     Trainer.train_step = train_step  # type: ignore[method-assign, assignment]
 
