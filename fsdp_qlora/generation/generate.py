@@ -4,6 +4,7 @@ transformers' `generate(synced_gpus=True)` gives the same answers, but it takes 
 model's: with offloaded embeddings it would move each token to the host and back.
 """
 
+import inspect
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ class TextGenerator:
         """
         self._model.eval()
         generators = [self._options.generator(answer.number) for answer in answers]
-        state = _Batch(answers, self.ranks.device, self._model.config) if answers else None
+        state = _Batch(answers, self.ranks.device, self._model) if answers else None
         head = shared_head_of(self._model)
         try:
             for _ in range(self._options.max_new_tokens):
@@ -154,11 +155,14 @@ class TextGenerator:
 class _Batch:
     """Prompts of any lengths with their cache; the shorter ones are padded in front."""
 
-    def __init__(self, answers: Sequence[Answer], device: torch.device, config: object) -> None:
+    def __init__(self, answers: Sequence[Answer], device: torch.device, model: PreTrainedModel) -> None:
         self._answers, self._device = answers, device
         longest = max(len(answer.prompt) for answer in answers)
         self._padding = [longest - len(answer.prompt) for answer in answers]
-        self._cache = DynamicCache(config=config)
+        self._cache = DynamicCache(config=model.config)
+        # transformers 5.24 renamed it.
+        arguments = inspect.signature(model.forward).parameters
+        self._name = "cache" if "cache" in arguments else "past_key_values"
         self._seen = 0
 
     def inputs(self) -> dict[str, object]:
@@ -168,7 +172,7 @@ class _Batch:
         ]
         length = max(map(len, columns))
         ids = torch.tensor([row + [0] * (length - len(row)) for row in columns], device=self._device)
-        inputs: dict[str, object] = {"input_ids": ids[:, self._seen :], "past_key_values": self._cache}
+        inputs: dict[str, object] = {"input_ids": ids[:, self._seen :], self._name: self._cache}
         if any(self._padding):
             places = (
                 torch.arange(length, device=self._device) - torch.tensor(self._padding, device=self._device)[:, None]

@@ -1,7 +1,7 @@
 """Attention: torch's kernel on a GPU, chosen before a run, and attention within documents concatenated to a row.
 
 For documents a model calls functions that are registered with transformers by name, with what
-`data.batches.describe_documents` says; transformers' own function for flash-attn takes that too. transformers makes
+`data.micro_batch.describe_documents` says; transformers' own function for flash-attn takes that too. transformers makes
 masks only for the names that it has a mask function for, and so none here: nothing of size T x T is made, and no value
 of a GPU tensor is asked for.
 

@@ -45,7 +45,8 @@ def shard_aligned(
     if size > 1 and (missing := -part % _ALIGNMENT):
         # A dtype that the group has, so that it is gathered as before; the smallest, which fills any gap.
         dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
-        filling = torch.empty(size, missing // dtype.itemsize, dtype=dtype, device="meta")
+        device = next(iter(owners)).device  # meta, but where a model has its weights already
+        filling = torch.zeros(size, missing // dtype.itemsize, dtype=dtype, device=device)
         filler.weight = nn.Parameter(filling, requires_grad=False)
     owner.gather_filler = filler
     fully_shard([*modules], mesh=mesh, mp_policy=policy, ignored_params={*ignored}, **options)

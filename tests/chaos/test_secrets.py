@@ -64,7 +64,8 @@ def test_no_secret_is_in_any_file_or_line_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["error", "bug"])
 def test_no_secret_is_in_what_a_failing_run_says(case: str, tmp_path: Path) -> None:
-    argv = flags(dataset=LOGIN, model_name=make_model(tmp_path / "model"), output_dir=tmp_path / "output")
+    dataset = LOGIN if case == "error" else write_rows(tmp_path / "rows.jsonl", make_rows(8))
+    argv = flags(dataset=dataset, model_name=make_model(tmp_path / "model"), output_dir=tmp_path / "output")
     statuses, output = on_ranks(2, train_with_secrets, (tmp_path, argv, case == "bug"), tmp_path / "logs")
     assert statuses == ([1, 1] if case == "bug" else [2, 2]), output
     assert f"https://{HIDDEN}@example.invalid" in output
