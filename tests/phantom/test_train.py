@@ -112,7 +112,8 @@ def test_settings_of_auto_are_alike_on_all_ranks_and_kept_when_the_run_is_resume
     options = {"auto": True, "gradient_accumulation_steps": 4}
     ended, _ = train(Case({**options, **STOPPED}, model=("llama", {})), settings_of_rank={1: {"PHANTOM_GIB": 2}})
     assert [rank.status for rank in ended] == [3, 3], ended[0].output[-4000:]
-    chosen = "batch_size 8, gradient_accumulation_steps 1, sharding_strategy ddp, use_cpu_offload false"
+    chosen = "batch_size 8, gradient_accumulation_steps 1, use_activation_cpu_offload false"
+    chosen += ", sharding_strategy ddp, use_cpu_offload false"
     assert f"Settings of --auto: {chosen}." in ended[0].output
     assert "batch_size: 8" in (tmp_path / "output" / "config.yaml").read_text()
     # With a card that is too small for them a new run would choose others.
