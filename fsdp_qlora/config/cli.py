@@ -150,7 +150,7 @@ def _read_result(result: Path | Mapping[str, object] | None, errors: list[str]) 
 
 def _renamed(settings: list[_Setting], errors: list[str], notes: list[str]) -> list[_Setting]:
     """The settings with older names as what they mean now; adds to `errors` and `notes`."""
-    found = [one for one in settings if not _is_older(one)]
+    found, translated = [one for one in settings if not _is_older(one)], []
     given = {one.name: ",".join(one.values) for one in found}
     for where, name, values in filter(_is_older, settings):
         older, value = OLDER[name], ",".join(values)
@@ -167,9 +167,10 @@ def _renamed(settings: list[_Setting], errors: list[str], notes: list[str]) -> l
             errors.append(f"{where} is the older name of {taken[0]}, which is given too. Give one.")
         notes.append(older.describe(name, meaning))
         recorded = given.get("profile", "").split(",") if "profile" in meaning else []  # each option added to it
-        found += [_Setting(f"{where}, now {now}", now, [*recorded, text]) for now, text in meaning.items()]
-        given |= {one.name: ",".join(one.values) for one in found if one.name == "profile"}
-    return [one for one in found if one.name != "profile" or ":" in "".join(one.values) or "now" not in one.where]
+        translated += [_Setting(f"{where}, now {now}", now, [*recorded, text]) for now, text in meaning.items()]
+        given |= {one.name: ",".join(one.values) for one in translated if one.name == "profile"}
+    # What else a profile records did nothing without steps to record.
+    return found + [one for one in translated if one.name != "profile" or ":" in "".join(one.values)]
 
 
 def _is_older(setting: _Setting) -> bool:

@@ -80,6 +80,7 @@ def test_older_names_of_options_are_read_as_what_they_mean_now(yaml_file):
     assert config.profile == ("9:10", "stack", "memory") and len(notes) == 7  # and none of values that were the default
     assert parse_train_config(["--profile", "3:4", "--with_shapes", "true"]).profile == ("3:4", "shapes")
     assert parse_train_config(["--profile", "false", "--with_shapes", "true"]).profile == ()
+    assert "--profile is stack" in error_of("--config", yaml_file("profile: stack\n"), "--output_dir", "now")
     # A result's files, which an earlier release wrote.
     assert parse_train_config([], {"model_name": "base", "llama_pro_path": "pro"}).model_name == "pro"
     assert make_train_config(None, {"use_gradient_checkpointing": True}).recompute == "all"
