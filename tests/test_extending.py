@@ -25,7 +25,7 @@ def places(section: str) -> dict[str, list[str]]:
     return found
 
 
-def test_every_place_in_the_lists_exists_and_names_what_is_said_to_be_there() -> None:
+def test_every_place_in_the_lists_exists_and_holds_its_names() -> None:
     assert list(SECTIONS) == ["quantizer", "train type", "preference objective", "dataset format", "metric sink"]
     for kind, section in SECTIONS.items():
         listed = places(section)

@@ -91,7 +91,7 @@ def test_two_ranks_then_one_then_four_give_the_same_run(reference: Reference, tm
     assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-6
 
 
-def test_a_new_box_starts_from_the_mirror_and_a_mirror_out_of_reach_stops_nobody(
+def test_a_new_machine_starts_from_the_mirror_or_without_it(
     reference: Reference, assert_same: Same, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", mirror=tmp_path / "mirror")
@@ -142,7 +142,7 @@ def test_other_options_model_or_rows_are_refused_by_name(reference: Reference, s
     assert snapshot() == before
 
 
-def test_a_finished_run_is_not_repeated_and_an_earlier_checkpoint_can_be_gone_on_from(
+def test_a_finished_run_ends_at_once_and_earlier_checkpoints_continue(
     reference: Reference, stopped: Path, assert_same: Same, tmp_path: Path
 ) -> None:
     shutil.copytree(stopped, tmp_path / "out")

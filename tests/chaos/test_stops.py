@@ -40,7 +40,7 @@ from tests.chaos.harness import (
         (0, signal.SIGINT, "interrupted", 130, together),
     ],
 )
-def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     rank: int,
     number: signal.Signals,
     state: str,

@@ -75,7 +75,7 @@ def test_torchrun_restarts_killed_workers_and_the_run_comes_out_the_same(
 
 
 @pytest.mark.slow
-def test_the_death_of_torchrun_ends_the_workers_and_meanwhile_nobody_else_may_write(
+def test_the_death_of_torchrun_ends_the_workers_that_hold_the_folder(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out")
@@ -97,7 +97,7 @@ def test_the_death_of_torchrun_ends_the_workers_and_meanwhile_nobody_else_may_wr
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_is_passed_on_and_its_exit_status_is_the_documented_one(
+def test_torchrun_passes_sigterm_on_and_exits_as_documented(
     reference: Reference, assert_same: Same, start: Callable, tmp_path: Path
 ) -> None:
     options = reference.same_but(tmp_path / "out", save_steps=0)

@@ -96,7 +96,7 @@ def sync(line: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_number_arrives_as_it_is_in_the_record_and_the_key_is_in_no_file(
+def test_wandb_gets_the_recorded_numbers_and_no_file_holds_the_key(
     server: WandbServer, tmp_path: Path, lines: list[str]
 ) -> None:
     with open_log(tmp_path) as log:
@@ -118,7 +118,7 @@ def test_every_number_arrives_as_it_is_in_the_record_and_the_key_is_in_no_file(
     [(0, (2, 4), True), (4, (2, 4), True), (6, (2, 4), True), (3, (2, 4), False)],
     ids=["server-is-ahead", "server-is-behind", "server-has-nothing", "evaluation-comes-again"],
 )
-def test_a_run_that_goes_on_sends_what_the_server_lacks_and_repeats_nothing(
+def test_a_resumed_run_sends_wandb_only_what_it_lacks(
     num_lost: int, eval_steps: tuple[int, ...], is_evaluated: bool, server: WandbServer, tmp_path: Path
 ) -> None:
     with open_log(tmp_path) as log:
@@ -184,7 +184,7 @@ def test_an_outage_costs_one_line_whose_command_uploads_the_rest(
         ("no network", ""),
     ],
 )
-def test_an_offline_run_says_why_and_a_later_start_that_is_online_sends_all(
+def test_an_offline_run_says_why_and_a_later_online_start_sends_all(
     why: str, says: str, server: WandbServer, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -227,9 +227,7 @@ def test_reasons_do_not_show_the_password_of_a_url() -> None:
     assert reason(error) == "proxyconnect https://[secret]@proxy.local:3128 refused"
 
 
-def test_a_server_that_never_answers_holds_up_neither_the_start_nor_the_programs_end(
-    server: WandbServer, tmp_path: Path
-) -> None:
+def test_a_silent_wandb_server_delays_neither_start_nor_end(server: WandbServer, tmp_path: Path) -> None:
     program = f"""
 import logging, sys
 from pathlib import Path
@@ -286,7 +284,7 @@ def use_wandb(environment: dict[str, str]) -> None:
     WandbSink.finish_seconds = 4.0
 
 
-def test_training_is_the_same_over_a_kill_and_an_outage_and_wandb_has_every_step_once(
+def test_wandb_has_every_step_once_after_a_kill_and_an_outage(
     server: WandbServer, reference: Reference, assert_same: Callable[[Path], None], tmp_path: Path
 ) -> None:
     names = ("WANDB_BASE_URL", "WANDB_API_KEY", "HOME", "NETRC")

@@ -122,7 +122,7 @@ def test_greedy_answers_on_two_ranks_equal_those_of_transformers(run: Path, base
     assert answers[1] in output or rows[1]["input"]
 
 
-def test_an_adapter_answers_the_same_from_its_run_an_export_an_upload_and_the_hub(
+def test_an_adapter_answers_alike_from_run_export_upload_and_hub(
     run: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported, uploaded = tmp_path / "exported", tmp_path / "uploaded"

@@ -182,9 +182,7 @@ def test_verify_finds_the_loss_of_the_run_and_the_better_base(
 
 
 @pytest.mark.parametrize(("name", "is_loadable"), [("owner/name", True), ("folder", False)])
-def test_a_record_that_does_not_say_whether_its_base_is_on_the_hub_is_read_by_its_name(
-    name: str, is_loadable: bool
-) -> None:
+def test_a_record_without_the_bases_origin_is_read_by_its_name(name: str, is_loadable: bool) -> None:
     earlier = {**card._UNKNOWN, "base": {"name": name}}
     merged = {"adapter": "run", "kind": "lora", "into": "original"}
     written = card.merged_documents(earlier, card.Base("other", is_on_hub=False), {}, merged)

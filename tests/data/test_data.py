@@ -381,7 +381,7 @@ def test_a_row_of_a_saved_dataset_that_is_too_long_is_refused(
         prepare(tmp_path / "saved")
 
 
-def test_a_file_that_is_changed_while_it_is_read_leaves_no_rows_in_the_cache(
+def test_a_file_changed_while_it_is_read_leaves_no_rows_in_the_cache(
     prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
@@ -683,7 +683,7 @@ def test_of_several_ranks_one_tokenizes(prepare: Any, tmp_path: Path, monkeypatc
     assert len(list(tmp_path.glob("tokenized_by_*"))) == 1
 
 
-def test_process_killed_while_it_writes_the_cache_leaves_nothing_in_the_way(
+def test_a_killed_writer_of_the_cache_leaves_nothing_in_the_way(
     prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
@@ -799,7 +799,7 @@ def test_the_longest_micro_batch_is_that_of_which_most_is_computed() -> None:
         assert schedule.longest_micro_batch(np.arange(3), lengths, computed) == ([longest], 1)
 
 
-def test_a_schedule_that_begins_in_the_middle_has_the_rows_of_the_whole_one() -> None:
+def test_a_schedule_from_the_middle_has_the_rows_of_the_whole_one() -> None:
     for num_rows, batch_size in ((23, 1), (24, 2), (5, 3)):
         schedule = Schedule(num_rows, batch_size, 2, 2, num_epochs=3, max_steps=-1, seed=7)
         rows = np.arange(num_rows) * 10

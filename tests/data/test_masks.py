@@ -134,7 +134,7 @@ def test_workers_fill_the_same_rows_in_the_same_order() -> None:
     assert len({str(rows) for rows in found[0]}) == 249
 
 
-def test_turns_that_a_template_rewrites_when_others_follow_are_rows_of_their_own() -> None:
+def test_turns_that_a_template_rewrites_later_are_rows_of_their_own() -> None:
     rewriting = template(TAGS["without"].replace("m.content", "(m.content if loop.last else '...')"))
     rows = [
         tokens_of("byte_level", "messages", {"messages": CHAT["messages"][:length]}, "last", chat=rewriting)
@@ -305,7 +305,7 @@ def test_tokens_are_taken_as_they_are() -> None:
         tokens_of("byte_level", "pretokenized", {"input_ids": [5, 6, 7], "labels": [6, 7, -100]})
 
 
-def test_system_and_history_of_alpaca_are_in_the_prompt_and_past_answers_are_learned() -> None:
+def test_alpaca_prompts_hold_system_and_history_with_answers_learned() -> None:
     row = {"instruction": "so", "output": "no", "system": "on", "history": [["hi", "go"]]}
     tokens, learned, _ = tokens_of("byte_level", "alpaca", row)
     text = "".join(tokens).replace("Ġ", " ").replace("Ċ", "\n")
@@ -320,7 +320,7 @@ def test_system_and_history_of_alpaca_are_in_the_prompt_and_past_answers_are_lea
     assert "".join(tokens) == "<s>[s]on[u]hi[a]go</s>[u]so[a]no</s>"
 
 
-def test_a_template_file_fills_the_fields_and_learns_what_follows_the_response(tmp_path: Path) -> None:
+def test_a_template_file_fills_fields_and_learns_from_the_response(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text('Q {question} ({context})\nA {answer}!\n===\nQ {question} {"a": 1}\nA {answer}!\n')
     row = {"question": "hi {context}", "answer": "go", "context": "so"}
@@ -343,7 +343,7 @@ def test_a_template_file_fills_the_fields_and_learns_what_follows_the_response(t
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 1})}}
 
 
-def test_calls_of_tools_reach_the_template_as_objects_in_each_of_their_forms() -> None:
+def test_tool_calls_of_every_form_reach_the_template_as_objects() -> None:
     seen = (
         "{% for tool in tools %}{{ tool.name }}{% endfor %}{% for m in messages %}[{{ m.role[0] }}]"
         "{% for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.a }}{% endfor %}"

@@ -225,9 +225,7 @@ def test_functions_reach_the_template_as_tools(prepare: Any, tokenizer: Any, tmp
     assert tokenizer.decode(data.train.input_ids[data.train.learned]) == "go</s>go on</s>"
 
 
-def test_a_text_longer_than_the_context_is_several_rows_with_every_token_once(
-    prepare: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_a_long_text_is_several_rows_with_every_token_once(prepare: Any, tokenizer: Any, tmp_path: Path) -> None:
     text = " ".join(f"go on {number}" for number in range(100))
     (tmp_path / "a.txt").write_text(f"{text}\nhi\n")
     whole, _ = prepare(tmp_path / "a.txt")

@@ -12,7 +12,7 @@ from tests.gpu.check import IS_STAND_IN, holds
 GIB, MIB = 2**30, 2**20
 
 
-def test_sixteen_gib_are_registered_at_once_and_their_parts_count_as_pinned(record_property):
+def test_sixteen_gib_are_registered_at_once_and_parts_are_pinned(record_property):
     free = psutil.virtual_memory().available
     size = 64 * MIB if IS_STAND_IN else min(16 * GIB, free // 2)
     began = time.perf_counter()

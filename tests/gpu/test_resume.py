@@ -22,7 +22,7 @@ STEPS, STOP = 6, 4
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_a_run_that_is_resumed_at_step_4_ends_as_if_it_had_not_been_stopped(options, inputs, tmp_path):
+def test_a_run_resumed_at_step_4_ends_as_if_never_stopped(options, inputs, tmp_path):
     def arguments(**more):
         given = {**inputs(), **COMMON, "max_steps": STEPS, "num_epochs": 4, "save_steps": STOP, "deterministic": True}
         return ["train.py", "--nproc_per_node", "1", *flags(**{**given, **options, **more})]

@@ -198,7 +198,7 @@ def test_who_reaches_the_port_does_not_know_the_keys_of_a_run(monkeypatch):
     assert store.check(["abort"])
 
 
-def test_ranks_meet_though_agents_count_their_attempts_from_when_they_have_joined(monkeypatch):
+def test_ranks_meet_though_agents_count_attempts_apart(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(_free_port()))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # rank 0's store is of this attempt alone

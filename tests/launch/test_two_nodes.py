@@ -115,7 +115,7 @@ def test_the_run_goes_on_with_another_node_or_with_fewer(
     assert read_metrics(nodes.disks[0] / "out") == pytest.approx(on_one_node(nodes, tmp_path / "one", steps), rel=1e-6)
 
 
-def test_nodes_that_do_not_share_the_folder_are_refused_where_every_rank_writes(nodes: Nodes) -> None:
+def test_nodes_without_a_shared_folder_are_refused(nodes: Nodes) -> None:
     fill(nodes)
     given = {name: value for name, value in options(nodes.disk, 4, "full_shard").items() if name != "lora_rank"}
     nodes.start(flags(**given, output_dir=nodes.disk / "out", train_type="full", **ON_NODES))

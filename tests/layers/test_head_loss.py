@@ -87,7 +87,7 @@ def test_each_token_has_its_loss_and_the_gradient_of_its_own_factor(
     torch.testing.assert_close(hidden.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits_and_only_gradients_are_kept(
+def test_no_tensor_is_larger_than_a_chunk_of_logits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokens = 8
@@ -260,7 +260,7 @@ def _compare(folders: dict[str, str]) -> int:
     return 0
 
 
-def test_ranks_with_other_tokens_have_the_losses_and_gradients_of_whole_logits(models: Models, tmp_path: Path) -> None:
+def test_ranks_with_other_tokens_match_losses_of_whole_logits(models: Models, tmp_path: Path) -> None:
     folders = {}
     for case, options in CASES.items():
         overrides = {name: value for name, value in options.items() if name != "trained"}

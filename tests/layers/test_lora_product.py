@@ -121,7 +121,7 @@ def test_only_the_input_and_the_low_rank_product_are_kept(dropout: float) -> Non
     assert kept[0].data_ptr() == x.data_ptr()
 
 
-def test_a_weight_is_decoded_again_in_backward_and_the_last_product_is_not_recomputed(
+def test_backward_decodes_weights_again_and_skips_the_last_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = adapted("nf4", size=IN), adapted("nf4")

@@ -70,7 +70,7 @@ def gradients(model: nn.Module, lengths: tuple[int, ...] = (5, 9, 7)) -> list[to
 
 
 @pytest.mark.quick
-def test_inputs_on_the_host_give_the_same_gradients_in_memory_that_is_used_again(
+def test_inputs_on_the_host_give_the_same_gradients_in_reused_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)

@@ -95,7 +95,7 @@ class Counts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_recomputed_block_has_as_many_products_and_decodes_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputed_block_decodes_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     x, found = torch.randn(TOKENS, IN), []
     for size in (TOKENS, PIECE):
         monkeypatch.setattr(pieces, "PIECE_TOKENS", size)

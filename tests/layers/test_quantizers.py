@@ -79,7 +79,7 @@ def _reference(kind: str, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_shards_are_the_same_bytes_on_any_number_of_ranks_and_the_librarys_own_values(
+def test_shards_hold_the_librarys_bytes_on_any_number_of_ranks(
     world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = list(itertools.product(NEW, SHAPES, (torch.float32, torch.bfloat16)))

@@ -60,7 +60,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
         (1, {"lora_target_parameters": "gate_up_proj,down_proj"}, False),
     ],
 )
-def test_whole_frozen_weights_are_not_kept_twice_and_gathered_modules_get_arguments(
+def test_whole_frozen_weights_are_not_kept_twice(
     models: Models, tmp_path: Path, ranks: int, changed: dict[str, object], frozen_is_sharded: bool
 ) -> None:
     # FSDP2 keeps a gathered copy beside the shard, even where that is all of the weight. Before a forward pass it moves
@@ -108,7 +108,7 @@ HEAD = ["gather lm_head", "forward lm_head", "backward lm_head"]
         ({"modules_to_save": "lm_head"}, [*FORWARD, "forward block 1", *HEAD, *BACKWARD]),
     ],
 )
-def test_the_next_block_is_gathered_when_one_starts_and_only_what_a_gradient_needs_again(
+def test_a_starting_block_prefetches_the_next_one(
     models: Models, tmp_path: Path, changed: dict[str, object], order: list[str]
 ) -> None:
     # In one step. FSDP2 gathers the group before the one at work, and nothing uses the embeddings then; frozen ones

@@ -222,7 +222,7 @@ def run_in_turn(hub: Hub, folder: Path, cases: list[dict[str, object]]) -> tuple
 
 
 @pytest.mark.slow
-def test_what_can_be_refused_without_weights_is_refused_before_they_are_asked_for(
+def test_a_model_is_refused_before_its_weights_are_downloaded(
     hub: Hub, models: Callable[..., Path], tmp_path: Path
 ) -> None:
     hub.files = {path.name: path.read_bytes() for path in models().iterdir()}

@@ -64,7 +64,7 @@ def nf4(nested: bool, storage: torch.dtype = torch.uint8) -> dict[str, object]:
     ],
     ids=["nested uint8", "bf16", "nested fp32", "nested fp4"],
 )
-def test_a_saved_4bit_model_trains_as_our_own_quantization_of_the_same_weights(
+def test_a_saved_4bit_model_trains_as_our_own_quantization(
     options: dict[str, object], ranks: list[int], same: dict[str, object], models: Models, tmp_path: Path
 ) -> None:
     source = models("llama", **UNEVEN)
@@ -162,9 +162,7 @@ def meta_model(folder: Path) -> PreTrainedModel:
     ("family", "form"),
     [("qwen3_moe", "blocks"), ("qwen3", "uneven blocks"), ("llama", "rows"), ("llama", "whole"), ("gpt_oss", "mxfp4")],
 )
-def test_fp8_and_mxfp4_are_decoded_as_they_are_read_and_train_as_the_decoded_weights(
-    family: str, form: str, models: Models, tmp_path: Path
-) -> None:
+def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, models: Models, tmp_path: Path) -> None:
     source, folder, decoded = models(family, **FAMILIES.get(family, {})), tmp_path / "model", tmp_path / "decoded"
     meant = expected = save_fp8(source, folder, form) if form in FP8_FORMS else save_mxfp4(source, folder)
     if form in ("blocks", "mxfp4"):  # what transformers decodes itself

@@ -279,7 +279,7 @@ def test_a_file_is_known_by_its_content_or_the_name_of_its_blob(tmp_path: Path) 
     assert file_identity(file, samples=64) == ["model.safetensors", about.st_size, "5f3a"]
 
 
-def test_ranks_with_different_devices_look_for_one_entry_which_is_not_that_of_equal_ones() -> None:
+def test_ranks_with_different_devices_share_one_cache_entry() -> None:
     keys = ["A B", "B A", "A A", "A", "B"]
     mixed, same, equal, one, other = (cache_key({}, None, {}, devices.split()) for devices in keys)  # type: ignore[arg-type]
     assert mixed == same and equal == one and len({mixed, one, other}) == 3

@@ -108,7 +108,7 @@ def test_too_little_gpu_memory_is_refused_with_the_numbers(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("train_type", ["qlora", "full", "bnb_llama_pro"])
-def test_a_result_that_the_disk_has_no_room_for_is_refused_with_the_numbers(
+def test_a_result_without_room_on_disk_is_refused_with_the_numbers(
     train_type: str, models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig.from_pretrained(models())

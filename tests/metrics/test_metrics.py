@@ -76,7 +76,7 @@ def test_metrics_jsonl_has_null_for_numbers_that_json_does_not_have(tmp_path):
     assert written["memory_gib"] == [1.5, None]
 
 
-def test_what_a_checkpoint_does_not_know_and_damaged_lines_are_cut_on_resume(tmp_path, lines):
+def test_resume_cuts_damaged_lines_and_steps_after_the_checkpoint(tmp_path, lines):
     bad = [b"\0\0\0", b"", b"{}", b'{"loss": 1.0}', b'\xff{"step": 2}', b"[1]", b'{"step": "2"}', b"step", b"[" * 5000]
     with open_log(tmp_path) as log:
         log.evaluation({"step": 0, "eval_loss": 3.0})
@@ -231,7 +231,7 @@ def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path, lines):
         ("tensorboard", None, "tensorboard is not installed. Run `pip install tensorboard`, or take it out"),
     ],
 )
-def test_a_package_that_is_missing_or_too_old_is_an_error_before_the_model_is_looked_for(
+def test_a_missing_or_old_package_is_an_error_before_the_model(
     sink: str, wandb: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:

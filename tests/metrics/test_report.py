@@ -186,7 +186,7 @@ def test_a_browser_draws_it_without_errors(tmp_path: Path) -> None:
     assert len(re.findall("<script", done.stdout)) == 2 and "<img" not in done.stdout
 
 
-def test_memory_and_speed_are_facts_beside_the_plan_with_a_warning_of_memory(caplog: pytest.LogCaptureFixture) -> None:
+def test_measured_memory_and_speed_are_beside_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     gib = 2**30
     memory = Memory(
         weights={}, resident={"weights": 8 * gib}, phases={"backward": {"inputs": gib}}, allocated=9 * gib, host={},

@@ -150,7 +150,7 @@ def test_a_run_is_repeated_bit_for_bit_from_the_config_it_leaves(run: tuple[Path
     assert (tmp_path / "again" / adapter).read_bytes() == (output_dir / adapter).read_bytes()
 
 
-def test_max_steps_stops_within_an_epoch_and_evaluation_is_before_every_eval_steps_and_after(
+def test_max_steps_stops_within_an_epoch_with_its_evaluations(
     run: tuple[Path, str],
 ) -> None:
     records = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]

@@ -37,7 +37,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("init", "train_type"), [("pissa", "qlora"), ("olora", "lora")])
-def test_an_adapter_that_starts_from_its_weights_is_pefts_and_is_saved_for_the_model_as_it_was(
+def test_adapters_that_start_from_weights_are_pefts_for_the_old_base(
     init: str, train_type: str, models: Models, tmp_path: Path
 ) -> None:
     folder, rows = models(), make_rows(4, seed=3)
@@ -69,9 +69,7 @@ def test_an_adapter_that_starts_from_its_weights_is_pefts_and_is_saved_for_the_m
     assert (logits_of(load_adapter(restored, tmp_path / "out")) - logits).abs().max() < 2e-4
 
 
-def test_loftq_starts_with_less_quantization_error_and_from_the_base_that_bitsandbytes_makes(
-    models: Models, tmp_path: Path
-) -> None:
+def test_loftq_starts_with_less_error_from_bitsandbytes_base(models: Models, tmp_path: Path) -> None:
     folder = models()
     logits = {}
     for train_type, init in [("lora", "true"), ("qlora", "true"), ("qlora", "loftq")]:

@@ -125,9 +125,7 @@ def numbers(folder: Path) -> list[float]:
     return [number for key in ("loss", "grad_norm", "eval_loss") for number in read_metrics(folder, key)]
 
 
-def test_runs_padded_unpadded_and_packed_have_the_same_losses_and_continue_each_other(
-    models: Models, tmp_path: Path
-) -> None:
+def test_padded_padding_free_and_packed_runs_continue_each_other(models: Models, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", make_rows(40))
     options = {"model_name": models("llama"), "dataset": data, "train_type": "lora", "context_length": 512, **RUN}
     train_ok(2, tmp_path / "padded", padding=True, save_steps=1, save_total_limit=9, **options)

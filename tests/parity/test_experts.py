@@ -217,9 +217,7 @@ def test_packed_experts_are_bitsandbytes_own_bytes_and_multiply_as_decoded(world
                     assert torch.allclose(part[f"grad{index}"].double(), grad, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_that_share_a_block_stay_unquantized_and_the_run_refuses_unless_allowed(
-    models: Models, tmp_path: Path
-) -> None:
+def test_experts_that_share_a_quantization_block_stay_unquantized(models: Models, tmp_path: Path) -> None:
     sizes = {"hidden_size": 60, "head_dim": 16, "intermediate_size": 33}
     common = {
         "model_name": models("mixtral", **FAMILIES["mixtral"], **sizes),

@@ -101,7 +101,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, tor
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_optimizer_over_shards_takes_the_steps_of_the_librarys_on_whole_matrices(
+def test_a_sharded_optimizer_takes_the_steps_of_the_librarys(
     name: str, world_size: int, results: dict[int, dict[str, torch.Tensor]]
 ) -> None:
     for key, whole in expected(name).items():

@@ -85,7 +85,7 @@ def test_steps_that_overflow_are_skipped_until_the_scale_fits(models: Models, tm
     assert first[count:] == pytest.approx(second[: len(first) - count], rel=2e-3)
 
 
-def test_the_scale_falls_at_once_grows_after_long_and_survives_a_checkpoint() -> None:
+def test_the_loss_scale_falls_at_once_grows_late_and_is_saved() -> None:
     scale = LossScale(enabled=True)
     scale.update(overflowed=True)
     assert scale.scale == 2.0**15

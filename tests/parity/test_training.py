@@ -34,9 +34,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_trains_on_two_ranks_and_its_adapter_is_loaded_by_peft(
-    family: str, models: Models, tmp_path: Path
-) -> None:
+def test_every_family_trains_on_two_ranks_and_peft_loads_it(family: str, models: Models, tmp_path: Path) -> None:
     folder = models(family.split()[0], **FAMILIES[family])
     rows, held_out = make_rows(12, seed=1), make_rows(3, seed=2)
     train_ok(
@@ -58,9 +56,7 @@ def test_every_family_trains_on_two_ranks_and_its_adapter_is_loaded_by_peft(
     assert len(read_metrics(tmp_path / "out")) == 3 and abs(after - before) > 1e-3
 
 
-def test_full_training_leaves_a_model_that_transformers_loads_and_measures_each_held_out_set(
-    models: Models, tmp_path: Path
-) -> None:
+def test_full_training_leaves_a_model_that_transformers_loads(models: Models, tmp_path: Path) -> None:
     folder, rows = models("llama", tie_word_embeddings=True), make_rows(4, seed=3)
     held_out, others = make_rows(3, seed=2), make_rows(4, seed=5)
     first, second = (write_rows(tmp_path / f"{name}.jsonl", held) for name, held in (("a", held_out), ("b", others)))
@@ -130,7 +126,7 @@ def test_gradients_reduced_in_each_micro_batch_are_those_reduced_once(plain: Pla
     assert read_metrics(tmp_path / "out") == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_a_run_continues_with_another_placement_and_other_blocks_that_recompute(plain: Plain, tmp_path: Path) -> None:
+def test_a_run_continues_with_another_placement_and_recompute(plain: Plain, tmp_path: Path) -> None:
     first = {"sharding_strategy": "full_shard", "recompute": "all", "max_hours": 1e-7}  # stops after a step
     argv = flags(output_dir=tmp_path / "out", quant_cache="off", **plain[0], **first)
     statuses, output = run_ranks(2, argv, tmp_path / "logs")

@@ -55,7 +55,7 @@ def test_copies_have_their_bytes_and_whether_the_host_memory_is_pinned(one_rank)
     ]
 
 
-def test_what_kernels_count_or_find_is_0_and_not_what_the_host_has_sent_there_before(one_rank):
+def test_results_of_kernels_are_0_and_not_the_hosts_earlier_bytes(one_rank):
     assert one_rank["found"] == 0
 
 

@@ -73,7 +73,7 @@ def _train_with_less(
     [(1, {"use_cpu_offload": True}), (2, {"sharding_strategy": "full_shard"})],
     ids=["1 rank, offload", "2 ranks"],
 )
-def test_restart_after_out_of_memory_recomputes_more_until_the_run_ends_well(
+def test_restarts_after_out_of_memory_recompute_more_until_it_fits(
     ranks: int, options: dict[str, Any], models: Callable[..., Path], tmp_path: Path
 ) -> None:
     options = {**options, "save_steps": 1}

@@ -44,9 +44,7 @@ def test_the_benchmark_runs_to_its_end_where_kernels_compute_nothing(tmp_path):
 
 def test_the_tests_of_the_cpu_run_on_a_machine_with_a_gpu(tmp_path):
     # Their ranks are forked from a process that has imported bitsandbytes.
-    test = (
-        "tests/layers/test_sharding.py::test_whole_frozen_weights_are_not_kept_twice_and_gathered_modules_get_arguments"
-    )
+    test = "tests/layers/test_sharding.py::test_whole_frozen_weights_are_not_kept_twice"
     [rank] = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "1-", test], tmp_path, is_fresh=True)
     assert rank.status == 0, rank.output[-3000:]
 

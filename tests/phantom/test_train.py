@@ -106,9 +106,7 @@ def test_all_ranks_do_what_the_smallest_card_needs(train: Callable[..., Any]) ->
 
 
 @pytest.mark.slow
-def test_settings_of_auto_are_alike_on_all_ranks_and_kept_when_the_run_is_resumed(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_settings_of_auto_are_alike_on_all_ranks_and_kept_on_resume(train: Callable[..., Any], tmp_path: Path) -> None:
     options = {"auto": True, "gradient_accumulation_steps": 4}
     ended, _ = train(Case({**options, **STOPPED}, model=("llama", {})), settings_of_rank={1: {"PHANTOM_GIB": 2}})
     assert [rank.status for rank in ended] == [3, 3], ended[0].output[-4000:]

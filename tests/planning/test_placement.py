@@ -90,7 +90,7 @@ def test_the_fastest_that_fits_is_taken_and_said_with_the_sizes() -> None:
     )
 
 
-def test_gradients_that_do_not_fit_unsharded_are_reduced_in_each_micro_batch_before_anything_slower_is_chosen() -> None:
+def test_gradients_that_do_not_fit_are_reduced_in_each_micro_batch() -> None:
     found = candidates("auto", [Offload(), ALL], world_size=2, per_node=2, on_gpu=True, accumulates=(True, False))
     # A rank with a whole model has whole gradients in any case.
     reducing = [each._replace(accumulates=False) for each in (SHARDED, OFFLOADED)]
@@ -160,7 +160,7 @@ def test_a_block_on_the_meta_device_keeps_what_its_shapes_say() -> None:
     assert shared.kept == pytest.approx(twice.kept - saved, rel=0.02)
 
 
-def test_scores_of_eager_attention_and_all_experts_of_a_mixture_are_counted() -> None:
+def test_scores_of_eager_attention_and_all_experts_are_counted() -> None:
     def kept(documents: str | None, tokens: int) -> int:
         return measure_blocks(_parts(), BF16, Lengths([tokens]), documents)[0].kept
 
@@ -172,7 +172,7 @@ def test_scores_of_eager_attention_and_all_experts_of_a_mixture_are_counted() ->
     assert block.kept == pytest.approx(2 * 512 * (4 * 4 * 128 + 4 * 256 + 2 * 256 + 128 + repeated), rel=0.1)
 
 
-def test_a_mixture_decodes_each_expert_that_is_hit_and_the_host_starts_its_products() -> None:
+def test_a_plan_counts_decoded_experts_and_the_hosts_launches() -> None:
     size = size_of(_parts("qlora", MIXTURE))
     assert size.mixture == (16, 4, 2 * 2, 2 * 4 * 3 * 128 * 256)
     for tokens, hit in ((1, 4), (2, 8), (512, 16)):
@@ -214,7 +214,7 @@ def test_what_a_step_holds_follows_from_its_placement() -> None:
     assert full["gathered blocks"] == pytest.approx(2 * 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288), rel=1e-3)
 
 
-def test_gradients_are_apart_and_blocks_before_the_first_that_trains_keep_nothing() -> None:
+def test_blocks_before_the_first_that_trains_keep_nothing() -> None:
     step = Step(
         precision=BF16, optimizer="adamw", num_shards=2, frees_blocks=True, offload=Offload(), num_tokens=4096,
         recomputing=36,

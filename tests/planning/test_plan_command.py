@@ -45,7 +45,7 @@ def test_a_gpu_is_found_as_people_write_it(written: str, name: str) -> None:
     assert find_gpu(written) is GPUS[name]
 
 
-def test_a_gpu_gives_nccl_buffers_for_each_communicator_and_multicast_with_nvswitch() -> None:
+def test_nccl_buffers_are_counted_by_communicator_and_nvswitch() -> None:
     # 4 channels on PCIe, 32 on NVLink, each with a ring and a tree of 9.2 MiB; 16 or 24 of 2 MiB per GPU for NVLS.
     one, nvls = {False: 4 * 18.4, True: 32 * 18.4}, {90: 32, 100: 48}
     for name, linked in (("RTX 4090", False), ("H100 PCIe", False), ("A100 80GB", True), ("H100 SXM", True)):
@@ -113,14 +113,14 @@ def test_a_plan_is_read_in_80_columns_and_says_what_would_make_it_fit(capsys: py
     assert "--use_cpu_offload true" in settings and "--nproc_per_node 2" in settings
 
 
-def test_a_gpu_of_another_name_is_planned_as_the_nearest_one_that_is_as_new() -> None:
+def test_an_unknown_gpu_is_planned_as_the_nearest_one_as_new() -> None:
     names = {"NVIDIA A100-SXM4-80GB": (79.3, 80), "NVIDIA H200": (139.8, 90), "NVIDIA H100 80GB HBM3": (79.1, 90)}
     found = [nearest_gpu(memory, name, capability) for name, (memory, capability) in names.items()]
     assert [gpu.name for gpu in found] == ["a GPU like an A100 80GB", "H200", "a GPU like an H100 PCIe"]
     assert nearest_gpu(24.0).name == "a GPU like an RTX 3090"
 
 
-def test_memory_time_and_tokens_are_those_of_the_dataset_if_there_is_a_tokenizer(
+def test_a_plan_counts_the_datasets_tokens_with_a_tokenizer(
     models: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     texts = [" ".join(WORDS[:number]) for number in (1, 2, 3, 4, 5, 6, 7, 16)]
@@ -151,7 +151,7 @@ def test_memory_time_and_tokens_are_those_of_the_dataset_if_there_is_a_tokenizer
         assert "Planned without the rows of --dataset: " in said and "10.0M tokens" in said
 
 
-def test_a_well_known_model_in_the_cache_of_the_hub_is_planned_with_its_tokenizer(
+def test_a_cached_well_known_model_is_planned_with_its_tokenizer(
     models: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -164,7 +164,7 @@ def test_a_well_known_model_in_the_cache_of_the_hub_is_planned_with_its_tokenize
     assert folder == snapshot and found.vocab_size == SIZES["vocab_size"]
 
 
-def test_a_reference_beside_the_policy_takes_the_time_of_one_more_forward_pass() -> None:
+def test_a_reference_takes_the_time_of_one_more_forward_pass() -> None:
     config = TrainConfig(model_name="qwen3-0.6b", context_length=2048, objective="dpo", recompute="none")
     alone = replace(config, precompute_reference=True)
     speeds = [make_planner(each, GpuOffer(GPUS["RTX 3090"], 1)).outlook().tokens_per_second for each in (alone, config)]
@@ -197,7 +197,7 @@ def test_auto_gives_settings_with_the_same_global_batch_fastest_first(capsys: py
     assert all("--recompute all" in each["command"] and "--use_cpu_offload true" in each["command"] for each in kept)
 
 
-def test_inputs_of_blocks_are_kept_on_the_host_where_a_long_row_fits_no_other_way(
+def test_block_inputs_are_kept_on_the_host_where_nothing_else_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = {"model_name": "qwen3-8b", "context_length": 78475, "lora_rank": 32}

@@ -145,7 +145,7 @@ def test_the_answers_of_a_pair_are_documents_of_one_micro_batch(tmp_path: Path) 
 
 
 @pytest.mark.quick
-def test_what_both_answers_begin_with_is_planned_once_where_attention_can_share_it() -> None:
+def test_a_shared_beginning_is_planned_once_where_attention_can() -> None:
     generator = np.random.default_rng(0)
     splits, others = generator.integers(2, 9, size=(2, 5000))
     offsets = np.cumsum([0, *(splits + others)])

@@ -60,7 +60,7 @@ def steps(control: Control, clocks: Clocks, count: int) -> str | None:
     return None
 
 
-def test_a_run_goes_on_after_a_jump_and_stops_at_its_deadline_within_a_step(clocks: Clocks) -> None:
+def test_a_run_survives_a_clock_jump_and_stops_at_its_deadline(clocks: Clocks) -> None:
     control = Control(budget=Budget(max_hours=10), save_seconds=900)
     assert steps(control, clocks, 60) is None
     clocks.day -= 1e6  # NTP, or a person
@@ -97,7 +97,7 @@ def test_a_stopped_launcher_is_waited_for_and_one_that_is_gone_is_not(monkeypatc
     launcher.wait()
 
 
-def test_a_machine_that_stood_still_is_no_hang_and_a_hang_is_found_afterwards(
+def test_a_suspended_machine_is_no_hang_and_later_hangs_are_found(
     clocks: Clocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging: list[float] = []

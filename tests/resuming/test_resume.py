@@ -88,7 +88,7 @@ def test_a_restart_does_not_begin_from_elsewhere_again(tmp_path: Path) -> None:
     assert begin(out, resume_from=other).run_id not in (first.run_id, "other")  # a person asks for it
 
 
-def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero_again(tmp_path: Path) -> None:
+def test_a_restart_begins_at_no_earlier_checkpoint(tmp_path: Path) -> None:
     out, root = tmp_path / "out", tmp_path / "out" / run_folder.CHECKPOINTS
     run_id = begin(out).run_id
     earlier, _ = [add_step(out, step, run_id) for step in (1, 2)]
@@ -105,7 +105,7 @@ def test_a_restart_does_not_begin_at_an_earlier_checkpoint_of_the_run_or_at_zero
     assert (again.step, again.run_id, list(checkpoint.published(root))) == (4, new.run_id, [4])
 
 
-def test_a_folder_that_is_behind_its_mirror_gets_the_mirrors_newest_and_deletes_nothing_there(tmp_path: Path) -> None:
+def test_a_folder_behind_its_mirror_gets_the_mirrors_newest(tmp_path: Path) -> None:
     box, out, mirror = tmp_path / "other_box", tmp_path / "out", open_store(str(tmp_path / "mirror"))
     run_id = begin(out, mirror=mirror).run_id
     add_step(out, 10, run_id)
@@ -169,7 +169,7 @@ def guard_of(out: Path) -> Guard:
     )
 
 
-def test_starts_that_are_killed_while_the_model_is_loaded_are_without_progress(tmp_path: Path) -> None:
+def test_starts_killed_while_the_model_loads_make_no_progress(tmp_path: Path) -> None:
     out = tmp_path / "out"
     add_step(out, 3, begin(out).run_id)
     kept = []  # a context that is never left, as after SIGKILL
@@ -198,9 +198,7 @@ def as_gloo_does() -> None:
 
 
 @pytest.mark.parametrize("happens", [partial(signal.raise_signal, signal.SIGTERM), as_torch_does, as_gloo_does])
-def test_a_machine_that_is_taken_away_while_the_model_is_loaded_is_no_failure(
-    happens: Callable[[], None], tmp_path: Path
-) -> None:
+def test_a_machine_taken_away_while_the_model_loads_is_no_failure(happens: Callable[[], None], tmp_path: Path) -> None:
     out, before = tmp_path / "out", signal.getsignal(signal.SIGTERM)
     add_step(out, 3, begin(out).run_id)
     for place in ("load", "prepare", "load", "prepare"):

@@ -138,7 +138,7 @@ def result_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])  # type: ignore[attr-defined]
 
 
-def test_every_optimizer_goes_on_bit_by_bit_on_as_many_ranks_and_on_others_where_it_can(tmp_path: Path) -> None:
+def test_every_optimizer_continues_bitwise_on_as_many_ranks(tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     for ranks, program in ((2, save), (2, load), (1, load), (3, load), (1, pass_over)):
         logs = tmp_path / f"logs{ranks}{program.__name__}"
@@ -169,9 +169,7 @@ def test_what_a_paged_optimizer_loads_lies_in_memory_that_it_can_page(monkeypatc
     assert all(torch.equal(loaded[key], value) and loaded[key] is not value for key, value in stored.items())
 
 
-def test_a_state_of_another_number_of_ranks_is_refused_while_the_earlier_results_are_there(
-    models: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_state_of_another_number_of_ranks_is_refused(models: Callable[..., Path], tmp_path: Path) -> None:
     options = {
         "model_name": models(),
         "dataset": write_rows(tmp_path / "rows.jsonl", make_rows(8)),

@@ -24,7 +24,7 @@ from tests.tiny import flags, make_rows, on_ranks, run_ranks, train_ok, write_ro
 Models = Callable[..., Path]
 
 
-def test_a_tokenizer_with_several_chat_templates_is_saved_and_replaced_whole(models: Models, tmp_path: Path) -> None:
+def test_a_tokenizer_with_several_chat_templates_is_saved_whole(models: Models, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models(), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -98,7 +98,7 @@ def test_ranks_that_disagree_are_stopped_before_training(what: str, models: Mode
 
 
 @pytest.mark.parametrize("new_blocks", [False, True])
-def test_a_whole_model_is_saved_when_old_checkpoints_make_room_and_else_only_refused_when_all_is_gathered(
+def test_a_whole_model_is_saved_when_old_checkpoints_make_room(
     new_blocks: bool, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, output = models(), tmp_path / "out"

@@ -86,7 +86,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("how", "exit_code"), [("SIGTERM", 75), ("--max_hours", 3), ("not finite", 1)])
-def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads_and_export_makes_again(
+def test_a_run_that_ends_early_leaves_an_adapter_that_peft_loads(
     how: str, exit_code: int, inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
 ) -> None:
     options = {**inputs, "max_steps": 6, "output_dir": tmp_path / "out", "max_hours": 1}
@@ -123,7 +123,7 @@ def evaluate_to(losses: dict[int, float], killed_at: str) -> None:
         saving.save_adapter = lambda *_, **__: KILLED()
 
 
-def test_early_stopping_ends_the_run_also_through_a_kill_and_the_best_adapter_is_the_best(
+def test_early_stopping_survives_a_kill_and_keeps_the_best_adapter(
     inputs: dict[str, object], finished_at: Callable[[int], Path], tmp_path: Path
 ) -> None:
     losses = {0: 3.5, 1: 4.5, 2: 4.6, 3: 4.0, 4: 4.2, 5: 4.1, 6: 3.0}

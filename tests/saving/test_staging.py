@@ -21,7 +21,7 @@ def test_a_staged_file_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_writers_of_one_file_leave_each_other_alone_and_remove_what_killed_ones_left(tmp_path: Path) -> None:
+def test_writers_of_one_file_remove_only_what_killed_ones_left(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     for name in (".run.json.partial", ".run.json.0123456789abcdef.partial"):  # of earlier versions, and of this one
         (tmp_path / name).touch()
