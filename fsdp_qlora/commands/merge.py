@@ -26,7 +26,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
 from fsdp_qlora.loading.load_weights import load_quantized, match_tensors, quantized_layers
-from fsdp_qlora.loading.weight_files import open_weight_files
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model import models
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
@@ -103,7 +103,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     quantized = _quantized_model(config, run, packed) if run.kind.quantizer else None
     if packed and quantized is None:
         raise UserError(f"model_name {name} is quantized to 4 bits: give --train_type qlora, or the original model.")
-    files = open_weight_files(folder, stored)
+    files = WeightFiles(folder, stored)
     names = list(files.files)
     weights = match_tensors(quantized if packed and quantized is not None else model, files, packed=packed is not None)
     kept = {name for name, _ in (*model.named_parameters(), *models.persistent_buffers(model))}

@@ -14,7 +14,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.decoded import take_format
 from fsdp_qlora.loading.load_weights import check_finite, match_tensors, quantized_layers
-from fsdp_qlora.loading.weight_files import Weights, open_weight_files
+from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.base import packed_forms
 from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, Bnb4bitExperts, Bnb4bitWeight, quantize_blocks, take_settings
@@ -39,7 +39,7 @@ def quantize_model(
     stored = take_format(config)
     if stored:
         log.info(stored.describe_use(quantizes=True))
-    weight_files = open_weight_files(folder, stored)
+    weight_files = WeightFiles(folder, stored)
     if take_settings(config, model_name):
         raise UserError(f"model_name {model_name} is quantized to 4 bits already; training can load it as it is.")
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)

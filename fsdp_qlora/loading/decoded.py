@@ -98,8 +98,8 @@ def take_format(config: PretrainedConfig) -> StoredFormat | None:
 
 
 def find_decoded(
-    stored: StoredFormat, entries: Mapping[str, StoredTensor], folder: Path
-) -> tuple[dict[str, DecodedTensor], list[str]]:
+    stored: StoredFormat | None, entries: Mapping[str, StoredTensor], folder: Path
+) -> tuple[dict[str, DecodedTensor], set[str]]:
     """Find the tensors of a model's files that are to be decoded.
 
     Args:
@@ -110,19 +110,20 @@ def find_decoded(
         UserError: the tensors do not have this format.
     """
     decoded: dict[str, DecodedTensor] = {}
+    kind = stored and stored.name
+    unused = {name for name in entries if kind == "FP8" and name.endswith(_UNUSED)}
     for name, entry in entries.items():
-        if stored.name == "FP8" and entry.dtype in _FP8 and not name.endswith(_UNUSED):
+        if stored and kind == "FP8" and entry.dtype in _FP8 and name not in unused:
             decoded[name] = _fp8_weight(name, entries, stored.block, folder)
-        elif stored.name == "MXFP4" and name.endswith("_blocks"):
+        elif kind == "MXFP4" and name.endswith("_blocks"):
             decoded[name.removesuffix("_blocks")] = _mxfp4_experts(name, entries, folder)
-    unknown = [part for name, tensor in decoded.items() for part in tensor.parts if part != name]
-    if stored.name == "FP8":
-        unknown += [name for name in entries if name.endswith(_UNUSED)]
-    return decoded, unknown
+        elif entry.dtype == torch.float64:
+            decoded[name] = _RoundedDouble(name, entry.shape)
+    return decoded, unused | {part for name, tensor in decoded.items() for part in tensor.parts if part != name}
 
 
-class RoundedDouble(DecodedTensor):
-    """A float64 tensor, rounded to float32 as it is read: nothing that quantizes or trains here knows float64."""
+class _RoundedDouble(DecodedTensor):
+    """A float64 tensor, rounded to float32."""
 
     def __init__(self, name: str, shape: torch.Size) -> None:
         super().__init__([name], shape, torch.float32, unit=1)

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from fsdp_qlora.errors import UserError
-from fsdp_qlora.loading.decoded import DecodedTensor, RoundedDouble, StoredFormat, StoredTensor, find_decoded
+from fsdp_qlora.loading.decoded import DecodedTensor, StoredFormat, StoredTensor, find_decoded
 from fsdp_qlora.loading.hub import conversion_advice
 from fsdp_qlora.quantizers.bnb_4bit import PACKED_STATE, PACKED_SUFFIXES
 from fsdp_qlora.storage.safetensors_files import DTYPES, TensorForm
@@ -49,25 +49,33 @@ class _Joined(NamedTuple):
 class WeightFiles:
     """The safetensors files of a model folder, single or indexed.
 
+    Tensors in float64 are rounded to float32 as they are read: nothing that quantizes or trains here knows float64.
+
     Args:
+        stored: the format of tensors that are decoded as they are read, under the model's names and shapes.
         as_bytes: present every tensor as flat bytes, not only those of bitsandbytes' 4-bit weights.
         file: this file of the folder alone, whatever its name.
     Attributes:
         files: tensor name -> file that holds it, or its first part.
         bytes_read: bytes of tensors that this process has read.
     Raises:
-        UserError: there are no safetensors files, or one is missing or damaged.
+        UserError: there are no safetensors files, one is missing or damaged, or the tensors are not `stored` like that.
     """
 
-    def __init__(self, folder: Path, *, as_bytes: bool = False, file: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, stored: StoredFormat | None = None, *, as_bytes: bool = False, file: str | None = None
+    ) -> None:
         self.folder = folder
         self.bytes_read = 0
         self._lock = threading.Lock()
         self._descriptors: dict[Path, int] = {}
         entries = _read_header(folder / file) if file else self._index()
         self._entries = _as_bytes(entries, entries if as_bytes else _packed_names(entries))
-        self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = {**self._entries}
-        self.files = {name: entry.file for name, entry in self._entries.items()}
+        decoded, unknown = find_decoded(stored, self._entries, folder)
+        self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = {**self._entries, **decoded}
+        files = {name: entry.file for name, entry in self._entries.items()}
+        files |= {name: files[tensor.parts[0]] for name, tensor in decoded.items()}
+        self.files = {name: file for name, file in files.items() if name not in unknown}
 
     def __del__(self) -> None:
         for descriptor in self._descriptors.values():
@@ -119,23 +127,6 @@ class WeightFiles:
         self._tensors[name] = _Joined(list(parts), ends, self.dtype(parts[0]), shape)
         self.files[name] = self.files[parts[0]]
 
-    def decode(self, stored: StoredFormat) -> None:
-        """Decode the tensors of a format as they are read, under the model's names.
-
-        Raises:
-            UserError: the tensors do not have this format.
-        """
-        decoded, unknown = find_decoded(stored, self._entries, self.folder)
-        self._tensors |= decoded
-        self.files |= {name: self._entries[tensor.parts[0]].file for name, tensor in decoded.items()}
-        for name in unknown:
-            del self.files[name]
-
-    def round_doubles(self) -> None:
-        """Let tensors in float64 be float32, to which they are rounded as they are read."""
-        doubles = {name: entry for name, entry in self._entries.items() if entry.dtype == torch.float64}
-        self._tensors |= {name: RoundedDouble(name, entry.shape) for name, entry in doubles.items()}
-
     def shape(self, name: str) -> torch.Size:
         return self._tensors[name].shape
 
@@ -174,13 +165,13 @@ class WeightFiles:
         for source, first, last in self._whole_tensors(name, start, stop):
             piece = part[filled : filled + last - first]
             if isinstance(tensor := self._tensors[source], DecodedTensor):
-                piece.copy_(tensor.read_flat(self.read_stored, first, last))
+                piece.copy_(tensor.read_flat(self._read_stored, first, last))
             else:
                 self._read_into(source, first, piece)
             filled += last - first
         return part
 
-    def read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def _read_stored(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a tensor of the files, never decoded."""
         part = _buffer(stop - start, self._entries[name].dtype)
         self._read_into(name, start, part)
@@ -319,18 +310,3 @@ def read_ahead(weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_b
             in_flight += count
         while waiting:
             yield waiting.pop(0)[1].result()
-
-
-def open_weight_files(folder: Path, stored: StoredFormat | None) -> WeightFiles:
-    """The files of a model folder, with the tensors of `stored` under the model's names and shapes.
-
-    Nothing in it is float64 (`round_doubles`).
-
-    Raises:
-        UserError: the files cannot be used, or their tensors do not have this format.
-    """
-    weight_files = WeightFiles(folder)
-    if stored is not None:
-        weight_files.decode(stored)
-    weight_files.round_doubles()
-    return weight_files

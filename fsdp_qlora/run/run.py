@@ -32,7 +32,7 @@ from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptio
 from fsdp_qlora.generation.prompts import PromptFormat
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import Weights, open_weight_files
+from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model import models
 from fsdp_qlora.planning import describe
 from fsdp_qlora.planning.facts import Measured, run_facts
@@ -202,7 +202,7 @@ def try_memory(config: TrainConfig, plan: Plan, trainer: Trainer, start: Start) 
 
 def open_weights(plan: ModelPlan) -> Weights:
     """Open the model's files and match them with its weights."""
-    files = open_weight_files(plan.folder, plan.stored)
+    files = WeightFiles(plan.folder, plan.stored)
     return match_tensors(plan.meta.model, files, packed=plan.is_packed)
 
 

@@ -32,7 +32,7 @@ from fsdp_qlora.data.files import FILE_KINDS
 from fsdp_qlora.errors import ENDINGS, RunStopped
 from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.quant_cache import CachedWeights
-from fsdp_qlora.loading.weight_files import WeightFiles, open_weight_files
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.planning.run_plan import make_plan
 from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
 from fsdp_qlora.ranks.ranks import Ranks
@@ -141,7 +141,7 @@ def test_headers_of_weight_files(models: Models, tmp_path: Path) -> None:
         header = json.dumps(damaged_value(rng, json.loads(whole[8 : 8 + size])))
         text = header.encode() if rng.random() < 0.7 else damaged_bytes(rng, whole[8 : 8 + size])
         (place / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + size :])
-        files = open_weight_files(place, None)
+        files = WeightFiles(place)
         for name in files.files:
             files.read_flat(name, 0, files.shape(name).numel())
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_qlora.loading.weight_files import open_weight_files
+from fsdp_qlora.loading.weight_files import WeightFiles
 from tests.tiny import SIZES, flags, make_rows, make_tokenizer, on_ranks, run_ranks, write_rows
 
 MIB = 2**20
@@ -48,7 +48,6 @@ def _load(folder: Path, result: Path) -> int:
     from fsdp_qlora.adapters.insert import LoraOptions
     from fsdp_qlora.config.train_types import TRAIN_TYPES
     from fsdp_qlora.loading import load_weights
-    from fsdp_qlora.loading.weight_files import WeightFiles
     from fsdp_qlora.model import models
     from fsdp_qlora.model.precision import PRECISIONS
     from fsdp_qlora.planning.build_model import LayerOptions, build_model
@@ -123,7 +122,7 @@ def test_nan_that_one_rank_reads_is_named_by_both(train_type: str, models: Calla
 def test_float64_weights_are_read_as_float32(models: Callable[..., Path], tmp_path: Path) -> None:
     singles = load_file(models() / "model.safetensors")
     save_file({name: value.double() for name, value in singles.items()}, tmp_path / "model.safetensors")
-    weight_files = open_weight_files(tmp_path, None)
+    weight_files = WeightFiles(tmp_path)
     for name, value in singles.items():
         assert weight_files.dtype(name) == torch.float32
         assert torch.equal(weight_files.read_rows(name, 1, len(value)), value[1:])

@@ -24,7 +24,7 @@ from transformers import (
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.decoded import StoredFormat
 from fsdp_qlora.loading.load_weights import match_tensors
-from fsdp_qlora.loading.weight_files import open_weight_files
+from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quantizers.bnb_4bit import take_settings
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
@@ -171,7 +171,7 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
             folder, dtype=torch.bfloat16, quantization_config=kind
         ).state_dict()
     stored = StoredFormat("MXFP4", None) if form == "mxfp4" else StoredFormat("FP8", FP8_FORMS[form])
-    weight_files = open_weight_files(folder, stored)
+    weight_files = WeightFiles(folder, stored)
     sources = match_tensors(meta_model(source), weight_files).sources
     expected = {name: value for name, value in expected.items() if name.endswith(("_proj", "_proj.weight"))}
     assert len(expected) > 3
@@ -199,7 +199,7 @@ def test_fp8_and_mxfp4_train_as_their_decoded_weights(family: str, form: str, mo
 
 def test_a_rank_reads_its_part_of_an_fp8_weight(models: Models, tmp_path: Path) -> None:
     save_fp8(models("llama"), tmp_path / "model", "blocks")
-    weight_files = open_weight_files(tmp_path / "model", StoredFormat("FP8", (32, 32)))
+    weight_files = WeightFiles(tmp_path / "model", StoredFormat("FP8", (32, 32)))
     name = "model.layers.0.mlp.down_proj.weight"  # [64, 128]
     weight_files.read_flat(name, 0, 32 * 128)
     assert weight_files.bytes_read == 32 * 128 + 4 * 4
@@ -219,7 +219,7 @@ def test_fp8_scales_that_are_wrong_are_named(scales: dict, words: str, models: M
     del tensors[f"{name}_scale_inv"]
     save_file(tensors | {name + suffix: value for suffix, value in scales.items()}, file)
     with pytest.raises(UserError, match=re.escape(words)) as error:
-        open_weight_files(tmp_path / "model", StoredFormat("FP8", (32, 32)))
+        WeightFiles(tmp_path / "model", StoredFormat("FP8", (32, 32)))
     assert name in str(error.value)
 
 
