@@ -141,13 +141,8 @@ def download_adapter(name: str) -> Path:
     Raises:
         UserError: there is no such adapter, or the hub is out of reach.
     """
-    refusal = ask_hub(name, "model")
-    patterns, absent = [*SMALL_FILES, "adapter_model.safetensors"], refusal is not None
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*", local_files_only=absent))
-    except Exception as error:  # of the HTTP library, the hub's client or the file system
-        reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
-        raise UserError(f"--adapter {name}: there is no such folder, and {reason}.") from error
+    patterns = [*SMALL_FILES, "adapter_model.safetensors"]
+    return Path(_download(name, f"--adapter {name}: there is no such folder", patterns, ask_hub(name, "model")))
 
 
 def fetch_weights(model_name: str, folder: Path, *, ranks: "Ranks", store: "dist.Store") -> None:
@@ -174,9 +169,16 @@ def _snapshot(
         _check_download(model_name, info, patterns, later)
     if not show_progress:
         disable_progress_bars()
+    return _download(model_name, f"model_name {model_name}: there is no such local folder", patterns, refusal, revision)
+
+
+def _download(
+    name: str, problem: str, patterns: list[str], refusal: Exception | None, revision: str | None = None
+) -> str:
+    """The hub's snapshot with the files of these patterns; only the copy on this machine after a refusal of the hub."""
     try:
         return snapshot_download(
-            model_name,
+            name,
             revision=revision,
             allow_patterns=patterns,
             ignore_patterns=_NOT_NEEDED,
@@ -184,10 +186,7 @@ def _snapshot(
         )
     except Exception as error:  # of the HTTP library, the hub's client or the file system
         reason = hub_reason(refusal) if refusal else f"its download failed ({first_line(error)})"
-        raise UserError(
-            f"model_name {model_name}: there is no such local folder, and {reason}. Without the hub, give the "
-            "path of a model folder."
-        ) from error
+        raise UserError(f"{problem}, and {reason}.") from error
 
 
 def _check_download(model_name: str, info: ModelInfo, patterns: list[str], later: list[str]) -> None:
