@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,7 @@ def cache_key(
 ) -> str:
     """The name of an entry: a hash of everything that determines its bytes.
 
-    That is: the files (see `file_identity`), the tensors of each layer, the layers' shapes and settings, the
-    library's version, and the devices, whose kernels may round differently.
+    The devices are part of it, since their kernels may round differently.
 
     Args:
         kernels: `device_kernels` of every rank: each quantizes its part, and all must compute the same key.
@@ -98,15 +97,14 @@ def cache_key(
         "device": ", ".join(sorted(set(kernels))),
         "files": [file_identity(path, samples=max(_MIN_SAMPLES, _SAMPLES // len(files))) for path in files],
         "layers": [
-            [weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings(), _stored(layer)]
+            [
+                *(weight, list(origins[weight]), type(layer).__name__, layer.shape, layer.code_settings()),
+                [[suffix, str(part.form.dtype), part.form.shape] for suffix, part in layer.stored_parameters().items()],
+            ]
             for weight, layer in layers.items()
         ],
     }
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:40]
-
-
-def _stored(layer: QuantizedWeight) -> list[list[object]]:
-    return [[suffix, str(stored.form.dtype), stored.form.shape] for suffix, stored in layer.stored_parameters().items()]
 
 
 def device_kernels(device: torch.device) -> str:
@@ -127,26 +125,25 @@ class CachedWeights(WeightFiles):
         self.original = original
         self._descriptors = {}
         try:
-            self._checksums: dict[str, dict[str, Any]] = read_description(folder)["tensors"]
+            self.checksums: dict[str, dict[str, Any]] = read_description(folder)["tensors"]
             super().__init__(folder, as_bytes=True)
-            if self._checksums.keys() != self.files.keys():
+            if self.checksums.keys() != self.files.keys():
                 raise ValueError("its tensors and its checksums do not match")
         except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedEntry(str(error)) from error
-        self._own = dict(self.files)
-        self.files = {**original.files, **self._own}
+        self.files = {**original.files, **self.files}
 
     def shape(self, name: str) -> torch.Size:
-        return super().shape(name) if name in self._own else self.original.shape(name)
+        return super().shape(name) if name in self.checksums else self.original.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        return super().dtype(name) if name in self._own else self.original.dtype(name)
+        return super().dtype(name) if name in self.checksums else self.original.dtype(name)
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of a tensor; for the entry's tensors these are bytes, with verified checksums."""
-        if name not in self._own:
+        if name not in self.checksums:
             return self.original.read_flat(name, start, stop)
-        size, expected = self._checksums[name]["chunk"], self._checksums[name]["crc32"]
+        size, expected = self.checksums[name]["chunk"], self.checksums[name]["crc32"]
         first = start // size
         begin, end = first * size, min(-(-stop // size) * size, self.shape(name).numel())
         try:
@@ -156,7 +153,7 @@ class CachedWeights(WeightFiles):
         for at, found, checksum in zip(range(begin, end, size), _crc32(content, size), expected[first:], strict=False):
             if found != checksum:
                 last = min(at + size, end)
-                raise DamagedEntry(f"{self._own[name]}: bytes {at} to {last} of {name} have changed")
+                raise DamagedEntry(f"{self.files[name]}: bytes {at} to {last} of {name} have changed")
         return content[start - begin : stop - begin]
 
 
@@ -283,10 +280,8 @@ def load_or_create(
     folder = root / cache_key(layers, weights.files, weights.sources, kernels)
     is_there = os.path.isfile(folder / CHECKSUMS)  # False also where the folder may not be read
     # Without a shared folder, some nodes may lack the entry.
-    if gather_numbers([is_there], ranks.device).all():
-        own = [name for weight, layer in layers.items() for name in packed_forms(weight, layer)]
-        if _load_entry(folder, own, weights, load_weights, ranks):
-            return
+    if gather_numbers([is_there], ranks.device).all() and _load_entry(folder, weights, load_weights, ranks):
+        return
     load_weights(weights=weights)
     if shard_size(mesh) > ranks.local_world_size:
         log.info("No quantized cache is written: no single machine of this run holds the whole model.")
@@ -299,20 +294,13 @@ def load_or_create(
             log.debug("Quantized weights are saved for the next start: %s (%s).", folder, format_bytes(size))
 
 
-def _load_entry(
-    folder: Path, own: Sequence[str], weights: Weights, load_weights: Callable[..., None], ranks: Ranks
-) -> bool:
-    """Fill the model from an entry. If any rank finds it damaged, remove it and return False.
-
-    Args:
-        own: the tensors that it must have.
-    """
+def _load_entry(folder: Path, weights: Weights, load_weights: Callable[..., None], ranks: Ranks) -> bool:
+    """Fill the model from an entry. If any rank finds it damaged, remove it and return False."""
     try:
         with raise_on_all_ranks(DamagedEntry, ranks.device):
             cached = CachedWeights(folder, weights.files)
-            if absent := sorted(set(own) - cached.files.keys()):
-                raise DamagedEntry(f"{absent[0]} is not in it")
-            load_weights(weights=Weights(cached, {**weights.sources, **{name: name for name in own}}, packed=True))
+            sources = {**weights.sources, **{name: name for name in cached.checksums}}
+            load_weights(weights=Weights(cached, sources, packed=True))
     except DamagedEntry as error:
         log.warning(
             "The quantized cache %s is damaged (%s). It is made again from the model's own weights.", folder, error
