@@ -2,11 +2,9 @@
 
 import copy
 import functools
-import logging
 import re
 import sys
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,8 +25,6 @@ from fsdp_qlora.quantizers.base import QuantizedWeight, StoredParameter, write_b
 from fsdp_qlora.quantizers.bnb_4bit import PACKED_STATE
 from fsdp_qlora.ranks.shards import own_rows, store_rows
 
-log = logging.getLogger("fsdp_qlora")
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,13 +39,10 @@ def load_weights(
 ) -> None:
     """Fill every parameter of the sharded model except adapters (see `initialize_adapters`) from the weight files.
 
-    Each rank reads only the part of each tensor that it keeps, and holds only its shards and the parts in flight.
-    Threads read ahead while earlier parts are copied to the device and quantized. If the weights in the files are
-    quantized already, the ranks do not communicate, so one may fail alone.
+    Each rank reads only the part of each tensor that it keeps, and holds only its shards and the parts in flight, at
+    most `max_bytes_in_flight`: threads read ahead while earlier parts are copied to the device and quantized. If the
+    weights in the files are quantized already, the ranks do not communicate, so one may fail alone.
 
-    Args:
-        weights: from `match_tensors`.
-        max_bytes_in_flight: host memory for parts that are read and not yet stored.
     Raises:
         UserError: a file cannot be read, or a weight is not finite.
     """
@@ -60,18 +53,12 @@ def load_weights(
     names = sorted(targets, key=lambda name: str(weights.files.files[weights.sources[name]]))
     parts = [_part(weights.files, weights.sources[name], targets[name], mesh) for name in names]
     sizes = [(part.stop - part.start) * weights.files.dtype(part.name).itemsize for part in parts]
-    started = time.perf_counter()
     hidden = not show_progress or not sys.stderr.isatty()
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="Loading rank 0's part", disable=hidden) as bar:
         values = read_ahead(weights.files, parts, max_bytes=max_bytes_in_flight)
         for name, size, value in zip(names, sizes, values, strict=True):
             _store(targets[name], value, mesh, device, name)
             bar.update(size)
-    seconds = time.perf_counter() - started
-    log.debug(
-        "Loaded %s: rank 0 read its %.2f GB in %.1f s (%.2f GB/s).",
-        weights.files.folder, sum(sizes) / 1e9, seconds, sum(sizes) / 1e9 / seconds,
-    )  # fmt: skip
 
 
 def load_quantized(
@@ -82,11 +69,7 @@ def load_quantized(
     device: torch.device,
     change: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Fill one quantized layer, which has memory already, from the weight `name`.
-
-    Args:
-        change: makes the flat weights that are quantized from those in the files.
-    """
+    """Fill one quantized layer, which has memory already, from the weight `name`; `change` is applied to it, flat."""
     targets = _stored_parts(name, layer) if weights.packed else {name: _quantized(layer)}
     for tensor, target in targets.items():
         values = weights.files.read_flat(*_part(weights.files, weights.sources[tensor], target, mesh))
@@ -96,9 +79,8 @@ def load_quantized(
 class _Target(NamedTuple):
     """Something to fill from the weight files.
 
-    shape: of the tensor in the files; None means any. wanted: the flat elements of it that this rank reads; None
-    means all. store: stores them. on_device: whether they are moved to the device first. is_weight: whether they are
-    numbers to compute with.
+    shape: of the tensor in the files; None means any. wanted: the range of flat elements that this rank reads; None
+    means all. on_device: whether they are moved to the device before `store`. is_weight: whether they must be floats.
     """
 
     shape: torch.Size | None
@@ -227,7 +209,6 @@ class MergedTensor:
         return next(converter for converter in self._converters if pattern in converter.source_patterns)
 
     def missing(self) -> list[str]:
-        """Names of the parts that are missing in the files."""
         absent = [pattern for pattern in self._converter.source_patterns if pattern not in self._sources]
         for pattern, sources in self._sources.items():
             numbered = re.compile(pattern.replace("*.", r"(\d+)\."))
@@ -294,8 +275,7 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
         UserError: tensors are missing, unknown, of the wrong shape or no floats; each is named with its file.
     """
     targets = _targets(model, packed=packed)
-    expected = {name: target.shape for name, target in targets.items()}
-    match = _match(model, files, expected)
+    match = _match(model, files, {name: target.shape for name, target in targets.items()})
     if outside := [source for source in match.extra if PACKED_STATE in source]:
         raise UserError(
             f"{files.folder}: {outside[0].partition(PACKED_STATE)[0]} is a 4-bit weight outside the decoder blocks' "
@@ -304,8 +284,7 @@ def match_tensors(model: PreTrainedModel, files: WeightFiles, *, packed: bool = 
     for name, tensor in match.merged.items():
         if not tensor.missing():
             files.join(name, *tensor.whole(files))
-    weights = {name for name, target in targets.items() if target.is_weight}
-    if problems := _problems(match, files, expected, weights):
+    if problems := list(_problems(match, files, targets)):
         shown = "\n  ".join(problems[:8] + [f"... and {len(problems) - 8} more"] * (len(problems) > 8))
         raise UserError(
             f"The weights in {files.folder} do not match the {type(model).__name__} that its config.json "
@@ -336,30 +315,22 @@ def _match(model: PreTrainedModel, files: WeightFiles, expected: Mapping[str, to
     return match
 
 
-def _problems(
-    match: _Match, files: WeightFiles, expected: Mapping[str, torch.Size | None], weights: Collection[str]
-) -> list[str]:
-    """Why the files do not match the model, one line each. weights: the names of those that must be floats."""
-    parts = [(part, name) for name, tensor in match.merged.items() for part in tensor.missing()]
-    missing = [name for name in expected if name not in match.sources]
-    found = {name: source for name, source in match.sources.items() if source in files.files}
-    return [
-        *(f"missing: {part} (a part of {name})" for part, name in parts),
-        *(f"missing: {name} {list(expected[name] or ())}" for name in missing),
-        *(f"not in this architecture: {name} (in {files.files[name].name})" for name in match.extra),
-        *(
-            f"wrong shape: {source} in {files.files[source].name} is {list(files.shape(source))}, "
-            f"the model's is {list(expected[name] or ())}"
-            for name, source in found.items()
-            if expected[name] is not None and files.shape(source) != expected[name]
-        ),
-        *(
-            f"wrong type: {source} in {files.files[source].name} is {str(files.dtype(source)).removeprefix('torch.')}, "
-            "and weights are 16- or 32-bit floats"
-            for name, source in found.items()
-            if name in weights and files.dtype(source) not in _FLOATS
-        ),
-    ]
+def _problems(match: _Match, files: WeightFiles, targets: Mapping[str, _Target]) -> Iterator[str]:
+    """Why the files do not match the model, one line each."""
+    for name, tensor in match.merged.items():
+        yield from (f"missing: {part} (a part of {name})" for part in tensor.missing())
+    yield from (
+        f"missing: {name} {list(target.shape or ())}" for name, target in targets.items() if name not in match.sources
+    )
+    yield from (f"not in this architecture: {name} (in {files.files[name].name})" for name in match.extra)
+    for name, source in match.sources.items():
+        if source not in files.files:
+            continue
+        shape, found, where = targets[name].shape, files.form(source), f"{source} in {files.files[source].name}"
+        if shape is not None and shape != found.shape:
+            yield f"wrong shape: {where} is {list(found.shape)}, the model's is {list(shape)}"
+        if targets[name].is_weight and found.dtype not in _FLOATS:
+            yield f"wrong type: {where} is {str(found.dtype)[6:]}, and weights are 16- or 32-bit floats"
 
 
 def _may_be_left_over(model: PreTrainedModel, name: str) -> bool:

@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.decoded import DecodedTensor, StoredFormat, StoredTensor, find_decoded
 from fsdp_qlora.loading.hub import conversion_advice
-from fsdp_qlora.quantizers.bnb_4bit import PACKED_STATE, PACKED_SUFFIXES
+from fsdp_qlora.quantizers.bnb_4bit import packed_tensors
 from fsdp_qlora.storage.safetensors_files import DTYPES, TensorForm
 
 _DOWNLOAD_AGAIN = "Download it again; a git clone without git-lfs holds only pointers to the weights."
@@ -38,7 +38,7 @@ class TensorSlice(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """A concatenation of tensors. ends: where each part ends, in elements of the whole."""
+    """A concatenation of tensors. ends: where each part ends, in elements."""
 
     parts: list[str]
     ends: list[int]
@@ -70,7 +70,11 @@ class WeightFiles:
         self._lock = threading.Lock()
         self._descriptors: dict[Path, int] = {}
         entries = _read_header(folder / file) if file else self._index()
-        self._entries = _as_bytes(entries, entries if as_bytes else _packed_names(entries))
+        for name in entries if as_bytes else packed_tensors(entries):
+            if name in entries:
+                size = entries[name].shape.numel() * entries[name].dtype.itemsize
+                entries[name] = entries[name]._replace(dtype=torch.uint8, shape=torch.Size([size]))
+        self._entries = entries
         decoded, unknown = find_decoded(stored, self._entries, folder)
         self._tensors: dict[str, StoredTensor | DecodedTensor | _Joined] = {**self._entries, **decoded}
         files = {name: entry.file for name, entry in self._entries.items()}
@@ -258,22 +262,6 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _packed_names(entries: Iterable[str]) -> set[str]:
-    """The names of the tensors of bitsandbytes' 4-bit weights."""
-    states = {name for name in entries if PACKED_STATE in name}
-    return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in PACKED_SUFFIXES}
-
-
-def _as_bytes(entries: dict[str, StoredTensor], chosen: Collection[str]) -> dict[str, StoredTensor]:
-    """Present the chosen tensors as flat bytes, whatever dtype they are stored under."""
-    return {
-        name: entry._replace(dtype=torch.uint8, shape=torch.Size([entry.shape.numel() * entry.dtype.itemsize]))
-        if name in chosen
-        else entry
-        for name, entry in entries.items()
-    }
-
-
 class Weights(NamedTuple):
     """A model's weights in files.
 
@@ -294,8 +282,7 @@ class Weights(NamedTuple):
 def read_ahead(weight_files: WeightFiles, parts: Iterable[TensorSlice], *, max_bytes: int) -> Iterator[torch.Tensor]:
     """Yield the parts in order, read by threads while the caller works on earlier ones.
 
-    Args:
-        max_bytes: limit on bytes read and not yet yielded; a single part may exceed it.
+    At most `max_bytes` are read and not yet yielded; a single part may exceed that.
     """
     waiting: list[tuple[int, Future[torch.Tensor]]] = []
     in_flight = 0

@@ -20,7 +20,7 @@ the quantize command, which have EXPERTS_KEY in their quantization_config.
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import bitsandbytes
@@ -44,7 +44,7 @@ from fsdp_qlora.ranks.shards import gather_rows, own_rows
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 # Suffixes that bitsandbytes appends to the name of a 4-bit weight: its parts, and the state that marks it as 4-bit.
-PACKED_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+_SUFFIXES = ("", ".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
 PACKED_STATE = ".quant_state.bitsandbytes__"
 EXPERTS_KEY = "fsdp_qlora_experts"
 _STATE_BYTES = 256  # enough for the JSON of any shape, so a file can be laid out before the mean is known
@@ -310,6 +310,12 @@ def _nested_code(device: torch.device) -> torch.Tensor:
 
 
 # --- the format in files ---
+
+
+def packed_tensors(names: Iterable[str]) -> set[str]:
+    """Names of the tensors that 4-bit weights consist of, given the names of all tensors of a model's files."""
+    states = {name for name in names if PACKED_STATE in name}
+    return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in _SUFFIXES}
 
 
 class Bnb4bitSettings(NamedTuple):
