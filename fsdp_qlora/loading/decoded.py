@@ -6,7 +6,6 @@ MXFP4 (gpt_oss; OCP Microscaling Formats 1.0): X_blocks [experts, out, in / 32, 
 X_scales [experts, out, in / 32], powers of two; decoded to transformers' X [experts, in, out].
 """
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,15 +16,13 @@ from transformers import PretrainedConfig
 
 from fsdp_qlora.errors import UserError
 
-log = logging.getLogger("fsdp_qlora")
-
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = ("_scale_inv", "_scale")
 # Scales of activations: unused, activations have 16 bits here.
 _UNUSED = ("activation_scale", "input_scale")
 _PIECE = 2**20  # elements decoded at a time: decoding needs several times their memory
 _MXFP4_VALUES = 32  # values that share a scale
-
+_ADVICE = "Give the model with 16- or 32-bit weights."
 
 # (name, start, stop) -> elements [start, stop) of a row-major flattened tensor of the files, not decoded.
 ReadStored = Callable[[str, int, int], torch.Tensor]
@@ -137,20 +134,11 @@ def _fp8_weight(
 ) -> "_Fp8Weight":
     scale = next((name + suffix for suffix in _SCALES if name + suffix in entries), None)
     shape = entries[name].shape
-    wrong = None
-    if scale is None:
-        wrong = "has no scale"
-    elif not entries[scale].dtype.is_floating_point:
-        wrong = f"its scale is of type {entries[scale].dtype}"
-    elif len(shape) != 2:
-        wrong = f"has shape {list(shape)}, and a linear layer's weight has two dimensions"
-    if scale is None or wrong:
-        raise UserError(f"{folder}: {name} is in FP8 and {wrong}. {_ADVICE}")
-    rows, columns = _scale_block(shape, entries[scale].shape, block, name)
-    return _Fp8Weight(name, scale, shape, rows, columns)
-
-
-_ADVICE = "Give the model with 16- or 32-bit weights."
+    if scale is None or not entries[scale].dtype.is_floating_point:
+        raise UserError(f"{folder}: {name} is in FP8 and has no scale in floats. {_ADVICE}")
+    if len(shape) != 2:
+        raise UserError(f"{folder}: {name} is in FP8 and has shape {list(shape)}, not a matrix's. {_ADVICE}")
+    return _Fp8Weight(name, scale, shape, *_scale_block(shape, entries[scale].shape, block, name))
 
 
 def _scale_block(shape: torch.Size, scale: torch.Size, block: tuple[int, int] | None, name: str) -> tuple[int, int]:
