@@ -22,7 +22,7 @@ from fsdp_qlora.loading import hub
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model import models
-from fsdp_qlora.quantizers.bnb_4bit import take_settings
+from fsdp_qlora.quantizers.bnb_4bit import take_packed
 from fsdp_qlora.quantizers.experts import loops_over_experts
 from fsdp_qlora.quantizers.routed import is_transposed
 
@@ -40,7 +40,7 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True)
     config = models.load_config(folder, model_name)
-    if take_settings(config, model_name):
+    if take_packed(config, model_name):
         raise UserError(f"model_name {model_name} is quantized. Give the model with 16- or 32-bit weights.")
     origins = block_origins(config.get_text_config().num_hidden_layers, expansion_rate)
     expanded_config = _expand_config(config, origins)

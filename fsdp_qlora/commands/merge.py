@@ -31,7 +31,7 @@ from fsdp_qlora.model import models
 from fsdp_qlora.model.precision import PRECISIONS, choose_precision
 from fsdp_qlora.planning.build_model import LayerOptions, build_model
 from fsdp_qlora.planning.plan import quantizer_options
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitSettings, take_settings
+from fsdp_qlora.quantizers.bnb_4bit import PackedFormat, take_packed
 from fsdp_qlora.ranks.device import choose_device
 from fsdp_qlora.ranks.process_group import process_group_closed, start_process_group
 from fsdp_qlora.ranks.ranks import Ranks
@@ -97,7 +97,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
     config = models.load_config(folder, name, trust_remote_code=with_code)
     stored = take_format(config)
-    packed = take_settings(config, name)
+    packed = take_packed(config, name)
     changes = Changes(build_plain_model(config, torch.float32, trust_remote_code=with_code), adapter)
     model = build_plain_model(config, torch.float32, trust_remote_code=with_code)
     quantized = _quantized_model(config, run, packed) if run.kind.quantizer else None
@@ -117,7 +117,7 @@ def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
     return Merge(run, folder, config, adapter, merged, layers, is_decoded=bool(stored or packed))
 
 
-def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: Bnb4bitSettings | None) -> PreTrainedModel:
+def _quantized_model(config: PretrainedConfig, run: TrainConfig, packed: PackedFormat | None) -> PreTrainedModel:
     quantizer = run.kind.quantizer
     frozen = TrainType(adapter=None, quantizer=quantizer, trains="adapter")
     layers = LayerOptions(lora=LoraOptions(), quantizer=quantizer_options(run, quantizer), prequantized=packed)

@@ -3,7 +3,6 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from fsdp_qlora.loading.load_weights import check_finite, match_tensors, quantiz
 from fsdp_qlora.loading.weight_files import WeightFiles, Weights
 from fsdp_qlora.model import models
 from fsdp_qlora.quantizers.base import packed_forms
-from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, Bnb4bitExperts, Bnb4bitWeight, quantize_blocks, take_settings
+from fsdp_qlora.quantizers.bnb_4bit import EXPERTS_KEY, Bnb4bitWeight, quantize_blocks, take_packed
 from fsdp_qlora.quantizers.experts import quantizable_weights
 from fsdp_qlora.quantizers.table import quantize_layers
 from fsdp_qlora.storage.safetensors_files import PackedFiles, TensorForm
@@ -40,19 +39,27 @@ def quantize_model(
     if stored:
         log.info(stored.describe_use(quantizes=True))
     weight_files = WeightFiles(folder, stored)
-    if take_settings(config, model_name):
+    if take_packed(config, model_name):
         raise UserError(f"model_name {model_name} is quantized to 4 bits already; training can load it as it is.")
     model = build_plain_model(config, torch.bfloat16, trust_remote_code=trust_remote_code)
     linears, experts = quantizable_weights(model)
     options = {"quant_type": quant_type, "double_quant": double_quant, "compute_dtype": torch.bfloat16}
-    if quantize_layers(model, linears, experts, "bnb_4bit", **options):
+    has_experts = quantize_layers(model, linears, experts, "bnb_4bit", **options)
+    if has_experts:
         log.info(
             "The experts are in 4 bits too, for which bitsandbytes has no format: training can load the saved model, "
             "transformers cannot."
         )
     weights = match_tensors(model, weight_files)
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    content["quantization_config"] = _describe(model, quant_type=quant_type, double_quant=double_quant)
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=[name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
+    )
+    content["quantization_config"] = quantization.to_dict() | ({EXPERTS_KEY: True} if has_experts else {})
     with new_model_folder(out, folder, content) as partial:
         _write_weights(partial, model, weights)
 
@@ -90,16 +97,3 @@ def _write_statistics(
             files.write(weight + suffix, 0, contents[stored.parameter].cpu())
     for suffix, whole in layer.stored_whole(dtype).items():
         files.write(weight + suffix, 0, whole)
-
-
-def _describe(model: PreTrainedModel, *, quant_type: str, double_quant: bool) -> dict[str, Any]:
-    """The quantization_config for config.json."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=quant_type,
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=[name for name, module in model.named_modules() if isinstance(module, nn.Linear)],
-    )
-    has_experts = any(isinstance(module, Bnb4bitExperts) for module in model.modules())
-    return quantization.to_dict() | ({EXPERTS_KEY: True} if has_experts else {})

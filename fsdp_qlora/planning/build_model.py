@@ -19,7 +19,7 @@ from fsdp_qlora.model.direct_weights import read_directly
 from fsdp_qlora.model.fused import fuse_modules
 from fsdp_qlora.model.models import build_meta_model
 from fsdp_qlora.model.precision import Precision
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitSettings
+from fsdp_qlora.quantizers.bnb_4bit import PackedFormat
 from fsdp_qlora.quantizers.experts import quantizable_weights, route_experts
 from fsdp_qlora.quantizers.routed import experts_forward
 from fsdp_qlora.quantizers.table import quantize_layers
@@ -39,7 +39,7 @@ class LayerOptions:
 
     lora: LoraOptions
     quantizer: Mapping[str, Any] = field(default_factory=dict)
-    prequantized: Bnb4bitSettings | None = None
+    prequantized: PackedFormat | None = None
     new_blocks: Sequence[int] = ()
 
 

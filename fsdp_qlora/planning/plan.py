@@ -203,7 +203,7 @@ def resolve_layers(
     stored = decoded.take_format(model_config)
     if stored:
         notes.append(stored.describe_use(quantizes=train_type.quantizer is not None))
-    prequantized = bnb_4bit.take_settings(model_config, config.model_name)
+    prequantized = bnb_4bit.take_packed(model_config, config.model_name)
     if prequantized:
         if train_type.quantizer != "bnb_4bit" or train_type.trains_new_blocks:
             raise UserError(

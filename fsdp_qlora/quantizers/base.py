@@ -67,6 +67,8 @@ class QuantizedWeight(nn.Module):
     selects_rows = False
     # Names of the parameters that hold quantization statistics, for the byte account.
     statistics: tuple[str, ...] = ()
+    # Whether a token's product does not depend on how tokens are grouped, beyond the rounding of sums.
+    is_exact = True
 
     def __init__(self, shape: tuple[int, ...], *, compute_dtype: torch.dtype, row_weights: int) -> None:
         super().__init__()
@@ -94,14 +96,14 @@ class QuantizedWeight(nn.Module):
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """x W^T + b for the matrix W [out, in] (stored as W^T if transposed), or an approximation of it."""
-        return F.linear(x, self._decode_upright(part, x.dtype, *tensors), bias)
+        return F.linear(x, self._upright(part, x.dtype, *tensors), bias)
 
     def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         """grad_y W, the gradient of x."""
-        return grad_y @ self._decode_upright(part, grad_y.dtype, *tensors)
+        return grad_y @ self._upright(part, grad_y.dtype, *tensors)
 
-    def _decode_upright(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
-        """The matrix as [out, in]."""
+    def _upright(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+        """The decoded matrix [out, in]."""
         stored = self.decode_tensors(part, dtype, *tensors)
         return stored.T if part.transposed else stored
 
@@ -143,28 +145,21 @@ class QuantizedWeight(nn.Module):
     def _parts(self, matrix: Matrix) -> list[tuple[slice, Matrix]]:
         """Rows of a matrix and what selects them: all, or as many as should be decoded at a time."""
         num_rows, num_columns = matrix.shape
-        whole = [(slice(0, num_rows), matrix)]
-        if self.compute_dtype != torch.float32 or not self.selects_rows or matrix.transposed:
-            return whole
-        if 4 * num_rows * num_columns <= 2 * _DECODED_BYTES:
+        whole, is_small = [(slice(0, num_rows), matrix)], 4 * num_rows * num_columns <= 2 * _DECODED_BYTES
+        if self.compute_dtype != torch.float32 or not self.selects_rows or matrix.transposed or is_small:
             return whole
         aligned = math.lcm(num_columns, self.row_weights * _ALIGNED_ROWS) // num_columns
         rows = _DECODED_BYTES // (4 * num_columns) // aligned * aligned
         if not 0 < rows < num_rows:
             return whole
-        starts = range(0, num_rows, rows)
         return [
             (slice(start, stop), Matrix((stop - start, num_columns), matrix.first + start * num_columns))
-            for start, stop in ((start, min(start + rows, num_rows)) for start in starts)
+            for start, stop in ((start, min(start + rows, num_rows)) for start in range(0, num_rows, rows))
         ]
 
-    def decode(self, matrix: Matrix) -> torch.Tensor:
-        """A matrix (or the whole weight) in its stored orientation and the compute dtype."""
-        return self.decode_tensors(matrix, self.compute_dtype, *self.tensors())
-
-    def dequantize(self) -> torch.Tensor:
-        """The weight in its own shape and the compute dtype. Only while the parameters are gathered."""
-        return self.decode(self.whole)
+    def dequantize(self, matrix: Matrix | None = None) -> torch.Tensor:
+        """The weight (or a matrix of it) as stored, in the compute dtype. Only while the parameters are gathered."""
+        return self.decode_tensors(matrix or self.whole, self.compute_dtype, *self.tensors())
 
     def shard_range(self, mesh: DeviceMesh) -> tuple[int, int]:
         """Elements [start, stop) of the row-major flattened weight that this rank quantizes and keeps."""

@@ -116,17 +116,16 @@ class Bnb4bitWeight(QuantizedWeight):
     def multiply(
         self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
-        if part.transposed or not _can_fuse(part, x):
-            return super().multiply(part, x, bias, *tensors)
-        return self._times_transposed(x, part, tensors, bias)
+        is_fused = not part.transposed and _can_fuse(part, x)
+        return (self._times_transposed if is_fused else super().multiply)(part, x, bias, *tensors)
 
     def multiply_grad(self, part: Matrix, grad_y: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        if not part.transposed or not _can_fuse(part, grad_y):
-            return super().multiply_grad(part, grad_y, *tensors)
-        return self._times_transposed(grad_y, part, tensors)
+        if part.transposed and _can_fuse(part, grad_y):
+            return self._times_transposed(part, grad_y, None, *tensors)
+        return super().multiply_grad(part, grad_y, *tensors)
 
     def _times_transposed(
-        self, x: torch.Tensor, part: Matrix, tensors: tuple[torch.Tensor, ...], bias: torch.Tensor | None = None
+        self, part: Matrix, x: torch.Tensor, bias: torch.Tensor | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """x M^T + b for the stored matrix M."""
         codes, absmax = _select(part, *tensors)
@@ -143,12 +142,8 @@ class Bnb4bitWeight(QuantizedWeight):
     def quantize_whole(self, weight: torch.Tensor) -> torch.Tensor:
         # Zeros change no block's largest magnitude. Rows are blocks for the reason given in `decode_tensors`.
         blocks = F.pad(weight.flatten(), (0, -weight.numel() % _BLOCKSIZE)).view(-1, _BLOCKSIZE)
-        codes, state = bnb.quantize_4bit(
-            blocks,
-            blocksize=_BLOCKSIZE,
-            compress_statistics=self.double_quant,
-            quant_type=self.quant_type,
-        )
+        options = {"compress_statistics": self.double_quant, "quant_type": self.quant_type}
+        codes, state = bnb.quantize_4bit(blocks, blocksize=_BLOCKSIZE, **options)
         state.dtype = self.compute_dtype
         return bnb.dequantize_4bit(codes, state).flatten()[: weight.numel()].view(weight.shape)
 
@@ -318,8 +313,8 @@ def packed_tensors(names: Iterable[str]) -> set[str]:
     return states | {name.partition(PACKED_STATE)[0] + suffix for name in states for suffix in _SUFFIXES}
 
 
-class Bnb4bitSettings(NamedTuple):
-    """The quantization_config of a model in 4 bits.
+class PackedFormat(NamedTuple):
+    """How a model's weight files are packed: its quantization_config.
 
     skipped: modules that were not quantized. has_experts: the expert parameters are in 4 bits too.
     """
@@ -344,7 +339,7 @@ class Bnb4bitSettings(NamedTuple):
         )
 
 
-def take_settings(config: PretrainedConfig, name: str) -> Bnb4bitSettings | None:
+def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
     """Remove the quantization from a model's configuration and return it; None where there is none.
 
     Raises:
@@ -357,20 +352,15 @@ def take_settings(config: PretrainedConfig, name: str) -> Bnb4bitSettings | None
     # The model is built with plain layers, which ours then replace.
     del config.quantization_config
     if not settings.get("load_in_4bit", settings.get("_load_in_4bit")):
+        method = str(settings.get("quant_method", "an unnamed format"))
+        known = "8-bit bitsandbytes" if method == "bitsandbytes" else method.upper() if len(method) < 6 else method
         raise UserError(
-            f"model_name {name} is quantized as {_format_name(settings)}, which is not supported. Give the model "
-            "with 16- or 32-bit weights (train_type qlora quantizes it while loading), or a 4-bit bitsandbytes one."
+            f"model_name {name} is quantized as {known}, which is not supported. Give the model with 16- or 32-bit "
+            "weights (train_type qlora quantizes it while loading), or a 4-bit bitsandbytes one."
         )
-    return Bnb4bitSettings(
+    return PackedFormat(
         quant_type=settings.get("bnb_4bit_quant_type", "fp4"),
         double_quant=bool(settings.get("bnb_4bit_use_double_quant", False)),
         skipped=settings.get("llm_int8_skip_modules"),
         has_experts=bool(settings.get(EXPERTS_KEY, False)),
     )
-
-
-def _format_name(settings: Mapping[str, Any]) -> str:
-    if settings.get("load_in_8bit", settings.get("_load_in_8bit")):
-        return "8-bit bitsandbytes"
-    method = str(settings.get("quant_method", "an unnamed format"))
-    return {"fp8": "FP8", "fbgemm_fp8": "FP8 (fbgemm)"}.get(method, method.upper() if len(method) < 6 else method)

@@ -3,7 +3,7 @@
 A quantizer is a module with one subclass of QuantizedWeight, the layers built on it, and one row of QUANTIZERS.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,8 +18,8 @@ from fsdp_qlora.quantizers.routed import is_transposed
 class Quantizer(NamedTuple):
     """Layer classes for the linear layers and for the experts of a model; None if experts cannot be quantized."""
 
-    linear: Callable[..., QuantizedLinear]
-    experts: Callable[..., QuantizedExperts] | None
+    linear: type[QuantizedLinear]
+    experts: type[QuantizedExperts] | None
 
 
 QUANTIZERS: dict[str, Quantizer] = {
@@ -48,8 +48,10 @@ def quantize_layers(
     for name in experts:
         path, _, leaf = name.rpartition(".")
         parent, parameter = model.get_submodule(path), model.get_parameter(name)
-        layer = quantized.experts and quantized.experts(parameter, transposed=is_transposed(parent), **options)
-        if layer and layer.supports():
+        if quantized.experts is None:
+            continue
+        layer = quantized.experts(parameter, transposed=is_transposed(parent), **options)
+        if layer.supports():
             delattr(parent, leaf)
             parent.add_module(leaf, layer)
             replaced = True

@@ -26,7 +26,7 @@ _UNKNOWN: dict[str, Any] = {
     "prompt": None, "data": [], "eval_data": [], "settings": {}, "versions": {},
 }  # fmt: skip
 _KINDS = {"lora": "LoRA adapter", "dora": "DoRA adapter"}
-_PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes", "hqq")
+_PACKAGES = ("fsdp_qlora", "torch", "transformers", "peft", "bitsandbytes")
 
 
 class Base(NamedTuple):
@@ -56,7 +56,7 @@ def training_record(
         losses["first_eval_loss"] = progress["first_eval_loss"]
     if progress.get("last_eval_step") == step:
         losses["eval_loss"] = progress.get("eval_loss")
-    found, shown = versions(), _PACKAGES if kind.quantizer == "hqq" else _PACKAGES[:-1]
+    found, shown = versions(), (*_PACKAGES, kind.quantizer)  # hqq is the name of its package too
     record = {
         "format": 1,
         "base": {"name": base.name, "is_on_hub": base.is_on_hub, "weights": about["facts"].get("base")},

@@ -30,6 +30,7 @@ from fsdp_qlora.model.fused import describe_fused
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer, learning_rate
 from fsdp_qlora.planning.plan import ModelPlan, PlacedModel, blocks_to_recompute, quantizer_options
 from fsdp_qlora.planning.run_plan import Plan
+from fsdp_qlora.quantizers.table import QUANTIZERS
 from fsdp_qlora.ranks.process_group import all_gather_strings
 from fsdp_qlora.ranks.ranks import Ranks
 from fsdp_qlora.ranks.shards import build_mesh
@@ -162,13 +163,13 @@ def precompute_reference(config: TrainConfig, data: RunData, trainer: Trainer, f
 
 def padded_if_needed(plan: Plan, ranks: Ranks) -> Schedule:
     """The schedule, with padding if the loaded model needs it. Called on every rank."""
-    model_plan = plan.model
+    model_plan, quantizer = plan.model, plan.model.train_type.quantizer
     reason = probe_packing(
         model_plan.meta.model,
         model_plan.documents,
         ranks,
         model_plan.precision,
-        is_exact=model_plan.train_type.quantizer != "int8",
+        is_exact=quantizer is None or QUANTIZERS[quantizer].linear.is_exact,
     )
     if reason is None:
         return plan.schedule

@@ -16,7 +16,6 @@ from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.model.models import canonical_name
 from fsdp_qlora.output.text import format_bytes
 from fsdp_qlora.quantizers.base import QuantizedExperts, QuantizedWeight
-from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.ranks.process_group import gather_numbers
 from fsdp_qlora.ranks.shards import local_part, shard_size, whole_weights
 from fsdp_qlora.sharding.model_parts import ModelParts, count_bytes, each_parameter
@@ -67,7 +66,7 @@ def check_one_layer(parts: ModelParts, weights: Weights) -> str:
     assert isinstance(block, FSDPModule)
     name, layer = _first_linear(parts, weights.sources)
     with whole_weights(block):
-        if weights.packed and isinstance(layer, Bnb4bitLinear):
+        if weights.packed and isinstance(layer, QuantizedWeight):
             same, how = _has_stored_bytes(layer, f"{name}.weight", weights), "in the file"
         else:
             reduced = adapted_weights(model).get(f"{name}.weight")
@@ -126,7 +125,7 @@ def _has_stored_values(
     return torch.equal(layer.weight, whole.to(layer.weight)), "read whole"
 
 
-def _has_stored_bytes(layer: Bnb4bitLinear, weight: str, weights: Weights) -> bool:
+def _has_stored_bytes(layer: QuantizedWeight, weight: str, weights: Weights) -> bool:
     """Whether a gathered layer consists of the bytes in the files."""
     for suffix, stored in layer.stored_parameters().items():
         expected = weights.files.read_flat(weights.sources[weight + suffix], 0, stored.form.num_bytes)

@@ -25,7 +25,7 @@ from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.decoded import StoredFormat
 from fsdp_qlora.loading.load_weights import match_tensors
 from fsdp_qlora.loading.weight_files import WeightFiles
-from fsdp_qlora.quantizers.bnb_4bit import take_settings
+from fsdp_qlora.quantizers.bnb_4bit import take_packed
 from tests.parity.test_experts import FAMILIES
 from tests.tiny import flags, make_rows, read_metrics, run_ranks, train_ok, write_rows
 
@@ -109,7 +109,7 @@ REFUSED = {
 def test_other_quantized_formats_are_refused_by_name(name: str) -> None:
     config = PretrainedConfig(quantization_config=REFUSED[name])
     with pytest.raises(UserError, match=f"is quantized as {name}, which is not supported. Give the model with 16- or"):
-        take_settings(config, "m")
+        take_packed(config, "m")
 
 
 FP8_FORMS = {"blocks": (32, 32), "uneven blocks": (48, 40), "rows": None, "whole": None}
