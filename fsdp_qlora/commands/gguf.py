@@ -23,6 +23,7 @@ import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, SpecialVocab, TokenType
 from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fsdp_qlora.commands.merging import Changes
 from fsdp_qlora.errors import UserError
@@ -73,7 +74,6 @@ TYPES = {
     "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
 }
-_PIECE = 2**24  # elements quantized at a time
 
 
 class _Tensor(NamedTuple):
@@ -141,12 +141,9 @@ class _Architecture:
         """llama3's scaling of each rotary frequency, which is a tensor."""
         if self.rope.get("rope_type") != "llama3":
             return {}
-        base, factor = float(self.rope["rope_theta"]), float(self.rope["factor"])
-        low, high = float(self.rope["low_freq_factor"]), float(self.rope["high_freq_factor"])
-        length = float(self.rope["original_max_position_embeddings"])
-        lengths = 2 * math.pi * base ** (np.arange(0, self.head_dim, 2) / self.head_dim)
-        smooth = np.clip((length / lengths - low) / (high - low), 0.0, 1.0)
-        return {"rope_freqs.weight": (1.0 / ((1 - smooth) / factor + smooth)).astype(np.float32)}
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](self.config, torch.device("cpu"))
+        plain = float(self.rope["rope_theta"]) ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
+        return {"rope_freqs.weight": (plain / scaled.numpy()).astype(np.float32)}
 
 
 def write_model(folder: Path, out: Path, kind: str) -> None:
@@ -259,13 +256,8 @@ def _kind_of(shape: tuple[int, ...], wanted: GGMLQuantizationType) -> GGMLQuanti
 
 
 def _encode(name: str, tensor: _Tensor) -> np.ndarray:
-    values = tensor.read()
-    if tensor.kind == GGMLQuantizationType.F32:
-        return values
-    rows = max(1, _PIECE // values.shape[-1])
     with np.errstate(over="ignore"):
-        parts = [gguf.quantize(values[start : start + rows], tensor.kind) for start in range(0, len(values), rows)]
-    encoded = np.concatenate(parts)
+        encoded = gguf.quantize(tensor.read(), tensor.kind)
     if tensor.kind == GGMLQuantizationType.F16 and not np.isfinite(encoded).all():
         raise UserError(f"{name} has values that are too large for float16. Give --type f32 or q8_0.")
     return encoded
@@ -344,9 +336,8 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, size: int) -> None:
 def _type_of(token: str, model: Mapping[str, Any]) -> TokenType:
     if token == model.get("unk_token"):
         return TokenType.UNKNOWN
-    return (
-        TokenType.BYTE if model.get("byte_fallback") and re.fullmatch(r"<0x[0-9A-F]{2}>", token) else TokenType.NORMAL
-    )
+    is_byte = model.get("byte_fallback") and re.fullmatch(r"<0x[0-9A-F]{2}>", token)
+    return TokenType.BYTE if is_byte else TokenType.NORMAL
 
 
 def _splits(pre_tokenizer: Mapping[str, Any]) -> str | None:
