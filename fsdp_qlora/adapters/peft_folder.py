@@ -25,7 +25,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # Initial values that are subtracted from the base: PEFT saves the adapter for that other base unless it is told to
 # convert it.
 _CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
-_FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names
 _TYPES: dict[str, Any] = {
     "r": int,
     "lora_alpha": (int, float),
@@ -39,9 +38,8 @@ _TYPES: dict[str, Any] = {
 class PretrainedAdapter:
     """An adapter that training starts from.
 
-    kind: lora or dora. base_name: of its base, as its configuration has it. options: option -> the value that it
-    decides. names: a tensor's name as this program calls it -> its name in the file. shapes: by this program's names.
-    record: the content of training.json, empty without one.
+    kind: lora or dora. base_name: as in its configuration. options: option -> the value that it decides. names,
+    shapes: of `read_header`. record: the content of training.json, empty without one.
     """
 
     folder: Path
@@ -56,20 +54,10 @@ class PretrainedAdapter:
     def weights(self) -> Path:
         return self.folder / WEIGHTS
 
-    def has_other_base(self, *, own: str, declared_base: str | None) -> bool:
-        """Whether both bases are named as on the hub, and not the same.
-
-        Args:
-            own: the name of this run's base. declared_base: --base_name.
-        """
-        name = self.base_name
-        both = [word.count("/") == 1 and not word.startswith(("/", ".", "~")) for word in (name, own)]
-        return all(both) and name.lower() not in (own.lower(), (declared_base or "").lower())
-
     def lineage(self) -> dict[str, Any]:
         """The adapter's name, and the run and step that it is of, for the record of a run that starts from it."""
-        parent: dict[str, Any] = {"name": self.folder.resolve().name}
-        return parent | {name: self.record[name] for name in ("run_id", "step") if name in self.record}
+        known = {name: self.record[name] for name in ("run_id", "step") if name in self.record}
+        return {"name": self.folder.resolve().name, **known}
 
 
 def read_adapter(folder: Path) -> PretrainedAdapter:
@@ -96,19 +84,20 @@ def read_adapter(folder: Path) -> PretrainedAdapter:
 
 def tensor_differences(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> list[str]:
     """How an adapter's tensors differ from those of a model's adapter, by name -> shape; empty if they do not."""
-    missing = [name for name in wanted if name not in found]
-    extra = [name for name in found if name not in wanted]
-    other = [
-        f"{name} is {list(found[name])} and must be {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and tuple(found[name]) != tuple(shape)
+    differences = {
+        "it lacks": [name for name in wanted if name not in found],
+        "this model's adapter has no": [name for name in found if name not in wanted],
+        "": [
+            f"{name} is {list(found[name])} and must be {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and tuple(found[name]) != tuple(shape)
+        ],
+    }
+    return [
+        f"{what} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}".strip()
+        for what, names in differences.items()
+        if names
     ]
-    said = []
-    for what, names in (("it lacks", missing), ("this model's adapter has no", extra), ("", other)):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            said.append(f"{what} {', '.join(names[:3])}{more}".strip())
-    return said
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -181,23 +170,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """The names of the tensors as this program calls them -> in the file, and -> their shapes.
-
-    Raises:
-        UserError: the file is damaged, or a tensor is not of floats.
-    """
+    """Names of the tensors as this program calls them -> in the file, and -> shapes. Raises UserError if damaged."""
     try:
         with safe_open(path, framework="numpy") as file:
-            stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: tuple(tensor.get_shape()) for name, tensor in stored.items()}
-            types = {name: tensor.get_dtype() for name, tensor in stored.items()}
+            names = {_plain(name): name for name in file.keys()}  # noqa: SIM118
+            return names, {plain: tuple(file.get_slice(name).get_shape()) for plain, name in names.items()}
     except (OSError, SafetensorError) as error:
         raise UserError(f"--adapter: {path} is damaged ({error}). Restore the file.") from error
-    for name, kind in types.items():
-        if kind not in _FLOATS:
-            raise UserError(f"--adapter: {name} in {path} is of type {kind}, and factors are floats. Restore the file.")
-    names = {_plain(name): name for name in stored}
-    return names, {plain: shapes[name] for plain, name in names.items()}
 
 
 def _plain(name: str) -> str:

@@ -44,30 +44,25 @@ def select_targets(linears: Sequence[str], requested: Sequence[str], model_type:
                 f"blocks. It must match a whole path, such as {linears[0]}."
             )
         return chosen
-    chosen = [path for path in linears if _is_named(path, requested)]
-    unmatched = [name for name in requested if not any(_is_named(path, [name]) for path in linears)]
-    if unmatched:
-        raise UserError(
-            f"lora_target_modules: no linear layer of the decoder blocks is named {', '.join(unmatched)}. "
-            f"Linear layers of this model: {', '.join(leaves)} (or all)."
-        )
-    return chosen
+    what = "lora_target_modules: no linear layer"
+    return _select_named(linears, requested, what, f"{', '.join(leaves)} (or all)")
 
 
 def select_parameters(parameters: Sequence[str], requested: Sequence[str]) -> list[str]:
-    """The 3-D expert parameters that get an adapter, named by their last path components as in PEFT.
+    """The 3-D expert parameters that get an adapter, named by their last path components as in PEFT."""
+    known = sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})
+    return _select_named(
+        parameters, requested, "lora_target_parameters: no expert parameter", ", ".join(known) or "none"
+    )
 
-    Raises:
-        UserError: a name matches nothing.
-    """
-    unmatched = [name for name in requested if not any(_is_named(path, [name]) for path in parameters)]
-    if unmatched:
-        named = sorted({".".join(path.rsplit(".", 3)[1:]) for path in parameters})
-        raise UserError(
-            f"lora_target_parameters: no expert parameter of the decoder blocks is named {', '.join(unmatched)}. "
-            f"Those of this model: {', '.join(named) or 'none'}."
-        )
-    return [path for path in parameters if _is_named(path, requested)]
+
+def _select_named(paths: Sequence[str], names: Sequence[str], what: str, known: str) -> list[str]:
+    """The paths that end in one of these names. Raises UserError, which begins with `what`, for a name of none."""
+    chosen = {name: {path for path in paths if f".{path}".endswith(f".{name}")} for name in names}
+    if unmatched := [name for name in names if not chosen[name]]:
+        raise UserError(f"{what} of the decoder blocks is named {', '.join(unmatched)}. This model's are: {known}.")
+    found = set().union(*chosen.values())
+    return [path for path in paths if path in found]
 
 
 def find_pattern(patterns: Iterable[str], path: str) -> str | None:
@@ -76,21 +71,12 @@ def find_pattern(patterns: Iterable[str], path: str) -> str | None:
 
 
 def check_patterns(option: str, patterns: Iterable[str], targets: Sequence[str]) -> None:
-    """Refuse patterns without effect.
-
-    Raises:
-        UserError: a pattern is not the first match of any layer with an adapter.
-    """
+    """Refuse patterns that are not the first match of any layer with an adapter."""
     patterns = list(patterns)
-    unused = set(patterns) - {find_pattern(patterns, path) for path in targets}
-    if unused:
+    if unused := set(patterns) - {find_pattern(patterns, path) for path in targets}:
         leaves = sorted({path.rsplit(".", 1)[-1] for path in targets})
         raise UserError(
             f"{option}: {', '.join(sorted(unused))} has no effect: it matches no layer with an adapter, or only layers "
             f"that an earlier pattern matches. Layers with an adapter: {', '.join(leaves)}; a pattern is a regular "
             "expression for the end of a path."
         )
-
-
-def _is_named(path: str, names: Iterable[str]) -> bool:
-    return any(path == name or path.endswith("." + name) for name in names)

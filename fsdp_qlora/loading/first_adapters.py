@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from fsdp_qlora.adapters.insert import adapter_parameters, full_parameters
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.adapters.peft_folder import PretrainedAdapter, tensor_differences
 from fsdp_qlora.errors import UserError
+from fsdp_qlora.loading.hub import is_hub_name
 from fsdp_qlora.loading.weight_files import Weights
 from fsdp_qlora.quantizers.base import QuantizedWeight
 from fsdp_qlora.ranks.process_group import raise_on_all_ranks
@@ -44,10 +44,8 @@ def decompose_weights(
     values that were subtracted, and their product does not depend on how it is split.
 
     Args:
-        weights: what `match_tensors` gives.
         init: pissa, pissa_niter_N, olora or loftq.
     """
-    started = time.perf_counter()
     layers = list(adapted_weights(model).items())
     size, rank = dist.get_world_size(), dist.get_rank()
     for start in range(0, len(layers), size):
@@ -66,8 +64,7 @@ def decompose_weights(
                 store_rows(parameter, whole[first:last])
             if reduces_base(init):
                 layer.subtract_from_base()
-    seconds = time.perf_counter() - started
-    log.info("Adapters start from their weights: %s of %d, computed in %.1f s.", init, len(layers), seconds)
+    log.info("Adapters start from their weights: %s of %d.", init, len(layers))
 
 
 def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) -> first_values.Factors:
@@ -97,28 +94,25 @@ def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, own: str, declar
     """Refuse an adapter to start from that is not one for this model, before weights are downloaded.
 
     Args:
-        own: the model's name. declared_base: --base_name. init: as of `wanted_shapes`.
+        own: the model's name. declared_base: --base_name.
     Raises:
-        UserError: its base has another name on the hub, or its tensors are not those of this model's adapter.
+        UserError: its base has another name on the hub, or its tensors differ from what this model would save.
     """
-    if adapter.has_other_base(own=own, declared_base=declared_base):
+    base = adapter.base_name
+    if is_hub_name(base) and is_hub_name(own) and base.lower() not in (own.lower(), (declared_base or "").lower()):
         raise UserError(
-            f"--adapter {adapter.folder} was trained on {adapter.base_name}, and --model_name is {own}. If they are "
-            f"the same weights, in other bits or under another name, say so: --base_name {adapter.base_name}."
+            f"--adapter {adapter.folder} was trained on {base}, and --model_name is {own}. If they are the same "
+            f"weights, in other bits or under another name, say so: --base_name {base}."
         )
-    if found := tensor_differences(adapter.shapes, wanted_shapes(model, init=init)):
-        raise UserError(
-            f"--adapter {adapter.folder} does not fit this model and these options (its base is "
-            f"{adapter.base_name or 'not named'}):\n  " + "\n  ".join(found)
-        )
-
-
-def wanted_shapes(model: nn.Module, *, init: str) -> dict[str, tuple[int, ...]]:
-    """Name in PEFT's file -> shape, of every tensor that the adapter of a model is saved as."""
     shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
     if reduces_base(init):  # saved in twice the rank
         shapes = {name: (2 * a, b) if name.endswith("lora_A.weight") else (a, 2 * b) for name, (a, b) in shapes.items()}
-    return shapes | {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
+    shapes |= {name: tuple(parameter.shape) for name, parameter in full_parameters(model)}
+    if found := tensor_differences(adapter.shapes, shapes):
+        raise UserError(
+            f"--adapter {adapter.folder} does not fit this model and these options (its base is "
+            f"{base or 'not named'}):\n  " + "\n  ".join(found)
+        )
 
 
 @torch.no_grad()

@@ -43,7 +43,6 @@ DAMAGES = {
     "missing": Damage(f"it lacks {FACTOR}", {FACTOR: None}),
     "extra": Damage(f"this model's adapter has no {OTHER}", {OTHER: torch.zeros(4, 64)}),
     "shape": Damage(f"{FACTOR} is [4, 63] and must be [4, 64]", {FACTOR: torch.zeros(4, 63)}),
-    "type": Damage("is of type I32, and factors are floats", {FACTOR: torch.zeros(4, 64, dtype=torch.int32)}),
     # `train` and `generate` find it when they load, on every rank: below.
     "not finite": Damage("has values that are not finite", {FACTOR: torch.full([4, 64], math.inf)}, by=COMMANDS[2:]),
     "alpha": Damage("has nan for lora_alpha", config={"lora_alpha": math.nan}),
