@@ -37,11 +37,7 @@ def reduces_base(init: str) -> bool:
 
 
 def check_init(model: nn.Module, init: str, *, prequantized: bool) -> None:
-    """Refuse initial values that cannot be computed.
-
-    Raises:
-        UserError: the model is quantized already, or a rank exceeds the smaller dimension of its weight.
-    """
+    """Refuse initial values for a model that is quantized already, or of more rank than the weight has."""
     if init == "true":
         return
     if prequantized:
@@ -65,9 +61,9 @@ def adapted_weights(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def first_adapter_value(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
-    """Initial A or B, float32 on the CPU; depends only on name, shape and seed, not on the number of ranks.
+    """PEFT's initial A (Kaiming-uniform, a = sqrt(5)) or B (zero), float32 on the CPU, on any number of ranks.
 
-    As in PEFT: A is Kaiming-uniform with a = sqrt(5), B is zero, so training starts from the base model.
+    It depends only on name, shape and seed, and training starts from the base model.
     """
     value = torch.zeros(shape)
     if name.endswith("lora_A.weight"):
@@ -120,9 +116,9 @@ class LiveValues:
 
 
 def start_values(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Name of a parameter A or B -> the value whose product was subtracted from the base, bf16 on the CPU.
+    """Name of a parameter A or B -> the value whose product was subtracted from the base, exact in bf16 on the CPU.
 
-    The values have been rounded to bf16. Called on every rank; empty without `keep`.
+    Called on every rank; empty without `keep`.
     """
     wholes = ((name, kept.whole()) for name, _, kept in _subtracted(model))  # one at a time on the device
     return {name: whole.to("cpu", torch.bfloat16) for name, whole in wholes if keep}

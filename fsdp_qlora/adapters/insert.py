@@ -87,11 +87,7 @@ def add_experts_lora(model: nn.Module, parameters: Iterable[str], options: LoraO
 
 
 def train_in_full(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Let the embeddings or the head of a frozen model train, in fp32.
-
-    Raises:
-        UserError: a name matches another module, or embeddings and head share their weights.
-    """
+    """Let the embeddings or the head of a frozen model train, in fp32. Raises UserError if they share their weights."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     trainable = {path: module for path, module in model.named_modules() if module in ends}
     for name in names:

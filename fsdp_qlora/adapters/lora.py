@@ -220,8 +220,7 @@ class LoraLinear(nn.Module):
 class ExpertsLora(nn.Module):
     """The low-rank updates of all experts in one 3-D parameter, in the shapes of PEFT's ParamWrapper.
 
-    Args:
-        shape: [experts, out, in] of the parameter, or [experts, in, out] where `transposed`.
+    shape: [experts, out, in] of the parameter, or [experts, in, out] where `transposed`.
     """
 
     def __init__(self, shape: Sequence[int], *, transposed: bool, rank: int) -> None:

@@ -61,11 +61,7 @@ class PretrainedAdapter:
 
 
 def read_adapter(folder: Path) -> PretrainedAdapter:
-    """Read an adapter's configuration and the names and shapes of its tensors.
-
-    Raises:
-        UserError: it is no adapter of a kind that can be trained, or a file of it is missing or damaged.
-    """
+    """Read the configuration of an adapter and its tensors' names and shapes. Raises UserError if it cannot train."""
     config = read_config(folder)
     if config.get("bias") not in (None, "none"):
         raise UserError(f"--adapter {folder} has bias {config['bias']!r}, which cannot be trained here.")
@@ -101,11 +97,7 @@ def tensor_differences(found: Mapping[str, Sequence[int]], wanted: Mapping[str, 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The content of adapter_config.json.
-
-    Raises:
-        UserError: there is none, or it is damaged, is not LoRA's or has settings that are not supported.
-    """
+    """Read adapter_config.json. Raises UserError if it is missing, damaged, not LoRA's or has unsupported settings."""
     if not (folder / CONFIG).is_file():
         raise UserError(f"--adapter {folder}: {_explain_folder(folder)}")
     config = _read_json(folder / CONFIG)

@@ -34,11 +34,7 @@ def reached_by_weight(targets: Sequence[str], config: PretrainedConfig) -> list[
 
 
 def check_fits_peft(kind: str, targets: Sequence[str], options: LoraOptions, config: PretrainedConfig) -> None:
-    """Refuse adapters that PEFT cannot load: on parameters it supports plain LoRA only.
-
-    Raises:
-        UserError: DoRA or a pattern together with a layer that PEFT must be given as a parameter.
-    """
+    """Refuse DoRA and patterns with layers that PEFT must be given as parameters: there it supports plain LoRA only."""
     by_weight = [*reached_by_weight(targets, config), *options.target_parameters]
     patterns = options.rank_pattern or options.alpha_pattern
     if by_weight and (kind != "lora" or patterns):
@@ -65,8 +61,6 @@ def peft_config(
     model_config: PretrainedConfig,
 ) -> LoraConfig:
     """The PEFT configuration of the adapter that `first_values.saved_parameters` yields.
-
-    Layers are named by their last path component where that is unambiguous.
 
     Args:
         linears: paths of all linear layers of the blocks. targets: those with an adapter.

@@ -14,14 +14,12 @@ def is_regex(name: str) -> bool:
 
 
 def select_targets(linears: Sequence[str], requested: Sequence[str], model_type: str) -> list[str]:
-    """The linear layers that get an adapter.
+    """Select the linear layers that get an adapter, named as in PEFT. Raises UserError if a name matches none.
 
     Args:
         linears: paths of the linear layers of the decoder blocks.
         requested: "all", "default" (PEFT's choice for the model type), one regular expression for whole paths, or
-            names: the last components of layers' paths. All as in PEFT.
-    Raises:
-        UserError: a name matches nothing, or PEFT has no default for the model type.
+            names: the last components of layers' paths.
     """
     # Imported here: the options import this module, and PEFT takes seconds to load.
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

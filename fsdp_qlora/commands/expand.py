@@ -33,9 +33,6 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
     """Write a model folder with `expansion_rate` * blocks new blocks that computes the same function.
 
     Memory holds one piece of a tensor at a time, and one block to check the identity.
-
-    Raises:
-        UserError: the model cannot be read or expanded, or `out` cannot be written.
     """
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True)
@@ -63,12 +60,9 @@ def expand_model(model_name: str, out: Path, *, expansion_rate: float) -> None:
 
 
 def block_origins(num_blocks: int, expansion_rate: float) -> list[int]:
-    """For each block of the expanded model its original block; the second of two equal numbers is the copy.
+    """For each block of the expanded model, return its original block; the second of two equal numbers is the copy.
 
     Copies are spread evenly, the last at the end: each ends a group of blocks of about the same size.
-
-    Raises:
-        UserError: the rate adds no block, or more blocks than the model has.
     """
     count = int(num_blocks * expansion_rate + 1e-9)
     if not 1 <= count <= num_blocks:
@@ -156,11 +150,7 @@ def _plan_copies(
 
 
 def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) -> None:
-    """Check on random values that a block with these weights at zero is an identity.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Check on random values that a block with these weights at zero is an identity. Raises UserError if not."""
     blocks = models.find_blocks(model)
     block = blocks[index]
     path = next(path for path, module in model.named_modules() if module is blocks)

@@ -147,13 +147,7 @@ class _Architecture:
 
 
 def write_model(folder: Path, out: Path, kind: str) -> None:
-    """Write a model folder as a GGUF file with its tokenizer.
-
-    Args:
-        kind: a key of TYPES.
-    Raises:
-        UserError: the model cannot be converted, or the file cannot be written.
-    """
+    """Write a model folder with its tokenizer as a GGUF file. kind: a key of TYPES."""
     architecture, files = _Architecture(folder), WeightFiles(folder)
     config, (wanted, file_type) = architecture.config, TYPES[kind]
     tensors = {
@@ -182,11 +176,7 @@ def write_model(folder: Path, out: Path, kind: str) -> None:
 
 
 def write_quantized(folder: Path, out: Path, kind: str) -> None:
-    """Write a model folder in one of llama.cpp's own types, such as q4_k_m, which its function makes of f16.
-
-    Raises:
-        UserError: as `write_model`, or llama.cpp has no such type or fails.
-    """
+    """Write a model folder in one of llama.cpp's own types, such as q4_k_m, which its function makes of f16."""
     import llama_cpp
 
     file_type = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}", None)
@@ -210,12 +200,8 @@ def _model_name(folder: Path) -> str:
 def write_adapter(folder: Path, base: Path, out: Path) -> None:
     """Write a LoRA adapter as a GGUF file that llama.cpp applies to a converted base (--lora).
 
-    llama.cpp scales B A by alpha / rank with one alpha for all layers; other scales are multiplied into B.
-
-    Args:
-        base: the base's folder; only its config.json is read.
-    Raises:
-        UserError: the adapter is not plain LoRA on linear layers, or the file cannot be written.
+    llama.cpp scales B A by alpha / rank with one alpha for all layers; other scales are multiplied into B. Of the base
+    only config.json is read.
     """
     architecture, changes = _Architecture(base), Changes.of_folders(folder, base)
     config, files = changes.adapter.config, changes.adapter.files
@@ -293,10 +279,7 @@ _REGEX_NAMES = {_WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
 def add_tokenizer(writer: GGUFWriter, folder: Path, size: int) -> None:
     """Write the keys of a model folder's tokenizer, with its special tokens and chat template.
 
-    Args:
-        size: rows of the model's embeddings; ids without a token are filled up.
-    Raises:
-        UserError: it is no BPE, or splits words in a way that is not known here.
+    size: rows of the model's embeddings; ids without a token are filled up.
     """
     try:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))

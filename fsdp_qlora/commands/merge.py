@@ -87,11 +87,7 @@ class Merge:
 
 
 def open_merge(adapter_path: Path, run: TrainConfig) -> Merge:
-    """Read an adapter's configuration and match it with its base, stored as the run's options say.
-
-    Raises:
-        UserError: one of them cannot be used, or they do not fit together.
-    """
+    """Read an adapter's configuration and match it with its base, stored as the run's options say."""
     adapter = open_adapter(adapter_path)
     name, with_code = run.model_name, run.trust_remote_code
     folder = hub.find_model_folder(name, with_weights=True, with_code=with_code)
@@ -151,11 +147,7 @@ def check_base(merge: Merge, base: str) -> None:
 
 
 def write_merged(merge: Merge, merged: MergedModel, out: Path) -> None:
-    """Write a folder that transformers and vLLM load. It gets its name when it is complete.
-
-    Raises:
-        UserError: it cannot be written, or a weight is not finite.
-    """
+    """Write a folder that transformers and vLLM load. It gets its name when it is complete."""
     check_is_new(out)
     texts = _documents(merge, merged)
     with new_model_folder(out, merge.folder, _config_of(merge, merged)) as partial:

@@ -44,11 +44,7 @@ class PeftFolder(NamedTuple):
 
 
 def open_adapter(path: Path) -> PeftFolder:
-    """Open an adapter's folder; its tensors stay in the file until they are read.
-
-    Raises:
-        UserError: as `read_config`, or the tensors are missing, pickled or damaged.
-    """
+    """Open an adapter's folder; its tensors stay in the file until they are read. Raises UserError if damaged."""
     read_config(path)
     weights = weights_file(path)
     read_header(weights)
@@ -75,10 +71,9 @@ class LowRankUpdate:
     magnitude: torch.Tensor | None = None
 
     def apply(self, values: torch.Tensor, first: int) -> torch.Tensor:
-        """Change, in place, rows of the weight.
+        """Change rows of the weight in place.
 
-        Args:
-            values: float32 [n, columns], rows `first` to `first + n` of the experts' matrices, concatenated.
+        values: float32 [n, columns], rows `first` to `first + n` of the experts' matrices, concatenated.
         """
         rows = self.left.shape[1]
         done = 0
@@ -122,15 +117,13 @@ class Replacement:
 
 
 class Changes:
-    """The changes of an adapter, by the weights' names in the model.
+    """The changes of an adapter, by the weights' names in the model. Raises UserError if they do not fit the base.
 
     Args:
-        model: of the base, on the meta device; PEFT's layers are put into it.
+        model: the base on the meta device; PEFT's layers are put into it.
     Attributes:
         layers: weight to which something is added -> path of PEFT's layer in the file, and that layer.
-        replaced: weight -> what takes its place.
-    Raises:
-        UserError: tensors of the adapter are missing, unknown, or do not fit this base.
+        replaced: weight -> the tensor that takes its place.
     """
 
     def __init__(self, model: PreTrainedModel, adapter: PeftFolder) -> None:

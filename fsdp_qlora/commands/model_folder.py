@@ -66,11 +66,7 @@ def check_is_new(out: Path) -> None:
 def new_model_folder(out: Path, source: Path, config: Mapping[str, Any]) -> Iterator[Path]:
     """A folder with the small files of `source`, and its code if it has any. It becomes `out` at the end of the block.
 
-    Args:
-        out: absent or empty. After a failure nothing remains of it.
-        config: the content of its config.json, which is written last.
-    Raises:
-        UserError: it cannot be written.
+    config.json with the content `config` is written last; after a failure nothing remains of `out`.
     """
     try:
         with staged_folder(out) as partial:
@@ -101,8 +97,7 @@ def read_pieces(
 ) -> Iterator[tuple[str, TensorSlice, torch.Tensor]]:
     """Yield tensors in pieces of bounded size, read ahead, with a progress bar on a terminal.
 
-    Args:
-        sources: name of a new tensor -> name of its source in `weight_files`.
+    sources: name of a new tensor -> name of its source in `weight_files`.
     """
     jobs = [(name, part) for name, source in sources.items() for part in _pieces(weight_files, source)]
     total = sum((part.stop - part.start) * weight_files.dtype(part.name).itemsize for _, part in jobs)

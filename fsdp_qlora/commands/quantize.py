@@ -27,11 +27,7 @@ log = logging.getLogger("fsdp_qlora")
 def quantize_model(
     model_name: str, out: Path, *, quant_type: str, double_quant: bool, trust_remote_code: bool = False
 ) -> None:
-    """Write a model folder in 4 bits, with the weights quantized that a qlora run would quantize.
-
-    Raises:
-        UserError: the model cannot be read or is quantized already, or `out` cannot be written.
-    """
+    """Write a model folder in 4 bits, with the weights quantized that a qlora run would quantize."""
     check_is_new(out)
     folder = hub.find_model_folder(model_name, with_weights=True, with_code=trust_remote_code)
     config = models.load_config(folder, model_name, trust_remote_code=trust_remote_code)

@@ -50,11 +50,7 @@ class Result(NamedTuple):
 
 
 def read_rows(merge: Merge, rows_file: str, limit: int) -> list[VerifyRow]:
-    """Rows as the run would have trained on them, the shortest first.
-
-    Raises:
-        UserError: they cannot be read or used.
-    """
+    """Read rows as the run would have trained on them, the shortest first."""
     folder = merge.adapter.path if (merge.adapter.path / "tokenizer_config.json").is_file() else merge.folder
     tokenizer = models.load_tokenizer(folder, str(folder), trust_remote_code=merge.run.trust_remote_code)
     run = dataclasses.replace(merge.run, dataset=(rows_file,), dataset_samples=limit)
@@ -140,9 +136,7 @@ def _predict(
     """The logits of each row, float32 [T, vocabulary]; one module's weights are in memory at a time.
 
     The decoder runs on many rows at once, the head on as many as there is room for logits.
-
-    Args:
-        rows: token ids, int64 [T], the shortest first.
+    rows: token ids, int64 [T], the shortest first.
     """
     trust = merge.run.trust_remote_code
     model: Any = build_plain_model(merge.config, torch.float32, ranks.device, trust_remote_code=trust).eval()

@@ -40,8 +40,7 @@ class StoredTensor(NamedTuple):
 class DecodedTensor:
     """A tensor that is decoded from tensors of the files, several units at a time: elements, rows or experts.
 
-    Args:
-        parts: names of the tensors in the files. unit: elements that are decoded together.
+    parts: names of the tensors in the files. unit: elements that are decoded together.
     """
 
     def __init__(self, parts: list[str], shape: torch.Size, dtype: torch.dtype, *, unit: int) -> None:
@@ -97,14 +96,10 @@ def take_format(config: PretrainedConfig) -> StoredFormat | None:
 def find_decoded(
     stored: StoredFormat | None, entries: Mapping[str, StoredTensor], folder: Path
 ) -> tuple[dict[str, DecodedTensor], set[str]]:
-    """Find the tensors of a model's files that are to be decoded.
+    """Find the tensors of a model's files (all are in `entries`) that are to be decoded.
 
-    Args:
-        entries: every tensor of the files.
     Returns:
         The model's name -> tensor decoded as it is read; names of tensors of the files that the model does not have.
-    Raises:
-        UserError: the tensors do not have this format.
     """
     decoded: dict[str, DecodedTensor] = {}
     kind = stored and stored.name

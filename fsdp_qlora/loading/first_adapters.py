@@ -42,9 +42,6 @@ def decompose_weights(
     The layers are distributed over the ranks: each rank reads one whole weight at a time and broadcasts A and B.
     If their product is subtracted from the base, A and B are rounded to bf16. Then a bf16 run gathers exactly the
     values that were subtracted, and their product does not depend on how it is split.
-
-    Args:
-        init: pissa, pissa_niter_N, olora or loftq.
     """
     layers = list(adapted_weights(model).items())
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -91,12 +88,9 @@ def _decompose(weight: torch.Tensor, layer: LoraLinear, init: str, seed: int) ->
 
 
 def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, own: str, declared_base: str | None, init: str) -> None:
-    """Refuse an adapter to start from that is not one for this model, before weights are downloaded.
+    """Refuse an adapter whose base has another name on the hub, or whose tensors are not those of this model's.
 
-    Args:
-        own: the model's name. declared_base: --base_name.
-    Raises:
-        UserError: its base has another name on the hub, or its tensors differ from what this model would save.
+    own: the model's name. declared_base: --base_name.
     """
     base = adapter.base_name
     if is_hub_name(base) and is_hub_name(own) and base.lower() not in (own.lower(), (declared_base or "").lower()):
@@ -117,7 +111,7 @@ def check_fits(adapter: PretrainedAdapter, model: nn.Module, *, own: str, declar
 
 @torch.no_grad()
 def load_subtracted_part(model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device) -> None:
-    """Read, from an adapter of twice the rank, the product to subtract from the base, before the base is loaded.
+    """Read the product to subtract from the base out of an adapter of twice the rank, before the base is loaded.
 
     Called on every rank.
     """
@@ -132,11 +126,7 @@ def load_subtracted_part(model: nn.Module, adapter: PretrainedAdapter, mesh: Dev
 def fill_from(
     model: nn.Module, adapter: PretrainedAdapter, mesh: DeviceMesh, device: torch.device, *, init: str
 ) -> None:
-    """Give the adapter of a loaded model the values of a pretrained one. Called on every rank.
-
-    Raises:
-        UserError: a value is not finite, or the file cannot be read; the same on every rank.
-    """
+    """Give the adapter of a loaded model the values of a pretrained one. Called on every rank."""
     half = 0 if reduces_base(init) else None
     parameters = [*adapter_parameters(model), *full_parameters(model)]
     with _agreed(adapter, device), safe_open(adapter.weights, framework="pt") as file:

@@ -51,12 +51,9 @@ def is_here(model: str) -> bool:
 
 
 def ask_hub(name: str, repo_type: str) -> Exception | None:
-    """Ask once, with a short timeout, whether a model or dataset exists.
+    """Ask once, with a short timeout, whether a model or dataset exists; return the error if not (see `hub_reason`).
 
     The hub's own downloads retry for 20 s without DNS, and wait forever behind a silent firewall.
-
-    Returns:
-        None if it exists, else the error, which `hub_reason` puts into words.
     """
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=HUB_TIMEOUT_SECONDS)
@@ -110,8 +107,7 @@ def find_model_folder(
         revision: a commit of the model on the hub; None for the newest.
         ranks, store: of a run of several processes; without them this process downloads by itself.
     Raises:
-        UserError: there is no such model, it needs a licence click, its weights are pickled, the disk is too small,
-            or the hub is out of reach; the same on every rank of a machine.
+        UserError: the model cannot be used or had, the same on every rank of a machine.
         LostRank: local rank 0 has ended, or the download takes longer than _DOWNLOAD_HOURS.
     """
     folder = Path(model_name).expanduser()
@@ -136,21 +132,13 @@ def find_model_folder(
 
 
 def download_adapter(name: str) -> Path:
-    """The hub's snapshot of an adapter, whose files are downloaded if needed.
-
-    Raises:
-        UserError: there is no such adapter, or the hub is out of reach.
-    """
+    """The hub's snapshot of an adapter, whose files are downloaded if needed."""
     patterns = [*SMALL_FILES, "adapter_model.safetensors"]
     return Path(_download(name, f"--adapter {name}: there is no such folder", patterns, ask_hub(name, "model")))
 
 
 def fetch_weights(model_name: str, folder: Path, *, ranks: "Ranks", store: "dist.Store") -> None:
-    """Download the weights to a folder that `find_model_folder` found without them: those of the same commit.
-
-    Raises:
-        UserError, LostRank: as `find_model_folder`.
-    """
+    """Download the weights, of the same commit, to a folder that `find_model_folder` found without them."""
     if not Path(model_name).expanduser().is_dir():  # else the folder is the user's own
         find_model_folder(model_name, with_weights=True, revision=folder.name, ranks=ranks, store=store)
 

@@ -188,11 +188,7 @@ def _replicated(buffer: torch.Tensor) -> _Target:
 class MergedTensor:
     """A parameter and the tensors of the files that it is assembled from, such as one per expert.
 
-    transformers' own conversion decides which tensors, and in what order.
-
-    Args:
-        name, shape: of the parameter.
-        converters: transformers' conversions for the model.
+    transformers' own conversions for the model decide which tensors, and in what order.
     """
 
     def __init__(self, name: str, shape: torch.Size, converters: Sequence[WeightConverter]) -> None:
@@ -222,8 +218,7 @@ class MergedTensor:
     def whole(self, files: WeightFiles) -> tuple[list[str], torch.Size]:
         """The parts in the order whose concatenation is the flattened parameter, and the parameter's shape.
 
-        Raises:
-            UserError: the parameter is not a concatenation of the parts, or their shapes do not fit together.
+        Raises UserError if it is no concatenation of the parts, or their shapes do not fit together.
         """
         sources = sorted(source for group in self._sources.values() for source in group)
         # Number the elements of small stand-ins: their order after the conversion shows the order of all elements.

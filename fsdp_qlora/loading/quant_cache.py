@@ -85,10 +85,7 @@ def cache_key(
 ) -> str:
     """The name of an entry: a hash of everything that determines its bytes.
 
-    The devices are part of it, since their kernels may round differently.
-
-    Args:
-        kernels: `device_kernels` of every rank: each quantizes its part, and all must compute the same key.
+    kernels: `device_kernels` of every rank: each quantizes its part, and they may round differently.
     """
     origins = {weight: weight_files.origins(sources[weight]) for weight in layers}
     files = sorted({file for tensors in origins.values() for file in tensors.values()})
@@ -117,8 +114,7 @@ def device_kernels(device: torch.device) -> str:
 class CachedWeights(WeightFiles):
     """The quantized weights of an entry, verified as they are read, and all others from the model's own files.
 
-    Raises:
-        DamagedEntry: from any method.
+    Any method may raise DamagedEntry.
     """
 
     def __init__(self, folder: Path, original: WeightFiles) -> None:
@@ -174,12 +170,9 @@ class Unavailable(Exception):
 
 
 def write_entry(target: Path, layers: Mapping[str, QuantizedWeight], weights: Weights, mesh: DeviceMesh) -> int:
-    """Write the layers, which have been filled from `weights`, as an entry. Called on every rank of a shard group.
+    """Write the layers, which have been filled from `weights`, as an entry; return its bytes. Called on a shard group.
 
-    Returns:
-        Its size in bytes.
-    Raises:
-        Unavailable: it cannot be written; on every rank, with the reason of the first that fails.
+    Raises Unavailable on every rank, with the reason of the first that fails.
     """
     folder, rank = target.with_name(f"{target.name}.writing"), shard_rank(mesh)
     forms = {name: form for weight, layer in layers.items() for name, form in packed_forms(weight, layer).items()}
@@ -273,8 +266,7 @@ def load_or_create(
 ) -> None:
     """Fill the model from its entry in the cache; without one, fill it from its own files and write one.
 
-    Args:
-        load_weights: `load_weights` with all arguments bound except weights.
+    load_weights: `load_weights` with all arguments bound except weights.
     """
     kernels = all_gather_strings(device_kernels(ranks.device), ranks.device)
     folder = root / cache_key(layers, weights.files, weights.sources, kernels)

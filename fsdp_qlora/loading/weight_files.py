@@ -119,11 +119,7 @@ class WeightFiles:
         )
 
     def join(self, name: str, parts: Sequence[str], shape: torch.Size) -> None:
-        """Define `name` as the tensor of this shape whose flattened elements are the concatenation of `parts`.
-
-        Raises:
-            UserError: the parts are stored in different types.
-        """
+        """Define `name` as the tensor of this shape whose flattened elements are the concatenation of `parts`."""
         if len(dtypes := {self.dtype(part) for part in parts}) > 1:
             raise UserError(f"The parts of {name} in {self.folder} have different types: {sorted(map(str, dtypes))}.")
         ends = list(itertools.accumulate(self.shape(part).numel() for part in parts))
@@ -159,11 +155,7 @@ class WeightFiles:
         return self.read_flat(name, start * row, stop * row).view(stop - start, *shape[1:])
 
     def read_flat(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's dtype.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """Elements [start, stop) of the row-major flattened tensor, on the CPU, in the file's dtype."""
         part = _buffer(stop - start, self.dtype(name))
         filled = 0
         for source, first, last in self._whole_tensors(name, start, stop):

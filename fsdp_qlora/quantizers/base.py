@@ -188,8 +188,7 @@ class QuantizedWeight(nn.Module):
     def stored_whole(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Suffix of the weight's name -> a tensor that every rank reads whole, for `load_whole`.
 
-        Args:
-            dtype: of the weight before quantization; names and sizes do not depend on it.
+        dtype: of the weight before quantization; names and sizes do not depend on it.
         """
         return {}
 
@@ -241,8 +240,7 @@ class QuantizedLinear(QuantizedWeight):
 class QuantizedExperts(QuantizedWeight):
     """Replaces the 3-D parameter of an experts module. List it before the quantizer's class among the bases.
 
-    Args:
-        parameter: [experts, out, in], or [experts, in, out] where `transposed`.
+    parameter: [experts, out, in], or [experts, in, out] where `transposed`.
     """
 
     def __init__(self, parameter: nn.Parameter, *, transposed: bool, **options: Any) -> None:

@@ -270,10 +270,9 @@ def _elements(tensor: torch.Tensor, dtype: torch.dtype, first: int, count: int) 
 def _select(
     part: Matrix, weight: torch.Tensor, absmax: torch.Tensor, *nested: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parameters of Bnb4bitWeight -> a matrix: codes of whole blocks, uint8, and absmax of each block.
+    """Select a matrix: codes of whole blocks, uint8, and absmax of each block.
 
-    Args:
-        nested: with double_quant, nested_absmax and absmax_offset.
+    nested: nested_absmax and absmax_offset, with double_quant.
     """
     first, count = part.first // _BLOCKSIZE, -(-math.prod(part.shape) // _BLOCKSIZE)
     codes = _elements(weight, torch.uint8, part.first // 2, count * _BLOCKSIZE // 2)
@@ -340,11 +339,7 @@ class PackedFormat(NamedTuple):
 
 
 def take_packed(config: PretrainedConfig, name: str) -> PackedFormat | None:
-    """Remove the quantization from a model's configuration and return it; None where there is none.
-
-    Raises:
-        UserError: the model is quantized in another way than 4-bit bitsandbytes.
-    """
+    """Remove a 4-bit quantization from a model's configuration and return it. Raises UserError if it is another one."""
     found = getattr(config, "quantization_config", None)
     if not found:
         return None

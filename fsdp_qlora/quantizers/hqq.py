@@ -116,10 +116,7 @@ def _quantize_groups(values: torch.Tensor, n_bits: int, group_size: int) -> tupl
     This is HQQLinear with axis=1: scale from the group's range, zero from the library's proximal solver, in float32.
     HQQLinear's solver runs at most 20 iterations and stops when the error of the whole tensor no longer falls, so
     a slice's result would depend on the slice. Here it always runs all 20: a group's result depends on the group
-    alone. Scale and zero are float16; HQQLinear keeps them in its compute dtype.
-
-    Raises:
-        UserError: a group's scale or zero is outside of float16's range.
+    alone. Scale and zero are float16 (UserError beyond its range); HQQLinear keeps them in its compute dtype.
     """
     from hqq.core.optimize import optimize_weights_proximal_v2
 

@@ -32,12 +32,9 @@ QUANTIZERS: dict[str, Quantizer] = {
 def quantize_layers(
     model: nn.Module, linears: Iterable[str], experts: Iterable[str], quantizer: str, **options: Any
 ) -> bool:
-    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones.
+    """Replace linear layers and 3-D expert parameters of a meta model by quantized ones of these `options`.
 
-    Args:
-        options: the quantizer's own.
-    Returns:
-        Whether there were experts that the quantizer could replace.
+    Returns whether there were experts that the quantizer could replace.
     """
     quantized = QUANTIZERS[quantizer]
     for name in linears:
