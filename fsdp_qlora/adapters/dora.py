@@ -19,7 +19,6 @@ from fsdp_qlora.adapters.lora import (
     LowRankFunction,
     Product,
     as_before,
-    as_rows,
     kept,
     low_rank_grads,
 )
@@ -49,7 +48,7 @@ class _DoraProduct(torch.autograd.Function):
         product, row_squares, bias = frozen
         # Weights as attributes, see lora.py.
         ctx.keeper, ctx.weights, ctx.product = low.grad_fn, (lora_A, lora_B, magnitude), product
-        rows = as_rows(x)
+        rows = x.flatten(0, -2)
         inputs = [rows] if product.dropout is None else [rows, product.dropout(rows)]
         *products, of_A = product.base.multiply(*inputs, lora_A.to(x.dtype))
         norm = row_norms(of_A, lora_A, lora_B, row_squares, product.scaling)
@@ -65,7 +64,7 @@ class _DoraProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_y = as_rows(grads[0])
+        grad_y = grads[0].flatten(0, -2)
         x, low = kept(ctx)
         adapted, norm = ctx.saved_tensors
         (lora_A, _, magnitude), (base, scaling, dropout) = ctx.weights, ctx.product

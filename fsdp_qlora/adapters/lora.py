@@ -55,14 +55,6 @@ class Product(NamedTuple):
     dropout: Dropout | None
 
 
-# In a function, since outside of it autograd would have a node for each view.
-
-
-def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """[.., n] -> [N, n]"""
-    return x.flatten(0, -2)
-
-
 def as_before(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """[N, m] -> [.., m] for x [.., n]. Not a view: on what an adapter returns FSDP2's hooks would be lost with that."""
     result: torch.Tensor = torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], rows.shape[-1]])
@@ -79,7 +71,7 @@ class LowRankFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, lora_A: torch.Tensor, dropout: Dropout | None, source: Any) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        rows = as_rows(x)
+        rows = x.flatten(0, -2)
         low = F.linear(dropout(rows) if dropout else rows, lora_A.to(x.dtype))
         ctx.source, ctx.dtype = source, x.dtype
         ctx.save_for_backward(*(() if source else (x,)), low)
@@ -94,7 +86,7 @@ def kept(ctx: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """x, as [N, in], and u, for a product's backward pass, which lets go of the node that keeps them."""
     keeper, ctx.keeper = ctx.keeper, None
     *x, low = keeper.saved_tensors
-    return as_rows(x[0] if x else recompute_output(keeper.source).to(keeper.dtype)), low
+    return (x[0] if x else recompute_output(keeper.source).to(keeper.dtype)).flatten(0, -2), low
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -107,13 +99,13 @@ class _LoraProduct(torch.autograd.Function):
         # Weights as attributes: FSDP2 refills these same gathered tensors before the backward pass, and activation
         # checkpointing does not have to recompute them.
         ctx.weights, ctx.product, ctx.keeper = (lora_A, lora_B), product, low.grad_fn
-        (y,) = product.base.multiply(as_rows(x))
+        (y,) = product.base.multiply(x.flatten(0, -2))
         return as_before(y.addmm_(low, lora_B.to(x.dtype).T, alpha=product.scaling), x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_y = as_rows(grads[0])
+        grad_y = grads[0].flatten(0, -2)
         x, low = kept(ctx)
         lora_A, (base, scaling, dropout) = ctx.weights[0], ctx.product
         factors = dropout.factors(x) if dropout else None

@@ -153,24 +153,23 @@ def _check_identity(model: PreTrainedModel, index: int, zeros: Sequence[str]) ->
     """Check on random values that a block with these weights at zero is an identity. Raises UserError if not."""
     blocks = models.find_blocks(model)
     block = blocks[index]
-    path = next(path for path, module in model.named_modules() if module is blocks)
-    parent = model.get_submodule(path.rpartition(".")[0])
-    setattr(parent, path.rpartition(".")[2], nn.ModuleList([block]))
-    embeddings = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    for module in parent.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(module) not in embeddings:
-                value = torch.randn(parameter.shape, dtype=parameter.dtype) * 0.02
-                setattr(module, name, nn.Parameter(value, requires_grad=False))
-    for name in zeros:
-        block.get_parameter(name).zero_()
+    path, _, leaf = next(path for path, module in model.named_modules() if module is blocks).rpartition(".")
+    parent = model.get_submodule(path)
+    setattr(parent, leaf, nn.ModuleList([block]))
+    values = {
+        name: torch.randn(parameter.shape, dtype=parameter.dtype)
+        * (name.removeprefix(f"{leaf}.0.") not in zeros)
+        * 0.02
+        for name, parameter in parent.named_parameters()
+        if parameter is not model.get_input_embeddings().weight
+    }
     seen: list[Any] = []
     block.register_forward_hook(
         lambda module, args, kwargs, output: seen.extend([args[0] if args else kwargs["hidden_states"], output]),
         with_kwargs=True,
     )
     hidden = torch.randn(1, 3, model.get_input_embeddings().embedding_dim, dtype=torch.bfloat16)
-    parent(inputs_embeds=hidden, use_cache=False)
+    torch.func.functional_call(parent, values, kwargs={"inputs_embeds": hidden, "use_cache": False})
     given, output = seen
     output = output[0] if isinstance(output, tuple) else output
     if not torch.equal(given, output):

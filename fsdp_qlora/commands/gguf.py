@@ -25,11 +25,13 @@ from tqdm import tqdm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fsdp_qlora.commands.merging import Changes
+from fsdp_qlora.commands.merging import Changes, open_adapter
+from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.hub import public_name
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.model.attention import head_size
+from fsdp_qlora.model.models import load_config
 from fsdp_qlora.storage.files import read_json, staged_file
 
 ADVICE = "llama.cpp's own converter, convert_hf_to_gguf.py, knows more."
@@ -164,9 +166,12 @@ def write_model(folder: Path, out: Path, kind: str) -> None:
         shape = tuple(files.shape(name))
         tensors[architecture.tensor_name(name)] = _Tensor(shape, _kind_of(shape, wanted), partial(read, name))
 
+    # A merged model has its base's name.
+    known = read_json(folder / "training.json").get("base", {}).get("name") or public_name(str(folder))
+
     def add_keys(writer: GGUFWriter) -> None:
         writer.add_type(gguf.GGUFType.MODEL)
-        writer.add_name(_model_name(folder))
+        writer.add_name(str(known).rpartition("/")[2])
         architecture.add_keys(writer)
         writer.add_file_type(file_type)
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -191,20 +196,15 @@ def write_quantized(folder: Path, out: Path, kind: str) -> None:
             raise UserError(f"llama.cpp could not make {kind} of {folder}: its own lines above say why.")
 
 
-def _model_name(folder: Path) -> str:
-    """The name of a model: of a merged one its base's, else its own on the hub or its folder's."""
-    base = read_json(folder / "training.json").get("base", {})
-    return str(base.get("name") or public_name(str(folder))).rpartition("/")[2]
-
-
 def write_adapter(folder: Path, base: Path, out: Path) -> None:
     """Write a LoRA adapter as a GGUF file that llama.cpp applies to a converted base (--lora).
 
     llama.cpp scales B A by alpha / rank with one alpha for all layers; other scales are multiplied into B. Of the base
     only config.json is read.
     """
-    architecture, changes = _Architecture(base), Changes.of_folders(folder, base)
-    config, files = changes.adapter.config, changes.adapter.files
+    architecture, adapter = _Architecture(base), open_adapter(folder)
+    changes = Changes(build_plain_model(load_config(base, str(base)), torch.float32), adapter)
+    config, files = adapter.config, adapter.files
     others = [name for name in files.files if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
     if others or config.use_dora or config.target_parameters:
         what = "DoRA" if config.use_dora else min(others, default="LoRA of experts")
@@ -309,7 +309,9 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, size: int) -> None:
         for rank, pair in enumerate(merges):
             ranks.setdefault("".join(pair), rank)
         writer.add_token_scores([-float(ranks.get(tokens.get(index, ""), len(merges))) for index in ids])
-        writer.add_add_space_prefix(_puts_space_first(content))
+        normalizer, splitter = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
+        prepends = any(step.get("type") == "Prepend" for step in normalizer.get("normalizers", [normalizer]))
+        writer.add_add_space_prefix(prepends or splitter.get("prepend_scheme") in ("first", "always"))
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # it warns of templates for pairs of texts
     special = SpecialVocab(folder, n_vocab=len(ids))
     special.merges = [] if is_sentencepiece else [" ".join(pair) for pair in merges]
@@ -335,9 +337,3 @@ def _splits(pre_tokenizer: Mapping[str, Any]) -> str | None:
     if kinds == ["Split", "ByteLevel"] and not steps[1].get("use_regex", True):
         return _REGEX_NAMES.get(steps[0]["pattern"].get("Regex", ""))
     return None
-
-
-def _puts_space_first(content: Mapping[str, Any]) -> bool:
-    normalizer, splitter = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
-    prepends = any(step.get("type") == "Prepend" for step in normalizer.get("normalizers", [normalizer]))
-    return prepends or splitter.get("prepend_scheme") in ("first", "always")

@@ -18,10 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fsdp_qlora.adapters.peft_folder import PREFIX, read_config, read_header, tensor_differences, weights_file
-from fsdp_qlora.commands.model_folder import build_plain_model
 from fsdp_qlora.errors import UserError
 from fsdp_qlora.loading.weight_files import TensorSlice, WeightFiles, Weights
-from fsdp_qlora.model.models import canonical_name, has_tied_embeddings, load_config
+from fsdp_qlora.model.models import canonical_name, has_tied_embeddings
 from fsdp_qlora.storage.safetensors_files import TensorForm
 
 _NAME = "default"  # PEFT's, of the only adapter
@@ -143,11 +142,6 @@ class Changes:
         if problems := "; ".join(tensor_differences(found, wanted)):
             path = adapter.path
             raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
-
-    @classmethod
-    def of_folders(cls, adapter: Path, base: Path) -> "Changes":
-        """Those of an adapter's folder to a base, of which only config.json is read. Raises as `open_adapter` too."""
-        return cls(build_plain_model(load_config(base, str(base)), torch.float32), open_adapter(adapter))
 
     def low_rank(self, weight: str) -> LowRankUpdate | None:
         """What is added to a weight, or to what replaces it; read from the adapter's file."""
