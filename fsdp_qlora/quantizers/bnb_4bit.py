@@ -94,22 +94,15 @@ class Bnb4bitWeight(QuantizedWeight):
 
     def decode_tensors(self, part: Matrix, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
         codes, absmax = _select(part, *tensors)
-        num_weights = math.prod(part.shape)
-        if part.shape[-1] % _BLOCKSIZE == 0 and num_weights <= _GPU_PIECE:
-            return self._decode_blocks(codes, absmax, part.shape, dtype)
         # One block per row: bitsandbytes 0.50's CPU kernel scales wrongly if a row ends in half a block (32 weights).
-        pieces = zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
-        decoded = [self._decode_blocks(piece, scales, (len(scales), _BLOCKSIZE), dtype) for piece, scales in pieces]
+        decoded = [
+            torch.ops.bitsandbytes.dequantize_4bit.default(
+                piece, scales, _BLOCKSIZE, self.quant_type, (len(scales), _BLOCKSIZE), dtype
+            ).view(-1)
+            for piece, scales in zip(codes.split(_GPU_PIECE // 2), absmax.split(_GPU_PIECE // _BLOCKSIZE), strict=True)
+        ]
         whole = decoded[0] if len(decoded) == 1 else torch.cat(decoded)
-        return whole.view(-1)[:num_weights].view(part.shape)
-
-    def _decode_blocks(
-        self, codes: torch.Tensor, absmax: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        decoded: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(
-            codes, absmax, _BLOCKSIZE, self.quant_type, shape, dtype
-        )
-        return decoded
+        return whole[: math.prod(part.shape)].view(part.shape)
 
     # The stored matrix is W, or W^T where it is transposed: bitsandbytes multiplies with the transpose of it.
 
