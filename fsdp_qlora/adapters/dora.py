@@ -30,7 +30,7 @@ _PIECE = 2**22  # elements of fp16 multiplied at a time in float32, where fp16 w
 
 
 class _DoraProduct(torch.autograd.Function):
-    """All of it but u.
+    """y, given u = A x'.
 
     frozen: the product without the bias, ||W||^2 of the rows, float32 [out], and the bias in the product's dtype.
     """
@@ -117,7 +117,7 @@ def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class Magnitude(nn.Module):
-    """One number per output row, fp32 in every precision: bf16 cannot represent changes below 0.4%.
+    """A trainable number per output row, fp32 in every precision: bf16 cannot represent changes below 0.4%.
 
     Parameters:
         weight: m, trainable, float32 [out].

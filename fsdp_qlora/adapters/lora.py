@@ -25,14 +25,14 @@ from fsdp_qlora.ranks.shards import gather_rows
 
 
 class Dropout(NamedTuple):
-    """Which parts of x are dropped, and the others scaled up."""
+    """Dropout whose mask is drawn again from its seed."""
 
     share: float
     seed: int
 
     @classmethod
     def draw(cls, share: float) -> "Dropout":
-        """With a seed from the CPU's generator, which a recomputation finds in the same state, for each piece."""
+        """Draw a seed per piece from the CPU's generator, which a recomputation finds in the same state."""
         return cls(share, int(torch.randint(2**62, ()).item()) + piece_number.get())
 
     def factors(self, like: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class Dropout(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What the product depends on besides x, A and B."""
+    """Inputs of the product besides x, A and B."""
 
     base: FrozenProduct
     scaling: float

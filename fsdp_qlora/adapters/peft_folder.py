@@ -139,7 +139,7 @@ def weights_file(folder: Path) -> Path:
 
 
 def _explain_folder(folder: Path) -> str:
-    """What a folder without an adapter is, and what to do."""
+    """Name a folder that is no adapter, and say how to get one."""
     if not folder.is_dir():
         return "there is no such folder. Give one with adapter_config.json and adapter_model.safetensors."
     names = {path.name for path in folder.iterdir()}

@@ -144,7 +144,7 @@ class Changes:
             raise UserError(f"--adapter {path} does not fit this base: {problems}. Give the base it was trained on.")
 
     def low_rank(self, weight: str) -> LowRankUpdate | None:
-        """What is added to a weight, or to what replaces it; read from the adapter's file."""
+        """Read the update that is added to a weight, or to the tensor that replaces it."""
         if weight not in self.layers:
             return None
         (path, layer), adapter = self.layers[weight], self.adapter

@@ -130,7 +130,7 @@ def _quantized(layer: QuantizedWeight) -> _Target:
 
 
 def _reduced(target: _Target, layer: LoraLinear) -> _Target:
-    """The same weight minus the adapter's initial update."""
+    """A target that stores the weight minus the adapter's initial update."""
 
     def store(values: torch.Tensor, mesh: DeviceMesh) -> None:
         assert target.wanted is not None

@@ -176,7 +176,7 @@ class Bnb4bitWeight(QuantizedWeight):
         }
 
     def _state(self) -> dict[str, Any]:
-        """What bitsandbytes' own loader needs to know of the weight, but for its first dtype and the mean of absmax."""
+        """The state that bitsandbytes' loader reads, without the weight's first dtype and the mean of absmax."""
         state = {"quant_type": self.quant_type, "blocksize": _BLOCKSIZE, "shape": list(self.shape)}
         return state | ({"nested_blocksize": NESTED_BLOCKSIZE} if self.double_quant else {})
 

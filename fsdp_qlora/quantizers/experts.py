@@ -18,7 +18,7 @@ from fsdp_qlora.quantizers.routed import all_tokens_forward, apply_gate
 def _takes_all_tokens(module: nn.Module) -> bool:
     """Whether these experts are gated MLPs [experts, in, out] without biases that are given every token in turn.
 
-    Those of an expert that did not choose it are zeros, and so is what such an MLP makes of them.
+    An expert gets zeros for the tokens that did not choose it, and such an MLP maps zeros to zeros.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     if shapes.keys() != {"gate_up_proj", "down_proj"} or hasattr(module, "is_transposed"):

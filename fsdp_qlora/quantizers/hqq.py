@@ -106,7 +106,7 @@ class HqqExperts(QuantizedExperts, HqqWeight):
 
 
 def _groups_at_a_time(device: torch.device, group_size: int) -> int:
-    """How many groups are quantized or decoded at a time, in float32: as fit a CPU's cache, or more to fill a GPU."""
+    """Number of groups to quantize or decode at once in float32: they fit a CPU's cache, or fill a GPU."""
     return max(1, (2**18 if device.type == "cpu" else 2**22) // group_size)
 
 

@@ -49,9 +49,9 @@ class AdaptedExperts(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What a product depends on besides tensors.
+    """Inputs of a product that are no tensors.
 
-    product: an expert's. gathers: x is [T, in], and [N, in] without. out: rows, features and dtype of y.
+    product: of an expert's weight. gathers: x is [T, in], and [N, in] without. out: rows, features and dtype of y.
     """
 
     product: Callable[[int], FrozenProduct]
@@ -69,7 +69,7 @@ class _Call(NamedTuple):
 def experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """What transformers' own experts functions compute of x [T, hidden], experts and weights [T, k]."""
+    """Compute the experts of x [T, hidden] with indices and weights [T, k], as transformers' own functions do."""
     experts, order = top_k_index.flatten().sort(stable=True)
     numbers = torch.arange(module.num_experts, dtype=experts.dtype, device=experts.device)
     ends = read_ends(torch.searchsorted(experts, numbers, right=True), len(hidden_states), len(order))
@@ -83,7 +83,7 @@ def experts_forward(
 
 
 def all_tokens_forward(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """The forward of experts that are given [E * T, hidden], all tokens for each, with zeros for those not its own."""
+    """Forward of experts that get [E * T, hidden]: all tokens for each expert, with zeros for the tokens of others."""
     is_chosen = hidden_states.ne(0).any(-1)
     per_expert = is_chosen.unflatten(0, (module.num_experts, -1)).sum(1)
     num_tokens = len(hidden_states) // module.num_experts
@@ -105,7 +105,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def read_ends(ends: torch.Tensor, num_tokens: int, num_choices: int) -> list[int]:
-    """Where each expert's choices end [E]: the layer's only wait of the host.
+    """Read where each expert's choices end [E]: the layer's only wait of the host.
 
     On the meta device the routing's worst case for memory: one expert gets all tokens, the others share the rest.
     """
