@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 from fsdp_qlora.checkpointing import checkpoint
 from fsdp_qlora.checkpointing.checkpoint import DamagedCheckpoint
-from fsdp_qlora.checkpointing.mirror import Store, fetch
+from fsdp_qlora.checkpointing.mirror import fetch
 from fsdp_qlora.checkpointing.result import publish_files, result_error
 from fsdp_qlora.checkpointing.run_folder import (
     CHECKPOINTS,
+    OR_ANEW,
     RUN,
     RUN_KEYS,
     STATUS,
@@ -132,13 +133,16 @@ class RunFolder:
     def choose_start(self, identity: Mapping[str, Any]) -> Start:
         """Decide on rank 0 where the run starts, and tell all ranks. Called on every rank, while rank 0 has the lock.
 
-        Args and Raises: as for `choose_start`.
+        Args:
+            identity: this run's options, facts (see FACTS), world_size and global_batch_size.
+        Raises: as `choose_start`, the same on all ranks.
         """
         answer: dict[str, Any] = {}
         if self.ranks.is_rank_0:
             try:
                 with errors_explained(self.path):
-                    answer = {"start": dataclasses.asdict(choose_start(self.path, identity, self.request))}
+                    start = choose_start(Run(self.path, identity, self.request))
+                    answer = {"start": dataclasses.asdict(start)}
             except (UserError, RunStopped) as error:
                 answer = {"ending": how_it_ends(error).state, "message": str(error)}
         answer = json.loads(all_gather_strings(json.dumps(answer), self.ranks.device)[0])
@@ -192,31 +196,29 @@ def _continues(output_dir: Path, request: StartRequest) -> bool:
     return origin is not None and output_dir.resolve() in (origin.resolve(), *origin.resolve().parents)
 
 
-def choose_start(output_dir: Path, identity: Mapping[str, Any], request: StartRequest) -> Start:
+def choose_start(run: Run) -> Start:
     """Decide where the run starts. For rank 0, which holds the folder's lock.
 
-    Args:
-        identity: this run's options, facts (see FACTS), world_size and global_batch_size.
     Raises:
         UserError: the folder holds another run, or none of its checkpoints passes verification.
         RunStopped: an unattended run has been restarted several times without progress.
     """
-    run = Run(output_dir, identity, request)
-    was_followed = _was_followed(output_dir, request)
-    copied = _copied_run(request.mirror, output_dir)
-    if request.mirror is not None and copied and (was_followed or request.resume == "auto"):
-        _take_from_mirror(run, request.mirror, copied)
+    request = run.request
+    was_followed = _was_followed(run.output_dir, request)
+    copied = _copied_run(run)
+    if copied and (was_followed or request.resume == "auto"):
+        _take_from_mirror(run, copied)
     if was_followed:
-        log.info("--resume %s was followed by a previous start: the run in %s continues.", request.resume, output_dir)
-        start = _from_output_dir(run, origin=request.origin, overwrite=False)
+        log.info(
+            "--resume %s was followed by a previous start: the run in %s continues.", request.resume, run.output_dir
+        )
+        start = _resume_folder(run, overwrite=False)
     elif request.resume == "auto":
-        start = _from_output_dir(run, overwrite=request.overwrite)
-    elif request.origin is None:
-        start = Start(secrets.token_hex(4))
+        start = _resume_folder(run, overwrite=request.overwrite)
     else:
-        start = _from_path(run, request.origin)
-    if request.mirror is not None and copied:
-        _tidy_mirror(request.mirror, copied, start, request, was_followed=was_followed)
+        start = _start_from(run, request.origin) if request.origin else Start(secrets.token_hex(4))
+    if copied:
+        _tidy_mirror(run, copied, start, is_branch=not was_followed and request.resume != "auto")
     return start
 
 
@@ -231,117 +233,60 @@ def _was_followed(output_dir: Path, request: StartRequest) -> bool:
     return stored.get("started_from") == redact(request.resume) and not find_differences(stored, {}, request)
 
 
-def _tidy_mirror(
-    mirror: Store, copied: Mapping[str, Any], start: Start, request: StartRequest, *, was_followed: bool
-) -> None:
-    """Delete the mirror's checkpoints that are not part of this run."""
-    if copied["run_id"] != start.run_id:
-        if not request.overwrite:
-            raise UserError(
-                f"--mirror {mirror.name} holds another run's checkpoints. Give another folder, or "
-                "--overwrite_output_dir true to replace them too."
-            )
-        mirror.delete_later_than(-1)
-    elif not was_followed and request.resume != "auto":
-        mirror.delete_later_than(start.step)  # an abandoned branch of the run
-
-
-def _copied_run(mirror: Store | None, output_dir: Path) -> dict[str, Any]:
-    """The identity of the run on the mirror; empty if there is none."""
-    if mirror is None:
-        return {}
-    try:
-        copied = mirror.run()
-        if copied and not set(RUN_KEYS) <= copied.keys():
-            raise UserError(f"--mirror {mirror.name}: its {RUN} cannot be used. Give another mirror, or none.")
-        return copied
-    except OSError as error:
-        if not is_run(output_dir):
-            raise UserError(
-                f"--mirror {mirror.name} cannot be reached, so it is unknown whether this run has checkpoints there "
-                f"({error}). Try again, or leave it out."
-            ) from error
-        log.warning("The mirror %s cannot be reached: %s. The run continues from its own folder.", mirror.name, error)
-        return {}
-
-
-def _take_from_mirror(run: Run, mirror: Store, copied: Mapping[str, Any]) -> None:
-    """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
-    output_dir = run.output_dir
-    stored = read_run(output_dir) or copied
-    differences = run.differences(stored)
-    if differences and not is_run(output_dir) and not run.request.overwrite:
-        refuse(mirror.name, differences)
-    if differences or stored["run_id"] != copied["run_id"] or is_finished(output_dir):
-        return
-    newest = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1)
-    ahead = max(mirror.steps(), default=-1)
-    if is_run(output_dir) and ahead <= newest:
-        return
-    log.info(
-        "The mirror %s has %s of this run, and %s has %s: the run resumes from the mirror's.", mirror.name,
-        f"step {ahead}" if ahead >= 0 else "no checkpoint", output_dir, f"step {newest}" if newest >= 0 else "none",
-    )  # fmt: skip
-    if not fetch(mirror, output_dir, later_than=newest) and newest < 0:
-        raise UserError(
-            f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy of one, or start from "
-            "zero with another --mirror, or with none."
-        )
-
-
-def _from_output_dir(run: Run, *, overwrite: bool, origin: Path | None = None) -> Start:
-    """Resume the folder's run. origin: where it started from, used until it has a checkpoint of its own."""
+def _resume_folder(run: Run, *, overwrite: bool) -> Start:
+    """Resume the folder's run if it is unfinished. Another run is refused, or replaced as a finished one is."""
     output_dir = run.output_dir
     if not is_run(output_dir):
         return Start(secrets.token_hex(4))
-    stored, was_finished = read_run(output_dir), is_finished(output_dir)
-    differences = run.differences(stored)
+    differences, was_finished = run.differences(read_run(output_dir)), is_finished(output_dir)
     if differences and not overwrite:
         refuse(output_dir, differences)
     if differences or (was_finished and overwrite):
         held = "another run" if differences else "this run, finished"
         log.warning("output_dir %s holds %s. It is replaced (--overwrite_output_dir true).", output_dir, held)
         return Start(secrets.token_hex(4))
-    lost = result_error(output_dir) if was_finished and stored["options"].get("save_model", True) else None
-    if was_finished and not lost:
+    return _keep_result(run) if was_finished else _continue(run)
+
+
+def _keep_result(run: Run) -> Start:
+    """Leave a finished run as it is, or write its result again if it was lost."""
+    stored = read_run(run.output_dir)
+    lost = result_error(run.output_dir) if stored["options"].get("save_model", True) else None
+    if not lost:
         return Start(stored["run_id"], is_new=False, is_finished=True)
-    if lost:
-        log.warning("The result in %s differs from the one that the finished run saved: %s.", output_dir, lost)
-    checkpoint.remove_leftovers(output_dir / CHECKPOINTS)
-    status = read_status(output_dir)
-    start = _newest_whole(run, output_dir / CHECKPOINTS)
-    if lost and start is None:
+    log.warning(
+        "The result in %s differs from the one that the finished run saved: %s. It is written again from the last "
+        "checkpoint.", run.output_dir, lost,
+    )  # fmt: skip
+    return _continue(run)
+
+
+def _continue(run: Run) -> Start:
+    """Resume the folder's run at its newest whole checkpoint; without any where it started from before."""
+    output_dir, root = run.output_dir, run.output_dir / CHECKPOINTS
+    stored, status = read_run(output_dir), read_status(output_dir)
+    checkpoint.remove_leftovers(root)
+    start = _newest_whole(run, root)
+    if start is None and (status.get("saved_step", -1) >= 0 or status.get("state") == "finished"):
+        done = "the run has finished" if status.get("state") == "finished" else f"step {status['saved_step']} was saved"
         raise UserError(
-            f"{output_dir} holds a finished run whose result has changed since it was saved ({lost}), and no "
-            "checkpoint to write it from. Restore the file, or train again with --resume off --overwrite_output_dir "
-            "true."
+            f"{root} holds no checkpoint, but {STATUS} says that {done}. Is its disk mounted? Bring the checkpoints "
+            f"back, {OR_ANEW}"
         )
-    if lost and start is not None:
-        log.info("It is written again from the checkpoint of step %d.", start.step)
-    if start is None and (saved_step := status.get("saved_step", -1)) >= 0:
-        raise UserError(
-            f"{output_dir / CHECKPOINTS} holds no checkpoint, but {STATUS} says that step {saved_step} was saved. "
-            "Is its disk mounted? Bring the checkpoints back, or start anew with --resume off --overwrite_output_dir "
-            "true."
-        )
-    if start is None and origin is not None:
-        start = dataclasses.replace(_from_path(run, origin), run_id=stored["run_id"])
+    if start is None and run.request.origin is not None:
+        start = dataclasses.replace(_start_from(run, run.request.origin), run_id=stored["run_id"])
     elif start is None:
         start = Start(stored["run_id"], global_batch_size=stored["global_batch_size"])
         log.info("Resuming: the run in %s has no checkpoint yet, so it starts from the beginning.", output_dir)
-    failed_starts = _failed_starts(status, start)
+    # Starts in a row, up to the previous one, that ended before the next checkpoint.
+    made_none = status.get("start_step") == start.step and status.get("state") in _FAILED
+    failed_starts = int(status.get("deaths", 0)) + 1 if made_none else 0
     if run.request.is_unattended and failed_starts >= _MAX_FAILED_STARTS:
         _give_up(output_dir, status, start, failed_starts)
     # Blocks that recomputed when a start ran out of memory: the previous one, or one before it.
     ran_out = status.get("state") == "out_of_memory"
     too_few = status.get("recompute" if ran_out else "too_few", status.get("too_few"))
     return dataclasses.replace(start, failed_starts=failed_starts, too_few=too_few, **_used(status))
-
-
-def _failed_starts(status: Mapping[str, Any], start: Start) -> int:
-    """Number of starts in a row, up to the previous one, that ended before the next checkpoint."""
-    made_none = status.get("start_step") == start.step and status.get("state") in _FAILED
-    return int(status.get("deaths", 0)) + 1 if made_none else 0
 
 
 def _give_up(output_dir: Path, status: Mapping[str, Any], start: Start, failed_starts: int) -> NoReturn:
@@ -362,7 +307,72 @@ def _used(status: Mapping[str, Any]) -> dict[str, Any]:
     return {"used_seconds": used, "reserve_seconds": reserve}
 
 
-def _from_path(run: Run, path: Path) -> Start:
+# --- the mirror ---
+
+
+def _copied_run(run: Run) -> dict[str, Any]:
+    """The identity of the run on the mirror; empty if there is none."""
+    if (mirror := run.request.mirror) is None:
+        return {}
+    try:
+        copied = mirror.run()
+    except OSError as error:
+        if not is_run(run.output_dir):
+            raise UserError(
+                f"--mirror {mirror.name} cannot be reached, so it is unknown whether this run has checkpoints there "
+                f"({error}). Try again, or leave it out."
+            ) from error
+        log.warning("The mirror %s cannot be reached: %s. The run continues from its own folder.", mirror.name, error)
+        return {}
+    if copied and not set(RUN_KEYS) <= copied.keys():
+        raise UserError(f"--mirror {mirror.name}: its {RUN} cannot be used. Give another mirror, or none.")
+    return copied
+
+
+def _take_from_mirror(run: Run, copied: Mapping[str, Any]) -> None:
+    """Copy the newest checkpoint from the mirror, if the run got further on another machine."""
+    output_dir, mirror, is_here = run.output_dir, run.request.mirror, is_run(run.output_dir)
+    assert mirror is not None
+    stored = read_run(output_dir) or copied
+    differences = run.differences(stored)
+    if differences and not is_here and not run.request.overwrite:
+        refuse(mirror.name, differences)
+    if differences or stored["run_id"] != copied["run_id"] or is_finished(output_dir):
+        return
+    newest, ahead = max(checkpoint.published(output_dir / CHECKPOINTS), default=-1), max(mirror.steps(), default=-1)
+    if is_here and ahead <= newest:
+        return
+    log.info(
+        "The mirror %s has %s of this run, and %s has %s: the run resumes from the mirror's.", mirror.name,
+        f"step {ahead}" if ahead >= 0 else "no checkpoint", output_dir, f"step {newest}" if newest >= 0 else "none",
+    )  # fmt: skip
+    if not fetch(mirror, output_dir, later_than=newest) and newest < 0:
+        raise UserError(
+            f"No checkpoint on the mirror {mirror.name} passes verification. Restore a good copy of one, or start from "
+            "zero with another --mirror, or with none."
+        )
+
+
+def _tidy_mirror(run: Run, copied: Mapping[str, Any], start: Start, *, is_branch: bool) -> None:
+    """Delete the mirror's checkpoints of another run, or of the branch of this one that a new branch replaces."""
+    mirror = run.request.mirror
+    assert mirror is not None
+    if copied["run_id"] == start.run_id:
+        if is_branch:
+            mirror.delete_later_than(start.step)
+    elif run.request.overwrite:
+        mirror.delete_later_than(-1)
+    else:
+        raise UserError(
+            f"--mirror {mirror.name} holds another run's checkpoints. Give another folder, or --overwrite_output_dir "
+            "true to replace them too."
+        )
+
+
+# --- a checkpoint ---
+
+
+def _start_from(run: Run, path: Path) -> Start:
     """Start at a given checkpoint, or at the newest one of a given run."""
     output_dir = run.output_dir
     if (path / checkpoint.STATE).is_file() or (path / checkpoint.MANIFEST).is_file():
@@ -403,7 +413,7 @@ def _newest_whole(run: Run, root: Path) -> Start | None:
     if unusable := checkpoint.quarantined(root):
         raise UserError(
             f"No checkpoint in {root} can be used: {', '.join(path.name for path in unusable)} are damaged or "
-            "abandoned. Restore a good copy of one, or start from zero with --resume off --overwrite_output_dir true."
+            f"abandoned. Restore a good copy of one, {OR_ANEW}"
         )
     return None
 

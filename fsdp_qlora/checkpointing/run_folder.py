@@ -32,6 +32,7 @@ RUN_FILES = (
     "additional_chat_templates", ".saving_weights", ".saving", "run.json", "status.json", "result.json", "hang_rank_*",
     "checkpoints", "facts.json", "report.html", "tensorboard", BEST, CARD, RECORD, ".from_mirror",
 )  # fmt: skip
+OR_ANEW = "or start from zero with --resume off --overwrite_output_dir true."
 # Keys that every run.json has.
 RUN_KEYS = ("run_id", "options", "facts", "world_size", "global_batch_size")
 # What a start killed before it has written run.json may leave, besides checkpoints cut off. They are no results.
@@ -45,8 +46,7 @@ def is_run(output_dir: Path) -> bool:
 
 def read_run(output_dir: Path) -> dict[str, Any]:
     """The content of run.json; empty if there is none. Raises UserError if it is not what a run writes."""
-    advice = "Restore the original, or start from zero with --resume off --overwrite_output_dir true."
-    return _read(output_dir / RUN, RUN_KEYS, advice)
+    return _read(output_dir / RUN, RUN_KEYS, f"Restore the original, {OR_ANEW}")
 
 
 def read_status(output_dir: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def errors_explained(output_dir: Path) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"{output_dir / RUN}, {STATUS} beside it or a checkpoint makes no sense: {error!r}. Restore the original, "
-            "or start from zero with --resume off --overwrite_output_dir true."
+            + OR_ANEW
         ) from error
 
 

@@ -205,9 +205,7 @@ def test_a_result_that_was_lost_is_written_again_from_the_last_checkpoint(
     assert decide(finished).is_finished
     LOSSES[loss](finished / "adapter_model.safetensors")
     shutil.rmtree(finished / run_folder.CHECKPOINTS)
-    with pytest.raises(
-        UserError, match=r"whose result has changed since it was saved .* and no checkpoint to write it from"
-    ):
+    with pytest.raises(UserError, match=r"no checkpoint, but status\.json says that the run has finished"):
         decide(finished)
 
 
