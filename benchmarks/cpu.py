@@ -63,8 +63,8 @@ from fsdp_qlora.adapters.dora import DoraLinear
 from fsdp_qlora.adapters.first_values import first_adapter_value
 from fsdp_qlora.adapters.lora import LoraLinear
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.row_source import StepRows
 from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.schedule import StepRows
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.quantizers.bnb_4bit import Bnb4bitLinear
 from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group

@@ -39,8 +39,8 @@ from benchmarks.cpu import (
 from benchmarks.peers import tokenizer
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import DataOptions, prepare_data
-from fsdp_qlora.data.row_source import RowsInMemory
 from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.schedule import RowsInMemory
 from fsdp_qlora.loading.weight_files import WeightFiles
 from fsdp_qlora.ranks.process_group import start_process_group, stop_process_group
 

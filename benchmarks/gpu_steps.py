@@ -29,8 +29,8 @@ from transformers import LlamaConfig
 
 from benchmarks.common import RandomWeights, Run, build_run
 from fsdp_qlora.config.options import TrainConfig
-from fsdp_qlora.data.row_source import StepRows
 from fsdp_qlora.data.rows import TokenizedRows
+from fsdp_qlora.data.schedule import StepRows
 from fsdp_qlora.model.precision import PRECISIONS
 from fsdp_qlora.optimizers.sharded import OPTIMIZER_STATES, ShardedOptimizer
 from fsdp_qlora.planning.facts import Measured

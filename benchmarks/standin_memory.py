@@ -175,7 +175,7 @@ def measure(**case: Any) -> dict[str, Any]:
     """Bytes of one case; runs on the stand-in."""
     import torch
 
-    from fsdp_qlora.data.row_source import StepRows
+    from fsdp_qlora.data.schedule import StepRows
     from tests.phantom.programs.with_routes import fix_routes
 
     fix_routes()
@@ -264,7 +264,7 @@ def build(**case: Any) -> tuple[Any, Any, Any]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from fsdp_qlora.data.row_source import RowsInMemory
+    from fsdp_qlora.data.schedule import RowsInMemory
     from fsdp_qlora.planning.plan import blocks_to_recompute
     from fsdp_qlora.planning.run_plan import Plan, make_schedule
     from fsdp_qlora.ranks.shards import build_mesh
@@ -295,7 +295,7 @@ def passes(shape: str, num_blocks: int) -> tuple[Any, Any]:
     that it returns were kept for its backward pass."""
     import torch
 
-    from fsdp_qlora.data.row_source import StepRows
+    from fsdp_qlora.data.schedule import StepRows
 
     sdpa = {"attn_implementation": "sdpa", "recompute": "none"}
     trainer, _, rows = build(shape=shape, layers=num_blocks, **sdpa)

@@ -23,7 +23,6 @@ from fsdp_qlora.data.chat_template import TemplateWorker
 from fsdp_qlora.data.formats import FORMATS, IGNORE, WATCHED, name_columns, parse_columns, unused_meaning, used_columns
 from fsdp_qlora.data.prompts import find_template
 from fsdp_qlora.data.rendering import Renderer, prompt_record
-from fsdp_qlora.data.row_source import RowsInMemory, RowSource
 from fsdp_qlora.data.rows import (
     NO_ROOM,
     NO_ROWS,
@@ -35,7 +34,7 @@ from fsdp_qlora.data.rows import (
     TokenizedRows,
     join_rows,
 )
-from fsdp_qlora.data.schedule import Mixture, mix, split_eval, split_rows
+from fsdp_qlora.data.schedule import Mixture, RowsInMemory, RowSource, mix, split_eval, split_rows
 from fsdp_qlora.data.sources import (
     DEFAULT_SAMPLES,
     DUMMY,

@@ -1,20 +1,24 @@
 """The schedule: which rows an optimizer step takes, and which micro-batches of them a rank takes.
 
-Pure functions of options, seed and epoch, the same on every rank and in every run.
+Functions of options, seed and epoch alone, the same on every rank and in every run. A `RowSource` gives a step's rows:
+rows in memory, a stream (streaming.py), or what else produces them step by step.
 """
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from fsdp_qlora.data.rows import TokenizedRows
 from fsdp_qlora.errors import UserError
 
 Round = list[np.ndarray]
 """The rows of the micro-batches that all ranks compute at the same time, one for each rank."""
 
+BEGINNING: Mapping[str, int] = {}
 EVAL_STREAM = 0x6576616C  # keeps the held-out rows independent of the order of any epoch
 TOKENS_OF_AN_EMPTY_RANK = 2  # which has no rows in a round, and computes like the others
 _STEPS_LOOKED_AT = 100
@@ -159,6 +163,46 @@ class Schedule:
         """The rounds of each of the first steps; of a stream only its first rows are known."""
         steps = itertools.islice(self.rows_of_steps(rows), _STEPS_LOOKED_AT)
         return [self.rounds(of_step, lengths) for _, of_step in steps if len(of_step)]
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The rows of one optimizer step on all ranks.
+
+    position: where the source continues after them, as JSON for a checkpoint; empty where the step says it.
+    """
+
+    step: int
+    table: TokenizedRows
+    rows: np.ndarray
+    """Indices of rows of `table`, int64."""
+    position: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_targets(self) -> int:
+        return int(self.table.num_targets[self.rows].sum())
+
+
+class RowSource(Protocol):
+    """Gives the same rows on every rank, and in every run with the same options."""
+
+    def steps(
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+    ) -> Iterator[StepRows]:
+        """Give the rows of every step from `first` on; `position` is that of the step before."""
+
+
+class RowsInMemory(NamedTuple):
+    """Some rows of a table, in the order that the schedule gives an epoch."""
+
+    table: TokenizedRows
+    rows: np.ndarray
+
+    def steps(
+        self, schedule: Schedule, *, first: int = 0, position: Mapping[str, int] = BEGINNING
+    ) -> Iterator[StepRows]:
+        for step, rows in schedule.rows_of_steps(self.rows, first=first):
+            yield StepRows(step, self.table, rows)
 
 
 def epoch_order(rows: np.ndarray, *, seed: int, epoch: int, mixture: Mixture | None = None) -> np.ndarray:

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fsdp_qlora.data.files import ChooseColumns
-from fsdp_qlora.data.row_source import BEGINNING, StepRows
 from fsdp_qlora.data.rows import DataReport, TokenizedRows, join_rows
-from fsdp_qlora.data.schedule import Schedule, epoch_order
+from fsdp_qlora.data.schedule import BEGINNING, Schedule, StepRows, epoch_order
 from fsdp_qlora.data.sources import Entry, Source, read_entries
 from fsdp_qlora.errors import UserError
 

@@ -25,7 +25,7 @@ from fsdp_qlora.control import clock, exits
 from fsdp_qlora.control.presence import Presence
 from fsdp_qlora.control.stops import Signals
 from fsdp_qlora.data.prepare import prepare_data
-from fsdp_qlora.data.row_source import RowsInMemory
+from fsdp_qlora.data.schedule import RowsInMemory
 from fsdp_qlora.data.tokenization import describe_sample
 from fsdp_qlora.errors import NotFinite, RankError, RunStopped
 from fsdp_qlora.generation.generate import SAMPLE_TOKENS, Samples, SamplingOptions, Stops, TextGenerator

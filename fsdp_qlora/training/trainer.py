@@ -13,9 +13,8 @@ import torch
 
 from fsdp_qlora.control.stops import NUM_FLAGS, Control
 from fsdp_qlora.data.micro_batch import MicroBatch
-from fsdp_qlora.data.row_source import RowsInMemory, StepRows
 from fsdp_qlora.data.rows import TokenizedRows
-from fsdp_qlora.data.schedule import Round
+from fsdp_qlora.data.schedule import Round, RowsInMemory, StepRows
 from fsdp_qlora.errors import NotFinite
 from fsdp_qlora.optimizers.sharded import ShardedOptimizer
 from fsdp_qlora.ranks.process_group import gather_numbers

@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoConfig, PreTrainedModel
 
 from benchmarks.aligned_gathers import parts_of_gathers, sharded_model
-from fsdp_qlora.data.row_source import RowsInMemory, StepRows
+from fsdp_qlora.data.schedule import RowsInMemory, StepRows
 from fsdp_qlora.ranks.shards import local_part
 from tests.tiny import flags, make_rows, on_ranks, write_rows
 

@@ -59,7 +59,7 @@ def finished_at(inputs: dict[str, object], tmp_path_factory: pytest.TempPathFact
 def stop_at_step(how: str) -> None:
     """Let every rank be told to stop, or meet a loss that is not finite, in its step after STOPPED_AT - 1."""
     from fsdp_qlora.control.stops import Budget
-    from fsdp_qlora.data.row_source import StepRows
+    from fsdp_qlora.data.schedule import StepRows
     from fsdp_qlora.training.trainer import Trainer
 
     original = Trainer.train_step

@@ -21,8 +21,7 @@ from benchmarks.gpu_steps import SHAPES
 from benchmarks.one_rank import keep_own_part, limit_memory, rank_0_of, start_alone
 from fsdp_qlora.config.options import TrainConfig
 from fsdp_qlora.data.prepare import RunData
-from fsdp_qlora.data.row_source import StepRows
-from fsdp_qlora.data.schedule import Schedule
+from fsdp_qlora.data.schedule import Schedule, StepRows
 from fsdp_qlora.planning.plan import Machine, build_plan, place
 from fsdp_qlora.planning.run_plan import Plan
 from fsdp_qlora.ranks.shards import build_mesh, local_part
